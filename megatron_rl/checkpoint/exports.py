@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron_rl.checkpoint.resume import ROOT
 from megatron_rl.distributed.atomic_file import set_aside
 from megatron_rl.errors import ConfigError
 
@@ -20,11 +21,21 @@ log = logging.getLogger(__name__)
 STALE = "stale_"  # before the name of a folder that step_*/hf finds no more
 
 
-def exported_steps(root: pathlib.Path) -> list[int]:
+def exports_root_of(root: pathlib.Path | RemotePath, run_path: pathlib.Path) -> pathlib.Path | RemotePath:
+    """Return the folder of a run's exports: the store of its checkpoints, or the run's own folder.
+
+    root: of the checkpoints.
+    """
+    return run_path / ROOT if isinstance(root, pathlib.Path) else root
+
+
+def exported_steps(root: pathlib.Path | RemotePath) -> list[int]:
     """Return the optimizer steps whose exports lie under ``root``, ascending; [] where there is no such folder."""
-    if not root.is_dir():
-        return []
-    matches = [re.fullmatch(r"step_(\d+)", path.name) for path in root.iterdir() if path.is_dir()]
+    if not isinstance(root, pathlib.Path):
+        names = [name for name, size in root.children().items() if size is None]
+    else:
+        names = [path.name for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    matches = [re.fullmatch(r"step_(\d+)", name) for name in names]
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -55,13 +66,20 @@ def start_anew(
             set_aside(root)
 
 
-def set_exports_aside(root: pathlib.Path, after_step: int) -> None:
+def set_exports_aside(root: pathlib.Path | RemotePath, after_step: int) -> None:
     """Rename the exports of later steps than ``after_step``, which the run is about to train again.
 
-    step_24 becomes stale_step_24; an older folder of that name is removed.
+    step_24 becomes stale_step_24; an older folder of that name is removed. An object store renames
+    nothing: a warning names what stays there.
     """
     for step in exported_steps(root):
-        if step > after_step:
+        if step > after_step and not isinstance(root, pathlib.Path):
+            log.warning(
+                "%s is from after the checkpoint at step %d: it stays until this run exports that step again",
+                root / f"step_{step}",
+                after_step,
+            )
+        elif step > after_step:
             path = root / f"step_{step}"
             stale = path.with_name(f"{STALE}{path.name}")
             shutil.rmtree(stale, ignore_errors=True)

@@ -10,12 +10,11 @@ import pathlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from megatron_rl.checkpoint.exports import exported_steps, start_anew
+from megatron_rl.checkpoint.exports import exported_steps, exports_root_of, start_anew
 from megatron_rl.checkpoint.folder import DamagedCheckpoint, verify, whole_checkpoints
 from megatron_rl.checkpoint.pickled import check_torch_files
 from megatron_rl.checkpoint.resume import (
     CRITIC,
-    ROOT,
     SUPERVISED,
     check_identity,
     damaged_words,
@@ -49,7 +48,8 @@ def foresee_resume(
     The files' names and sizes are checked, and those that are read for it; tensors are not
     digested. Raises CheckpointError and ConfigError as the start would.
     """
-    root, exports_root = settings.root(run_path), run_path / ROOT
+    root = settings.root(run_path)
+    exports_root = exports_root_of(root, run_path)
     try:
         return _foreseen(root, exports_root, settings, identity, hf_path=hf_path, has_critic=has_critic)
     except StoreError as error:
@@ -58,7 +58,7 @@ def foresee_resume(
 
 def _foreseen(
     root: pathlib.Path | RemotePath,
-    exports_root: pathlib.Path,
+    exports_root: pathlib.Path | RemotePath,
     settings: CheckpointConfig,
     identity: Mapping[str, object],
     *,

@@ -26,9 +26,9 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from megatron_rl.checkpoint.exports import exported_steps, set_exports_aside, start_anew
+from megatron_rl.checkpoint.exports import exported_steps, exports_root_of, set_exports_aside, start_anew
 from megatron_rl.checkpoint.folder import whole_checkpoints
-from megatron_rl.checkpoint.resume import CRITIC, ROOT, SUPERVISED, resumable
+from megatron_rl.checkpoint.resume import CRITIC, SUPERVISED, resumable
 from megatron_rl.checkpoint.run_state import APPENDED, RestoredRun, ResumePoint, RunState
 from megatron_rl.config import CheckpointConfig
 from megatron_rl.distributed.collectives import gather_json
@@ -69,7 +69,8 @@ class CheckpointManager:
         self.backend, self.critic, self.settings = backend, critic, settings
         self.run_path, self.hf_path, self.supervised_every = run_path, hf_path, supervised_every
         self.written_config = written_config
-        self.root, self.exports_root = settings.root(run_path), run_path / ROOT
+        self.root = settings.root(run_path)
+        self.exports_root = exports_root_of(self.root, run_path)
         self.supervised_root = self.root / SUPERVISED
         self.is_main = backend.topology.is_main
         self.preempted = self.leaves = self.resumes = False

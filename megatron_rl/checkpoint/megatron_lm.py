@@ -20,6 +20,7 @@ import pathlib
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,6 +39,9 @@ from megatron_rl.weights.mapping import (
     own_experts,
     shard_size,
 )
+
+if TYPE_CHECKING:
+    from megatron_rl.storage.remote import RemotePath
 from megatron_rl.weights.model_shape import ModelShape
 
 RELEASE, HF_FOLDER = "release", "hf"
@@ -244,12 +248,12 @@ class MegatronFolder:
     hf: the folder's Hugging Face side files; None where it has none.
     """
 
-    folder: pathlib.Path
+    folder: pathlib.Path | RemotePath
     name: str
-    hf: pathlib.Path | None
+    hf: pathlib.Path | RemotePath | None
 
     @property
-    def path(self) -> pathlib.Path:
+    def path(self) -> pathlib.Path | RemotePath:
         return self.folder / self.name
 
 
@@ -258,7 +262,7 @@ def iteration_name(iteration: int | None) -> str:
     return RELEASE if iteration is None else name_of(iteration)
 
 
-def open_folder(folder: pathlib.Path, iteration: int | None = None) -> MegatronFolder:
+def open_folder(folder: pathlib.Path | RemotePath, iteration: int | None = None) -> MegatronFolder:
     """Find the latest checkpoint of a Megatron-LM folder, or that of ``iteration``.
 
     ``folder`` may also be a checkpoint's own folder. Raises ConfigError where there is none, and DamagedCheckpoint

@@ -13,13 +13,12 @@ only the classes that checkpoint/pickled.py lists.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import pathlib
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -35,28 +34,20 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_rl.checkpoint.folder import DamagedCheckpoint
 from megatron_rl.checkpoint.pickled import COMMON, FORMAT, METADATA, load_plain, read_backend, read_index
 from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.storage.remote import Window
+
+if TYPE_CHECKING:
+    from megatron_rl.storage.remote import RemotePath
 
 COMMON_OBJECT = "common_state/shard_0_1"
 
 
-class _Window(io.RawIOBase):
+class _Chunk(Window):
     """Shows ``length`` bytes of a file from ``offset`` as a file that torch.load can seek in."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int):
-        self.file, self.offset, self.length, self.position = file, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.position = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.length}[whence] + offset
-        return self.position
+        super().__init__(length)
+        self.file, self.offset = file, offset
 
     def readinto(self, buffer) -> int:
         self.file.seek(self.offset + self.position)
@@ -73,7 +64,7 @@ class TorchDistReader:
     missing, cut short or replaced, or other classes than its metadata's own would be unpickled.
     """
 
-    def __init__(self, folder: pathlib.Path):
+    def __init__(self, folder: pathlib.Path | RemotePath):
         self.folder = folder
         for name in (FORMAT, METADATA):
             if not (folder / name).exists():
@@ -112,9 +103,11 @@ class TorchDistReader:
             )
         if self._file is None or self._file[0] != storage.relative_path:
             self.close()
-            self._file = (storage.relative_path, (self.folder / storage.relative_path).open("rb", buffering=0))
+            path = self.folder / storage.relative_path
+            unbuffered = {"buffering": 0} if isinstance(path, pathlib.Path) else {}
+            self._file = (storage.relative_path, path.open("rb", **unbuffered))
         where = f"{key} in {self.folder / storage.relative_path}"
-        return load_plain(_Window(self._file[1], storage.offset, storage.length), where)
+        return load_plain(_Chunk(self._file[1], storage.offset, storage.length), where)
 
     def _chunk(self, key: str, start: tuple[int, ...], extent: tuple[int, ...]) -> torch.Tensor:
         try:

@@ -1,4 +1,4 @@
-"""Who may ask a run's HTTP servers: clients with a key, and requests that name this host."""
+"""The access rule of a run's HTTP servers: clients with a key, and requests that name this host."""
 
 from __future__ import annotations
 

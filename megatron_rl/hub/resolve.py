@@ -14,6 +14,7 @@ import logging
 import os
 import pathlib
 from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
 
 from megatron_rl.config import RunConfig
 from megatron_rl.distributed.agreement import Job, this_job
@@ -23,6 +24,9 @@ from megatron_rl.hub.data_files import fetch_data
 from megatron_rl.hub.fetch import commit_of, fetch_model
 from megatron_rl.hub.names import HubName, Kind, name_of
 from megatron_rl.json_text import read_object
+
+if TYPE_CHECKING:
+    from megatron_rl.storage.remote import RemotePath
 
 log = logging.getLogger(__name__)
 
@@ -70,17 +74,20 @@ def local_copies(
     return _shared(job, f"urls/{first}", job.rank == first, copied, run.deadline_s)
 
 
-def fetched_folder(path: pathlib.Path, key: str) -> pathlib.Path:
-    """Return the local folder of a model, with its weights, that a command names by a path or as on the hub."""
+def fetched_folder(path: pathlib.Path | RemotePath, key: str, *, weights: bool = True) -> pathlib.Path:
+    """Return the local folder of a model that a command names by a path, by a URL or as on the hub.
+
+    weights: whether its weights are fetched too.
+    """
     if "://" in str(path):
         from megatron_rl.hub.urls import copy_of  # which only a command with a URL needs
 
-        return pathlib.Path(copy_of(Kind.MODEL, str(path), key, weights=True))
+        return pathlib.Path(copy_of(Kind.MODEL, str(path), key, weights=weights))
     name = name_of(str(path), Kind.MODEL, key)
     if name is None:
         return path
     commit = commit_of(Kind.MODEL, name, key)
-    return fetch_model(Kind.MODEL, dataclasses.replace(name, revision=commit), key, weights=True)
+    return fetch_model(Kind.MODEL, dataclasses.replace(name, revision=commit), key, weights=weights)
 
 
 def _pin(kind: Kind, name: HubName) -> str:

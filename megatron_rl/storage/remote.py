@@ -269,11 +269,11 @@ def _version(facts: Mapping[str, object]) -> str:
     return " ".join(str(facts[name]) for name in ("size", *tags) if facts.get(name) is not None)
 
 
-class _Ranges(io.RawIOBase):
-    """Reads ranges of an object: one request for each read, of READ_BYTES at most."""
+class Window(io.RawIOBase):
+    """Shows ``length`` bytes as a file to seek and read in; a subclass reads at ``position``, and moves it."""
 
-    def __init__(self, path: RemotePath, size: int) -> None:
-        self.path, self.size, self.position = path, size, 0
+    def __init__(self, length: int) -> None:
+        self.length, self.position = length, 0
 
     def readable(self) -> bool:
         return True
@@ -285,11 +285,19 @@ class _Ranges(io.RawIOBase):
         return self.position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.position = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.size}[whence] + offset
+        self.position = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.length}[whence] + offset
         return self.position
 
+
+class _Ranges(Window):
+    """Reads ranges of an object: one request for each read, of READ_BYTES at most."""
+
+    def __init__(self, path: RemotePath, size: int) -> None:
+        super().__init__(size)
+        self.path = path
+
     def readinto(self, buffer) -> int:
-        count = max(0, min(len(buffer), READ_BYTES, self.size - self.position))
+        count = max(0, min(len(buffer), READ_BYTES, self.length - self.position))
         if not count:
             return 0
         start, end = self.position, self.position + count

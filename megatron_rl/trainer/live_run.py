@@ -1,4 +1,4 @@
-"""What a run is doing between two steps, read from its parts by a thread that serves its metrics.
+"""A run's state between two steps, read from its parts by a thread that serves its metrics.
 
 Nothing here waits or takes a lock of the run: the main thread writes while it is read, so a value
 may be a moment old, and two values may be of two moments.

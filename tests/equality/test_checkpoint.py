@@ -13,7 +13,7 @@ from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.model.hf_config import read_shape
 from tests.equality.adapter_rig import ATTENTION
 from tests.equality.rows import row
-from tests.equality.saved_steps import open_like, save_and_load, take_steps, tensors_of
+from tests.equality.saved_steps import PLAIN, open_like, save_and_load, take_steps, tensors_of
 from tests.pairwise import quick
 from tests.reference import tiny_config
 
@@ -57,6 +57,13 @@ def test_the_same_topology_goes_on_to_the_bit(pool, tmp_path, name, steps):
         assert found["numbers"] and found["loaded"] and found["next"] and found["rate"], found
         assert found["export"] == found["reference"] == 0 and (found["moved"] > 1e-4) == (steps > 0), found
     assert whole_checkpoints(tmp_path) == [7]
+
+
+def test_one_in_a_store_goes_on_to_the_bit(pool, tmp_path):
+    """On memory://, which is one process's own; tests/s3 has two ranks and a real server."""
+    store = f"memory://{tmp_path.name}"
+    (found,) = pool.run(1, save_and_load, store, PLAIN, PLAIN, "qwen2_tied", 3, timeout_s=120)
+    assert found["numbers"] and found["loaded"] and found["next"] and found["rate"] and found["reference"] == 0, found
 
 
 def both(name: str, *more: str) -> tuple[tuple[str, ...], tuple[str, ...], str]:

@@ -17,6 +17,7 @@ from megatron_rl.distributed import platform  # noqa: F401  (before megatron.cor
 from megatron_rl.errors import ConfigError
 from tests.equality.layouts import PLAIN, SHARDED, TOLERANCE
 from tests.equality.rig import config_of, open_rig
+from tests.pairwise import quick
 from tests.reference import FAMILIES, MIXTURES, WINDOWED, masked_logprobs, reference_gradient, relative_error
 
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
@@ -121,7 +122,7 @@ def wrong(rank: int, world: int, model: str, given: list[str], plain: tuple = ()
     return []
 
 
-@pytest.mark.parametrize("model", SOME)
+@pytest.mark.parametrize("model", quick(SOME, *SOME[1:]))  # the plain one has every field tried alone
 def test_a_field_leaves_the_model_as_it_is_or_is_refused(pool, tmp_path, model):
     """Each field is tried with one of the models, many at once; the long test has all values with all, each alone."""
     mine = {x.partition("=")[0]: x for x in settings("transformer", tmp_path / "x") if of_whom(x) == model}

@@ -133,7 +133,7 @@ def whole_batches_agree(rig, reduction: str) -> bool:
 
 
 @pytest.mark.parametrize(("layout", "products"), [
-    pytest.param((), OTHERS, id="DP2-others"),
+    pytest.param((), OTHERS, id="DP2-others", marks=pytest.mark.long),
     pytest.param((), PRODUCTS, id="DP2", marks=pytest.mark.long),
     pytest.param((TP2, PP2), PRODUCTS, id="TP2-PP2", marks=pytest.mark.long),
 ])

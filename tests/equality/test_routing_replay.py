@@ -38,8 +38,7 @@ LAYOUTS = (
     *("PP2-VPP2-recompute qwen3_moe", "CP2 qwen3_moe", "CP2-EP2 mixtral", "selective qwen3_moe"),
 )
 QUICK = (
-    *("one qwen3_moe_unnormalised", "EP2 qwen3_moe", "TP2-SP mixtral", "PP2-recompute qwen3_moe", "CP2-EP2 mixtral"),
-    "selective qwen3_moe",
+    *("TP2-SP mixtral", "PP2-recompute qwen3_moe", "CP2-EP2 mixtral", "selective qwen3_moe"),
 )
 RECORDED = ("EP2 qwen3_moe", "TP2-SP qwen3_moe", "CP2 qwen3_moe", "PP2-VPP2-recompute qwen3_moe", "one qwen3_moe")
 

@@ -94,9 +94,10 @@ CASES = (
     *("one qwen3", "one llama3_rope", "TP2-SP qwen2_untied", "PP2-VPP2 qwen2_untied", "CP2 qwen3"),
     *("DP2-sharded-overlap qwen2_tied", "recompute qwen3", "one glm4_moe", "TP2-SP deepseek_v3", "TP2-SP qwen3_moe"),
     *("EP2-permuted qwen3_moe", "TP2-SP-EP2-ETP1 qwen3_moe", "shared qwen3_moe", "TP2-SP-shared qwen2_untied"),
-    *("recompute-shared qwen3", "shared moonlight"),
+    "recompute-shared qwen3",
 )
 LONG = (*("one qwen2_untied", "one qwen3_moe", "TP2 qwen3", "PP2 qwen2_tied", "EP2 qwen3_moe", "one moonlight"),
+        "shared moonlight",
         *("TP2-SP-ETP1 qwen3_moe", "shared qwen2_untied", "PP2-shared qwen2_tied"),
         "DP2-sharded-overlap-shared qwen2_tied")
 LATENTS = ("deepseek_v3", "moonlight")

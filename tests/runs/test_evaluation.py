@@ -74,7 +74,7 @@ def test_data_parallel_evaluation_equals_one_process(made, sets):
         assert row["eval/test/pass@1"] <= row["eval/test/pass@2"] <= row["eval/test/pass@4"]
 
 
-@pytest.mark.parametrize("producer", quick(PRODUCERS, "sync", "streaming"))
+@pytest.mark.parametrize("producer", quick(PRODUCERS, "sync"))
 def test_a_run_with_evaluation_equals_one_without(made, sets, tmp_path, producer):
     """The one without records no completions either; where rollouts are ahead, evaluation comes between them."""
     given = (GRADED, ROLLOUTS, *PRODUCERS[producer])
@@ -112,6 +112,7 @@ def test_evaluation_at_the_start_can_be_left_out(made, sets, extra):
     assert not any(others) and "eval/seen/mean@4" in last
 
 
+@pytest.mark.long
 def test_evaluation_has_a_temperature_of_its_own(made, sets):
     """Its values are those of a run at that temperature, and training stays at the rollouts' temperature."""
     cold = (GRADED, ROLLOUTS, *sets, "eval.temperature=0.4")

@@ -83,6 +83,7 @@ def tree(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pat
     return root
 
 
+@pytest.mark.long
 def test_a_kill_a_survivor_and_an_error_are_told_apart(tree: pathlib.Path, tmp_path: pathlib.Path, capsys) -> None:
     mutants = (fault("seen", "y = 3 * x", "::test_positive", "::test_one"),
                fault("unseen", "y = 3 * x", "::test_positive"), fault("unimportable", "y = (", "::test_one"))

@@ -69,6 +69,7 @@ def test_what_fails_by_chance_and_the_drawn_sixth_are_named_and_the_run_is_green
     assert ran == {x for x in names if share_of(x, 6) == 2} and ran, lines
 
 
+@pytest.mark.long
 def test_what_fails_again_and_a_part_that_cannot_start_or_breaks_off_end_with_1(project: pathlib.Path) -> None:
     (project / "tests" / "test.py").write_text(STEADY + "\n\ndef test_wrong():\n    assert 1 == 2\n")
     (project / "Makefile").write_text((project / "Makefile").read_text().replace("tests/test-vllm.py", "--no-such"))

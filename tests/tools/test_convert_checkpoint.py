@@ -115,6 +115,40 @@ def test_import_and_export_by_the_command_line(tmp_path: pathlib.Path, capsys) -
     assert all(torch.equal(loaded[k], v.bfloat16()) for k, v in wanted.items())
 
 
+def test_a_source_in_a_store_gives_what_the_same_folder_on_a_disk_gives(tmp_path, capsys, monkeypatch) -> None:
+    """Models by URL are copied to the host's cache, a checkpoint's tensors are read by ranges."""
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "assets"))
+    write_model(tmp_path / "hf", "qwen3_moe", shards="100KB")
+    assert run("import", tmp_path / "hf", tmp_path / "megatron", "--ep", 2) == 0
+    url = f"memory:/{tmp_path}"
+    for path in [*(tmp_path / "hf").rglob("*"), *(tmp_path / "megatron").rglob("*")]:
+        if path.is_file():
+            (location(url) / str(path.relative_to(tmp_path))).write_bytes(path.read_bytes())
+    assert run("import", f"{url}/hf", tmp_path / "again", "--ep", 2) == 0
+    assert run("export", f"{url}/megatron", tmp_path / "back") == 0
+    assert run("export", f"{url}/megatron/release", tmp_path / "named", "--hf", f"{url}/hf") == 0
+    for folder in ("back", "named"):
+        assert same(tensors_of(tmp_path / folder), tensors_of(tmp_path / "hf"))
+    assert same_bytes(tmp_path / "again" / "release", tmp_path / "megatron" / "release")
+    for name in ("hf", "megatron"):
+        found = [tmp_path / "disk.json", tmp_path / "store.json"]
+        for place, file in zip((tmp_path, url), found, strict=True):
+            assert run("inspect", f"{place}/{name}", "--json", file) == 0
+        disk, store = (json.loads(x.read_text()) for x in found)
+        assert disk | {"checkpoint": ""} == store | {"checkpoint": ""}
+    assert run("roundtrip", f"{url}/hf") == 0
+    assert run("export", f"{url}/nothing", tmp_path / "none") == 2
+    said = capsys.readouterr().err
+    assert f"{url}/nothing has no latest_checkpointed_iteration.txt" in said and "Traceback" not in said, said
+    with pytest.raises(SystemExit):
+        parse(["import", "--gguf", f"{url}/model.gguf", str(tmp_path)])
+    assert "--gguf reads a file of a disk, and memory://" in capsys.readouterr().err
+
+
+def same_bytes(one: pathlib.Path, two: pathlib.Path) -> bool:
+    return {x.name: x.read_bytes() for x in one.iterdir()} == {x.name: x.read_bytes() for x in two.iterdir()}
+
+
 def test_what_is_there_stays_unless_it_may_be_replaced(tmp_path: pathlib.Path, capsys, monkeypatch) -> None:
     write_model(tmp_path / "hf")
     assert run("import", tmp_path / "hf", tmp_path / "megatron") == 0

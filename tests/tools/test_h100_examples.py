@@ -109,7 +109,7 @@ def test_both_models_are_launched_in_four_ways() -> None:
     assert [launch.num_nodes for launch in LAUNCHES.values()] == [1, 4, 2, 4] * 2
 
 
-@pytest.mark.parametrize("label", quick(LAUNCHES, *[list(LAUNCHES)[i] for i in (4, 1, 6, 3)]))  # each model, each way
+@pytest.mark.parametrize("label", quick(LAUNCHES, *[list(LAUNCHES)[i] for i in (1, 6)]))  # without and with engines
 def test_a_launch_line_starts_what_the_page_forecasts(label, models, tmp_path, monkeypatch) -> None:
     """The line's trainer fits with a margin of 10 %, its time and memory are the page's, and no GPU is left idle."""
     launch = LAUNCHES[label]

@@ -160,6 +160,7 @@ def test_a_setting_of_verls_that_has_no_place_is_listed() -> None:
         ({f"{ACTOR}.megatron.override_ddp_config.a": 1}, f"{ACTOR}.megatron.override_ddp_config.a", "no rule is known"),
         ({"reward_model.enable": True}, "reward_model.enable", "reward.model_path"),
         ({"trainer.device": "npu"}, "trainer.device", "GPUs run it here"),
+        ({"global_profiler.steps": [2, 5]}, "global_profiler.steps", "profile.steps=[first, last]"),
         ({"trainer.never_heard_of": 1}, "trainer.never_heard_of", "no rule is known for it"),
         ({"algorithm.use_kl_in_reward": True}, "algorithm.use_kl_in_reward", "not in both"),
     ):

@@ -43,6 +43,8 @@ def bridge_command(options: argparse.Namespace) -> tuple[int, dict]:
 
     hf = options.source if options.command == "import" else options.hf or options.source / "hf"
     family = family_of(hf)
+    if urls := [str(x) for x in (options.source, options.target, hf) if not isinstance(x, pathlib.Path)]:
+        raise ConfigError(f"megatron-bridge, which a {family!r} model needs, reads and writes disks, and not {urls[0]}")
     if not torch.cuda.is_available():
         raise ConfigError(
             f"{hf} holds a {family!r} model, which has no table here; megatron-bridge is installed but builds "

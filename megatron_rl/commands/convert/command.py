@@ -41,7 +41,7 @@ EXAMPLES = {
 
 def _command(commands, name: str, help: str) -> argparse.ArgumentParser:
     made = commands.add_parser(name, help=help, description=help, epilog=EXAMPLES[name])
-    made.add_argument("source", type=pathlib.Path, help="directory to read")
+    made.add_argument("source", type=_place, help="directory to read, or a URL, as s3://bucket/run")
     made.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write what was done or found there")
     if name != "inspect":
         made.add_argument("--dtype", choices=DTYPES, help="of the tensors written (default: as they are)")
@@ -56,14 +56,14 @@ def _add_degrees(made: argparse.ArgumentParser) -> None:
 
 
 def _place(text: str) -> pathlib.Path | RemotePath:
-    """Return the place of an argument. Raises argparse's error for a URL that cannot be one."""
+    """Return the place that an argument names. Raises argparse's error for a URL that cannot be read."""
     if "://" not in text:
         return pathlib.Path(text)
     from megatron_rl.errors import ConfigError
     from megatron_rl.storage.location import location
 
     try:
-        return location(text, "TARGET")
+        return location(text, "the argument")
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -92,7 +92,7 @@ def _add_conversions(commands) -> None:
     out = _command(commands, "export", "Megatron checkpoint → Hugging Face directory")
     out.add_argument("target", type=_place, help="directory to write, or a URL, as s3://bucket/model")
     out.add_argument(
-        "--hf", type=pathlib.Path, help="directory with the model's config and tokenizer (default: SOURCE/hf)"
+        "--hf", type=_place, help="directory or URL with the model's config and tokenizer (default: SOURCE/hf)"
     )
     out.add_argument("--iteration", type=int, metavar="N", help="which of the folder's (default: the latest)")
     out.add_argument(
@@ -126,9 +126,7 @@ def _add_checks(commands) -> None:
         "--tolerance", type=float, default=1e-4, metavar="X", help="largest difference of a log-prob (default 1e-4)"
     )
     look = _command(commands, "inspect", "say what a directory of either kind holds, and whether it can be converted")
-    look.add_argument(
-        "--hf", type=pathlib.Path, help="of a Megatron checkpoint: the model's config (default: SOURCE/hf)"
-    )
+    look.add_argument("--hf", type=_place, help="of a Megatron checkpoint: the model's config (default: SOURCE/hf)")
     look.add_argument("--iteration", type=int, metavar="N", help="which of the folder's (default: the latest)")
     look.add_argument("--tensors", action="store_true", help="list every tensor")
 
@@ -154,7 +152,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         and (options.tp, options.pp, options.ep, options.iteration) != (1, 1, 1, None)
     ):
         parser.error("--gguf writes a Hugging Face directory; leave --tp, --pp, --ep and --iteration out")
+    if options.command == "import" and options.gguf and not isinstance(options.source, pathlib.Path):
+        parser.error(f"--gguf reads a file of a disk, and {options.source} is a URL; copy it to one")
     return options
+
+
+def read_on_disk(folder: pathlib.Path | RemotePath, key: str, *, weights: bool = False) -> pathlib.Path:
+    """Return a Hugging Face directory's place on the disk: a URL's files are copied to the host's cache first.
+
+    key: names the argument in messages. weights: whether the model's files are copied too.
+    """
+    if isinstance(folder, pathlib.Path):
+        return folder
+    from megatron_rl.hub.resolve import fetched_folder
+
+    return fetched_folder(folder, key, weights=weights)
 
 
 def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object, object]:
@@ -276,6 +288,7 @@ def export_command(options: argparse.Namespace) -> tuple[int, dict]:
         raise ConfigError(
             f"{source.folder} has no hf/config.json; name a directory with the model's config and tokenizer by --hf"
         )
+    hf = read_on_disk(hf, "--hf")
     _, shape = read_model(hf)
     if (source.path / MANIFEST).exists():  # a training run's checkpoint: verify its files' digests first
         verify(source.path)
@@ -345,7 +358,13 @@ def roundtrip_command(options: argparse.Namespace) -> tuple[int, dict]:
 def inspect_command(options: argparse.Namespace) -> tuple[int, dict]:
     from megatron_rl.commands.convert.inspection import inspect
 
-    facts = inspect(options.source, options.hf, options.iteration, read_model)
+    facts = inspect(
+        options.source,
+        options.hf,
+        options.iteration,
+        read_model=read_model,
+        read_on_disk=read_on_disk,
+    )
     for name, value in facts.items():
         if name != "tensor_list" or options.tensors:
             shown = "".join(f"\n  {x}" for x in value) if isinstance(value, list) else f" {value}"

@@ -10,6 +10,7 @@ import pathlib
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from megatron_rl.checkpoint.convert import MODEL_KEYS, check_source, plan_export
 from megatron_rl.checkpoint.folder import LATEST, MANIFEST, verify
@@ -18,18 +19,31 @@ from megatron_rl.checkpoint.torch_dist import TorchDistReader
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.reader import HuggingFaceReader
 
+if TYPE_CHECKING:
+    from megatron_rl.storage.remote import RemotePath
+
 ReadModel = Callable[[pathlib.Path], tuple[object, object]]
 
 
-def inspect(source: pathlib.Path, hf: pathlib.Path | None, iteration: int | None, read_model: ReadModel) -> dict:
+def inspect(
+    source: pathlib.Path | RemotePath,
+    hf: pathlib.Path | RemotePath | None,
+    iteration: int | None,
+    *,
+    read_model: ReadModel,
+    read_on_disk: Callable[..., pathlib.Path],
+) -> dict:
     """Return facts by name, in display order; ``convertible`` is "yes" or the reason why not.
 
+    read_model, read_on_disk: the command's (commands/convert/command.py).
     Raises DamagedCheckpoint where a file of a checkpoint is missing, cut short or of another kind
     than it was.
     """
     if (source / "config.json").exists() and not (source / LATEST).exists():
-        return _inspect_hugging_face(source, read_model)
-    return _inspect_megatron(open_folder(source, iteration), hf, read_model)
+        return _inspect_hugging_face(read_on_disk(source, "SOURCE", weights=True), read_model)
+    megatron = open_folder(source, iteration)
+    folder = hf or megatron.hf
+    return _inspect_megatron(megatron, None if folder is None else read_on_disk(folder, "--hf"), read_model)
 
 
 def _sizes(tensors: list[tuple[str, tuple[int, ...], object]]) -> dict:
@@ -83,13 +97,12 @@ def _inspect_megatron(source: MegatronFolder, hf: pathlib.Path | None, read_mode
         facts["common"] = ", ".join(sorted(reader.common()))
     except pickle.UnpicklingError as error:
         facts["common"] = f"not read: it holds more than weights_only takes ({str(error).splitlines()[0]})"
-    folder = hf or source.hf
     try:
-        if folder is None:
+        if hf is None:
             raise ConfigError(
                 f"{source.folder} has no hf/config.json; name a directory with the model's config and tokenizer by --hf"
             )
-        _, shape = read_model(folder)
+        _, shape = read_model(hf)
         facts["family"] = shape.family
         plan_export(reader, shape, None)
         facts["convertible"] = "yes"

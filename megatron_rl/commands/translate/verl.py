@@ -139,6 +139,10 @@ def translate(settings: Mapping[str, Any], unknown: Mapping[str, str] | None = N
     _rewards(translation)
     verl_training.translate(translation)
     verl_rollout.translate(translation)
+    if translation.given.get("global_profiler.steps"):
+        translation.leave(
+            "global_profiler.steps", "they count rollouts; name optimizer steps, profile.steps=[first, last]"
+        )
     translation.skip(*NEEDLESS)
     translation.close()
     return translation

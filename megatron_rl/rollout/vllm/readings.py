@@ -1,4 +1,4 @@
-"""What a rank knows of a vLLM engine, for who watches the run."""
+"""A rank's readings of its vLLM engines, for the metrics endpoint."""
 
 from __future__ import annotations
 

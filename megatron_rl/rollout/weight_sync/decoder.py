@@ -1,4 +1,4 @@
-"""What an engine reads a bucket from: the seam at the sender's other end, and its plain form, the bytes that arrive.
+"""The decoder of a bucket, at the engine's end: its interface, and its plain form, which takes bytes as they arrive.
 
 It lives in the engine's process, with the receiver.
 """

@@ -1,4 +1,4 @@
-"""What of a bucket travels to each engine: the seam of the weight sync, and its plain form, whole buckets for all."""
+"""The encoder of a bucket, at the sender's end: its interface, and its plain form, whole buckets for all engines."""
 
 from __future__ import annotations
 

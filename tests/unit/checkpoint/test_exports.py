@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.checkpoint.exports import exported_steps, set_exports_aside, start_anew
+from megatron_rl.checkpoint.exports import exported_steps, exports_root_of, set_exports_aside, start_anew
 from megatron_rl.checkpoint.loader import CheckpointLoader
 from megatron_rl.checkpoint.resume import check_identity, identity_of_shape
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.model.hf_config import read_shape
+from megatron_rl.storage.location import location
 from megatron_rl.weights.side_files import copy_side_files
 from tests.reference import tiny_config
 
@@ -27,6 +28,20 @@ def test_exports_of_later_steps_are_set_aside(tmp_path: pathlib.Path) -> None:
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["iter_0000030", "stale_step_16", "stale_step_24", "step_8", "step_x"]
     assert (tmp_path / "stale_step_24" / "hf" / "new").exists()
+
+
+def test_exports_of_later_steps_in_a_store_stay_and_are_named(tmp_path: pathlib.Path, caplog) -> None:
+    root = location(f"memory://{tmp_path.name}")
+    for name in ("step_8/hf/config.json", "step_16/hf/config.json", "iter_0000002/state.json", "lock.json"):
+        (root / name).write_text("{}")
+    before = root.files()
+    assert exports_root_of(root, tmp_path) == root
+    assert exports_root_of(tmp_path / "elsewhere", tmp_path) == tmp_path / "checkpoints"
+    assert exported_steps(root) == [8, 16] and exported_steps(root / "none") == []
+    set_exports_aside(root, 8)
+    assert root.files() == before
+    (said,) = caplog.messages
+    assert f"{root}/step_16 is from after the checkpoint at step 8: it stays until this run exports that step" in said
 
 
 def test_a_new_run_sets_the_whole_folder_aside_but_not_its_own_model(tmp_path: pathlib.Path) -> None:

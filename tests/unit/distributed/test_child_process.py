@@ -55,7 +55,7 @@ cli.end_process(lambda: cli.main(run, []))
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), pytest.param("1", 0, marks=pytest.mark.long)])
 def test_ctrl_c_without_checkpoints_is_one_line_of_the_first_rank(rank, lines):
     given = {"env": os.environ | {"RANK": rank}, "capture_output": True, "text": True, "timeout": patient(60)}
     ended = subprocess.run([sys.executable, "-c", CTRL_C], **given)

@@ -18,6 +18,7 @@ from megatron_rl.rollout.engines.replica import ReplicaLost
 from megatron_rl.rollout.weight_sync import group
 from megatron_rl.rollout.weight_sync.changed_encoder import ChangedEncoder
 from megatron_rl.rollout.weight_sync.sender import WeightSender
+from tests.pairwise import quick
 from tests.patience import HANG_S, patient
 from tests.unit.rollout.receiving_engine import num_bytes_of, weights_of
 from tests.workers.nursery import Nursery
@@ -149,7 +150,7 @@ def test_a_broadcast_brings_what_changed_unless_one_server_needs_everything(serv
     assert sent(*servers) < everything / 20
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", quick([signal.SIGKILL, signal.SIGSTOP], signal.SIGKILL))
 def test_a_server_lost_in_mid_sync_ends_it_in_bounded_time_and_the_rest_go_on(sync, servers, number):
     """The server's second worker is killed or stopped at its third bucket; the next sync goes to the others, whole."""
     whole(sync, 1, servers)
