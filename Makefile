@@ -38,6 +38,7 @@ OWN = $(foreach room,vllm oracles tinker extras bridge s3,--ignore=tests/$(room)
 FAR = $(foreach room,equality latest runs faults tools vllm oracles slurm tinker bridge extras s3,--ignore=tests/$(room))
 PYTEST = python -m pytest -n $(LANES) --dist worksteal
 ACCEPTANCE_ARGS ?=
+WORDS_ARGS ?=
 MODELS_ARGS ?=
 GPU_REPORT_ARGS ?= --part 1 2 3
 TE_TORCH ?=
@@ -53,7 +54,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONHOME
 
-.PHONY: help install doctor quickstart real-model test test-all test-fast test-distributed test-long test-everything test-latest test-vllm test-vllm-next test-oracles test-tinker tinker-demo test-s3 test-extras compatibility test-bridge test-slurm test-kubernetes test-browser acceptance models gpu-report gpu-report-trial image image-cpu image-check image-lock image-trial bench golden docs lint dist release-check test-package clean
+.PHONY: help install doctor quickstart real-model test test-all test-fast test-distributed test-long test-everything test-latest test-vllm test-vllm-next test-oracles test-tinker tinker-demo test-s3 test-extras compatibility test-bridge test-slurm test-kubernetes test-browser acceptance models gpu-report gpu-report-trial image image-cpu image-check image-lock image-trial bench golden docs lint words dist release-check test-package clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -287,6 +288,9 @@ docs: $(STAMP)  ## write the generated tables of docs/, and examples/kubernetes
 
 lint: $(STAMP)  ## ruff
 	ruff check .
+
+words: $(STAMP)  ## how plain the texts are, room by room, beside other packages; 100 docstrings to grade: WORDS_ARGS="--draw 100 --seed 1"
+	python tools/words.py $(WORDS_ARGS)
 
 # uv alone: what builds and checks a distribution comes into environments of its own, and torch into none.
 $(RELEASE)/.installed: Makefile
