@@ -323,7 +323,7 @@ def markdown(rows: list[dict], host: dict, given: argparse.Namespace) -> str:
         "",
         "`make acceptance` fills this table on your own machine: over NCCL with one process per GPU, over gloo on a "
         "host without one. Write it over this page with "
-        '`make acceptance ACCEPTANCE_ARGS="--markdown docs/support-matrix.md"`.',
+        '`make acceptance ACCEPTANCE_ARGS="--markdown docs/evidence/support-matrix.md"`.',
         "",
     ]
     if not host["gpus"]:

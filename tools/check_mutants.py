@@ -270,7 +270,7 @@ def command_line(given: argparse.Namespace) -> str:
         *(["--whole"] if given.whole else []),
     ]
     words += [f"--timeout {given.timeout:g}"] if given.timeout != 300 else []
-    return " ".join([*words, "--markdown docs/mutants.md"])
+    return " ".join([*words, "--markdown docs/evidence/mutants.md"])
 
 
 def markdown(rows: Sequence[dict], seconds: float, given: argparse.Namespace) -> str:

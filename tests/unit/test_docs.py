@@ -25,7 +25,7 @@ from tools import config_table
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = {
     str(path.relative_to(ROOT)): path
-    for pattern in ("*.md", "tests/README.md", "docs/*.md", "examples/*/README.md")
+    for pattern in ("*.md", "tests/README.md", "docs/**/*.md", "examples/*/README.md")
     for path in sorted(ROOT.glob(pattern))
 }
 # The changelog names keys, files and commands of older trees; only its links are held.
