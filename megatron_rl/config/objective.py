@@ -21,7 +21,7 @@ class AdvantageConfig:
 
     `gae` has a critic (docs/ppo.md), `distillation` a teacher (docs/distillation.md). Only `reinforce_plus_plus`,
     `gdpo` and `gae` whiten. The noise is Gaussian, on advantages of samples with signal; it serves comparisons, not
-    training (docs/zero-loss.md).
+    training (docs/skip.md#the-loss-is-0-and-it-learns).
     """
 
     estimator: str = "grpo"
