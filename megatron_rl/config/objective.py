@@ -19,9 +19,9 @@ POLICIES = ("ppo", "gspo", "cispo", "importance_sampling", "dro", "reinforce")
 class AdvantageConfig:
     """Turns rewards into advantages (docs/semantics.md#6-advantages), or under `distillation` a teacher's log-probs.
 
-    `gae` has a critic (docs/ppo.md), `distillation` a teacher (docs/distillation.md). Only `reinforce_plus_plus`,
-    `gdpo` and `gae` whiten. The noise is Gaussian, on advantages of samples with signal; it serves comparisons, not
-    training (docs/skip.md#the-loss-is-0-and-it-learns).
+    `gae` has a critic (docs/ppo.md), `distillation` a teacher (docs/supervised.md#on-policy-distillation). Only
+    `reinforce_plus_plus`, `gdpo` and `gae` whiten. The noise is Gaussian, on advantages of samples with signal; it
+    serves comparisons, not training (docs/skip.md#the-loss-is-0-and-it-learns).
     """
 
     estimator: str = "grpo"

@@ -34,7 +34,7 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig:
-    """Names the teacher of `advantage.estimator=distillation`, of the policy's tokenizer (docs/distillation.md)."""
+    """Names the teacher of `distillation`, of the policy's tokenizer (docs/supervised.md#on-policy-distillation)."""
 
     hf_path: str | None = None
     """Directory of the teacher's weights, which lie frozen beside the policy's under its degrees; null: `servers`."""

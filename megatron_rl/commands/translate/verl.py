@@ -214,7 +214,7 @@ def _rewards(translation: Translation) -> None:
         translation.skip(name.replace(".path", ".name"))
     for name in ("reward_model.enable", "reward.reward_model.enable"):
         if translation.get(name) in (True, "true", "True"):
-            translation.leave(name, "reward.functions=[reward_model] with reward.model_path (docs/reward-model.md)")
+            translation.leave(name, "reward.functions=[reward_model] with reward.model_path (docs/supervised.md)")
             for each in translation.under(name.removesuffix("enable")):
                 if "overlong" not in each and "reward_manager" not in each and each != name:
                     translation.leave(each, "of the reward model; reward.model_path names it")
