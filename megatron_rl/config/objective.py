@@ -106,7 +106,7 @@ class LossConfig:
     dro_beta: Annotated[float, Range(0, 1000)] = 0.1
     """`dro`: β of the quadratic β/2 · (log π_θ − log μ)²."""
     kl_coefficient: Annotated[float, Range(0, 1000)] = 0.0
-    """β of the KL to the reference policy, the one at RL's start unless it is renewed (docs/reference.md); 0: none."""
+    """β of the KL to the reference policy (docs/ppo.md#the-reference-policy); 0: none."""
     kl_estimator: str = "k3"
     """Estimator of the KL: `k1`, `k2`, `k3`, or `unbiased`, which carries π_θ/π_old itself."""
     entropy_coefficient: Annotated[float, Range(-100, 100)] = 0.0

@@ -11,7 +11,7 @@ from megatron_rl.errors import ConfigError, quoted
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
-    """Describes the policy that the KL of `loss.kl_coefficient` is measured against (docs/reference.md)."""
+    """Describes the policy that the KL is measured against (docs/ppo.md#the-reference-policy)."""
 
     kl_in: str = "loss"
     """`loss`: the coefficient times the KL is added to it; `reward`: that of each token is taken off it."""

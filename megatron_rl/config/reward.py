@@ -26,7 +26,7 @@ class RewardConfig:
     completions: str = "text"
     """Form in which own functions of lists get completions: `text`; `messages`, as TRL's (docs/reward-forms.md)."""
     model_path: str | None = None
-    """`reward_model`: directory of a sequence classifier of one label (docs/supervised.md#reward-models); null: none."""
+    """`reward_model`: folder of a sequence classifier of one label (docs/supervised.md#reward-models); null: none."""
     weights: tuple[Annotated[float, Range(-(10**6), 10**6)], ...] = ()
     """Weight of each function in the total; `[]`: 1 each."""
     on_error: str = "fail"
