@@ -99,7 +99,7 @@ setup(
         "gpu": ["transformer-engine[pytorch]>=2.3"],
         # Python 3.12 alone; model.provider=bridge runs with 0.6 beside megatron-core 0.19 (docs/bridge.md)
         "bridge": ["megatron-bridge>=0.6.2,<0.7"],
-        # environment.name=gymnasium (docs/multi-turn.md)
+        # environment.name=gymnasium (docs/agents.md)
         "gymnasium": ["gymnasium>=1.0"],
         "wandb": ["wandb>=0.17"],
         # data sets in Parquet files and in folders of datasets' save_to_disk; JSON and CSV need neither
