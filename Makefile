@@ -197,7 +197,7 @@ test-bridge: $(BRIDGE)/.installed  ## models through NVIDIA's megatron-bridge on
 	PATH="$(CURDIR)/$(BRIDGE)/bin:$(CALLED_PATH)" VIRTUAL_ENV="$(CURDIR)/$(BRIDGE)" $(BRIDGE)/bin/python -m pytest tests/bridge \
 	  tests/tools/test_convert_bridge.py $(PYTEST_ARGS)
 
-# megatron-bridge asks for packages of a GPU; what it imports on a CPU comes with ours or is named here. Its import in docs/bridge.md's
+# megatron-bridge asks for packages of a GPU; what it imports on a CPU comes with ours or is named here. Its import in docs/models.md's
 # way is what the tests would skip for.
 $(BRIDGE)/.installed: setup.py tests/extras/bridge.txt
 	@test -x $(BRIDGE)/bin/python || { export PATH="$(CALLED_PATH)"; \

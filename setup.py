@@ -97,7 +97,7 @@ setup(
         # agents behind the run's own endpoint (docs/agents.md), with the client of examples/agent
         "agent": ["fastapi>=0.115", "pydantic>=2.8", "uvicorn>=0.30", "openai>=1.60"],
         "gpu": ["transformer-engine[pytorch]>=2.3"],
-        # Python 3.12 alone; model.provider=bridge runs with 0.6 beside megatron-core 0.19 (docs/bridge.md)
+        # Python 3.12 alone; model.provider=bridge runs with 0.6 beside megatron-core 0.19 (docs/models.md)
         "bridge": ["megatron-bridge>=0.6.2,<0.7"],
         # environment.name=gymnasium (docs/agents.md)
         "gymnasium": ["gymnasium>=1.0"],
