@@ -43,7 +43,7 @@ ENTRY_POINTS = {
         "megatron-rl = megatron_rl.commands.command:main",
         "megatron_rl-doctor = megatron_rl.doctor:main",
     ],
-    # loaded at `import verl`: docs/verl.md
+    # loaded at `import verl`: docs/plug-ins.md
     "verl.plugins": ["megatron_rl = megatron_rl.integrations.verl"],
 }
 
