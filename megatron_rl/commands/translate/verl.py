@@ -221,7 +221,7 @@ def _rewards(translation: Translation) -> None:
         else:
             translation.skip(name, *(f"{name.removesuffix('enable')}{each}" for each in ("model.", "rollout.")))
     translation.left["reward function"] = (
-        "verl chooses it by the data's data_source; name one in reward.functions (docs/reward-forms.md)"
+        "verl chooses it by the data's data_source; name one in reward.functions (docs/coming-from.md)"
     )
     for prefix in ("reward_model", "reward_model.reward_kwargs", "reward", "reward.reward_kwargs"):
         name = "overlong_buffer_cfg" if prefix.endswith("kwargs") else "overlong_buffer"
