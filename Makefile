@@ -191,14 +191,14 @@ $(S3)/.installed: $(STAMP)
 test-extras: $(STAMP)  ## what asks the package index: that each installation of docs/installation.md resolves, three rollouts of a real model
 	$(VENV)/bin/python -m pytest tests/extras $(PYTEST_ARGS)
 
-compatibility: $(STAMP)  ## ask the package index for every set of versions that is stated, and write docs/compatibility.md
-	$(VENV)/bin/python -m tests.extras.compatibility docs/compatibility.md
+compatibility: $(STAMP)  ## ask the package index for every set of versions that is stated, and write docs/evidence/compatibility.md
+	$(VENV)/bin/python -m tests.extras.compatibility docs/evidence/compatibility.md
 
 test-bridge: $(BRIDGE)/.installed  ## models through NVIDIA's megatron-bridge on Python 3.12, in .venv-bridge (5 GB)
 	PATH="$(CURDIR)/$(BRIDGE)/bin:$(CALLED_PATH)" VIRTUAL_ENV="$(CURDIR)/$(BRIDGE)" $(BRIDGE)/bin/python -m pytest tests/bridge \
 	  tests/tools/test_convert_bridge.py $(PYTEST_ARGS)
 
-# megatron-bridge asks for packages of a GPU; what it imports on a CPU comes with ours or is named here. Its import in docs/bridge.md's
+# megatron-bridge asks for packages of a GPU; what it imports on a CPU comes with ours or is named here. Its import in docs/models.md's
 # way is what the tests would skip for.
 $(BRIDGE)/.installed: setup.py tests/extras/bridge.txt
 	@test -x $(BRIDGE)/bin/python || { export PATH="$(CALLED_PATH)"; \

@@ -43,7 +43,7 @@ ENTRY_POINTS = {
         "megatron-rl = megatron_rl.commands.command:main",
         "megatron_rl-doctor = megatron_rl.doctor:main",
     ],
-    # loaded at `import verl`: docs/verl.md
+    # loaded at `import verl`: docs/plug-ins.md
     "verl.plugins": ["megatron_rl = megatron_rl.integrations.verl"],
 }
 
@@ -97,9 +97,9 @@ setup(
         # agents behind the run's own endpoint (docs/agents.md), with the client of examples/agent
         "agent": ["fastapi>=0.115", "pydantic>=2.8", "uvicorn>=0.30", "openai>=1.60"],
         "gpu": ["transformer-engine[pytorch]>=2.3"],
-        # Python 3.12 alone; model.provider=bridge runs with 0.6 beside megatron-core 0.19 (docs/bridge.md)
+        # Python 3.12 alone; model.provider=bridge runs with 0.6 beside megatron-core 0.19 (docs/models.md)
         "bridge": ["megatron-bridge>=0.6.2,<0.7"],
-        # environment.name=gymnasium (docs/multi-turn.md)
+        # environment.name=gymnasium (docs/agents.md)
         "gymnasium": ["gymnasium>=1.0"],
         "wandb": ["wandb>=0.17"],
         # data sets in Parquet files and in folders of datasets' save_to_disk; JSON and CSV need neither

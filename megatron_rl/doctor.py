@@ -308,7 +308,7 @@ def _beside_vllm(host: Host, installed: str, package: str) -> Finding | None:
         f"{installed} wants {package}{wants[0]}, and {version} is installed"
         + ("; its kernels are built for that torch alone" if package == "torch" else ""),
         f'pip install "{package}{wants[0]}", or give vLLM an environment of its own and name its servers in '
-        "rollout.servers (docs/compatibility.md has the sets)",
+        "rollout.servers (docs/evidence/compatibility.md has the sets)",
     )
 
 

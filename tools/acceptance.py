@@ -321,9 +321,11 @@ def markdown(rows: list[dict], host: dict, given: argparse.Namespace) -> str:
     lines = [
         "# Support matrix",
         "",
+        f"**{tally(rows)}.**",
+        "",
         "`make acceptance` fills this table on your own machine: over NCCL with one process per GPU, over gloo on a "
         "host without one. Write it over this page with "
-        '`make acceptance ACCEPTANCE_ARGS="--markdown docs/support-matrix.md"`.',
+        '`make acceptance ACCEPTANCE_ARGS="--markdown docs/evidence/support-matrix.md"`.',
         "",
     ]
     if not host["gpus"]:
@@ -339,7 +341,7 @@ def markdown(rows: list[dict], host: dict, given: argparse.Namespace) -> str:
         "|---|---|---|---|---|",
     ]
     lines += [table_row(row, host["where"]) for row in rows]
-    return "\n".join([*lines, "", tally(rows) + ".", "", *footnote(bool(host["gpus"]))]) + "\n"
+    return "\n".join([*lines, "", *footnote(bool(host["gpus"]))]) + "\n"
 
 
 def table_row(row: dict, where: str) -> str:

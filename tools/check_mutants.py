@@ -270,7 +270,7 @@ def command_line(given: argparse.Namespace) -> str:
         *(["--whole"] if given.whole else []),
     ]
     words += [f"--timeout {given.timeout:g}"] if given.timeout != 300 else []
-    return " ".join([*words, "--markdown docs/mutants.md"])
+    return " ".join([*words, "--markdown docs/evidence/mutants.md"])
 
 
 def markdown(rows: Sequence[dict], seconds: float, given: argparse.Namespace) -> str:
@@ -278,13 +278,13 @@ def markdown(rows: Sequence[dict], seconds: float, given: argparse.Namespace) ->
     lines = [
         "# Planted faults",
         "",
+        f"**{killed} of {len(rows)} killed**, in {seconds / 60:.0f} minutes: `{command_line(given)}`, {machine()}.",
+        "",
         "Each row is one line of the package as a tired engineer might have written it: nothing crashes at the start, "
         "and what comes out is wrong. The tests of `make test` must see it. `tools/check_mutants.py` plants the "
         "faults one at a time in a copy of the tree, after the tests named have passed there without one; only the "
         "failure of a test counts as a kill. The lines themselves are in "
         "`tools/mutants/*.py`. It is no part of CI.",
-        "",
-        f"`{command_line(given)}`, {machine()}: {killed} of {len(rows)} killed, {seconds / 60:.0f} minutes.",
         "",
         "| name | file | fault | killed by |",
         "|---|---|---|---|",

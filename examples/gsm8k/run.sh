@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Purpose: GRPO on GSM8K end to end: tokenizer and model made here, supervised warm-up, math-verify reward, greedy evaluation on
 #          the test split, the zero-advantage skip at work (most groups of a small model have no right answer).
-# Cost:    about 15 minutes on 2 CPU cores, 1.3 GB of memory a process (docs/gsm8k.md has a recorded run).
+# Cost:    about 15 minutes on 2 CPU cores, 1.3 GB of memory a process (docs/evidence/recorded-runs.md has a recorded run).
 # Launch:  GSM8K=<folder with train.jsonl and test.jsonl> bash examples/gsm8k/run.sh [section.key=value ...]
 #          The folder is grade_school_math/data of github.com/openai/grade-school-math. RUN_DIR: the run's folder, default
 #          runs/gsm8k. PROCESSES: default one per GPU, 2 without. Another model: pass model.hf_path=<folder>, see README.md.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Purpose: GRPO on a real instruct model, SmolLM2-135M-Instruct, which comes from a wheel of the package index: chat prompts,
 #          one-step word problems, math-verify reward, mean@4 on held-out problems before and after.
-# Cost:    20 minutes on 2 CPU cores with vLLM (docs/real-model.md), 5 GB of memory a process, 1 GB of disk.
+# Cost:    20 minutes on 2 CPU cores with vLLM (docs/evidence/recorded-runs.md), 5 GB of memory a process, 1 GB of disk.
 # Launch:  make real-model        or        [RUN_DIR=folder] bash examples/smollm2/run.sh [section.key=value ...]
 #          ENGINE: vllm or transformers; unless set, vllm where it is installed, here or in .venv-vllm (make test-vllm).
 #          Adapters: lora.rank=16 lora.alpha=32 optimizer.lr=2e-4. PROBLEMS: options of problems.py. GSM8K: the folder with

@@ -1,6 +1,6 @@
 """Gaussian noise on the advantages of a run's first steps (``advantage.noise_std``), for comparison (semantics §6).
 
-A loss of 0 needs no such help (docs/zero-loss.md). The noise has mean 0 and is drawn independently
+A loss of 0 needs no such help (docs/skip.md). The noise has mean 0 and is drawn independently
 of the samples, so the expected gradient of a batch is the gradient without it, with a larger
 variance. It is **not** centred within a
 group: centred noise would leave a group's sum, and with it the first loss under ``sequence_mean``,

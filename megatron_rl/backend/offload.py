@@ -7,7 +7,7 @@ the same to its gradient buffers (``distributed/param_and_grad_buffer.py`` offlo
 whose storage is released must not be read: it points at nothing, and torch does not say so.
 
 On a CPU host the same storages are released and filled again. On an H100 the state came back to the
-bit (docs/support-matrix.md).
+bit (docs/evidence/support-matrix.md).
 """
 
 from __future__ import annotations

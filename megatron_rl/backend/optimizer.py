@@ -184,7 +184,7 @@ class Optimizer:
         """Have torch's AdamW step by its fused kernel, for which Megatron-Core (0.16.1, 0.19.2) does not ask.
 
         It reads and writes each state once, where the default way does so once per operation: on an
-        H100, 1.5 billion parameters took the default way 41.6 ms (docs/performance.md).
+        H100, 1.5 billion parameters took the default way 41.6 ms (docs/evidence/performance.md).
         """
         for part in self._megatron.chained_optimizers:
             for group in [] if part.is_stub_optimizer else part.optimizer.param_groups:

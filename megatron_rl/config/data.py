@@ -27,7 +27,7 @@ class DataConfig:
     """
 
     train: tuple[str, ...] = ()
-    """Paths, patterns (`*.parquet`) or names on the hub (docs/hub.md): JSONL, JSON, CSV, Parquet, folders; required."""
+    """Paths, patterns or names on the hub (docs/object-storage.md): JSONL, JSON, CSV, Parquet, folders; required."""
     weights: tuple[Annotated[float, Range(0, 10**6, open_low=True)], ...] = ()
     """Share of each path of `data.train` in the prompts, relative to the others; `[]`: each row once an epoch."""
     prompt_key: str = "prompt"

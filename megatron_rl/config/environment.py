@@ -10,7 +10,7 @@ from megatron_rl.config.checks import Range, choose
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-    """Answers the policy between its turns (docs/multi-turn.md)."""
+    """Answers the policy between its turns (docs/agents.md)."""
 
     name: str | None = None
     """`calculator`, `gymnasium` or `module:Class`: answers between the policy's turns; null: a response is one turn."""
@@ -34,7 +34,7 @@ class EnvironmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointConfig:
-    """Serves OpenAI's API on 127.0.0.1 in front of the engines, for agents that make the rollouts (docs/agents.md).
+    """Serves OpenAI's API on 127.0.0.1 to agents that make the rollouts (docs/agents.md#agents-behind-openais-api).
 
     For a session that fails, or has no reward by its deadline, `environment.on_error` says what
     follows.

@@ -14,7 +14,7 @@ class ModelConfig:
     """Names the Hugging Face directory of the policy, and how its layers and weights are held here."""
 
     hf_path: str = ""
-    """Hugging Face directory with config, safetensors, tokenizer, or `owner/name@revision` (docs/hub.md); required."""
+    """Folder of config, safetensors and tokenizer, or `owner/name@revision` (docs/object-storage.md); required."""
     provider: str = "native"
     """`native`: layers and names of this package's families; `bridge`: NVIDIA Megatron-Bridge's, for other families."""
     tokenizer_path: str | None = None

@@ -18,9 +18,9 @@ WITH_SMOOTHING = ("dpo", "simpo")
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceConfig:
-    """Has the steps of `sft` train on pairs, a chosen response against a rejected one (docs/preference.md).
+    """Has the steps of `sft` train on pairs of responses (docs/supervised.md#preference-pairs-dpo-ipo-simpo).
 
-    `bradley_terry` trains a reward model, a value head in the vocabulary's place (docs/reward-model.md).
+    `bradley_terry` trains a reward model, a value head in the vocabulary's place (docs/supervised.md#reward-models).
     """
 
     loss: str = "none"

@@ -11,7 +11,7 @@ from megatron_rl.errors import ConfigError, quoted
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
-    """Describes the policy that the KL of `loss.kl_coefficient` is measured against (docs/reference.md)."""
+    """Describes the policy that the KL is measured against (docs/ppo.md#the-reference-policy)."""
 
     kl_in: str = "loss"
     """`loss`: the coefficient times the KL is added to it; `reward`: that of each token is taken off it."""
@@ -34,7 +34,7 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig:
-    """Names the teacher of `advantage.estimator=distillation`, of the policy's tokenizer (docs/distillation.md)."""
+    """Names the teacher of `distillation`, of the policy's tokenizer (docs/supervised.md#on-policy-distillation)."""
 
     hf_path: str | None = None
     """Directory of the teacher's weights, which lie frozen beside the policy's under its degrees; null: `servers`."""

@@ -24,9 +24,9 @@ class RewardConfig:
     functions: tuple[str, ...] = ()
     """`arithmetic`, `math_verify`, `reward_model`, `environment`, `module:function` or `./file.py:function`."""
     completions: str = "text"
-    """Form in which own functions of lists get completions: `text`; `messages`, as TRL's (docs/reward-forms.md)."""
+    """Form of completions for own functions of lists: `text`; `messages`, as TRL's (docs/coming-from.md)."""
     model_path: str | None = None
-    """`reward_model`: directory of a sequence classifier of one label (docs/reward-model.md); null: none."""
+    """`reward_model`: folder of a sequence classifier of one label (docs/supervised.md#reward-models); null: none."""
     weights: tuple[Annotated[float, Range(-(10**6), 10**6)], ...] = ()
     """Weight of each function in the total; `[]`: 1 each."""
     on_error: str = "fail"

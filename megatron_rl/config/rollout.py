@@ -177,7 +177,7 @@ class WeightSyncConfig:
     adapters: str = "merged"
     """`lora`: `merged` sends every weight, adapters in it; `alone` the weights once, then A and B (docs/lora.md)."""
     delta: bool = False
-    """`vllm`: whether an engine gets only what changed since the sync before (docs/delta-sync.md)."""
+    """`vllm`: whether engines get only what changed since the last sync (docs/vllm.md#only-what-changed-travels)."""
     full_every: Annotated[int, Range(1, 10**6)] = 50
     """With `weight_sync.delta`: one of so many syncs brings all weights; 1: every one does."""
 

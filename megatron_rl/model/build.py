@@ -130,7 +130,7 @@ def _fusions(shape: ModelShape, extra: dict[str, Any], *, half: bool, shares: bo
     applies it (model/attention/transformer_engine.py). SwiGLU: compiled by torch, keeps its input
     alone for backward; Megatron-Core refuses it beside Transformer Engine's own activation.
     Weights' gradients are fused by model/weight_gradients.py: this field would want Apex.
-    docs/status.md says why the others are off.
+    docs/evidence/status.md says why the others are off.
     """
     engine, plain = shape.layer_spec == "transformer_engine", not (shape.gelu or shape.swiglu_limit)
     compiles = engine or (half and plain and not compiler_fault())

@@ -124,7 +124,7 @@ def _refusal(shortfalls: Sequence[str], ways_out: Sequence[str]) -> str:
         else "No setting and no other degrees on as many GPUs that were tried are enough, with full recompute and "
         "bfloat16: more GPUs (--nodes), or a smaller model, would be"
     )
-    return f"the job does not fit: {'; '.join(shortfalls)}. {would_fit} (docs/it-does-not-fit.md)"
+    return f"the job does not fit: {'; '.join(shortfalls)}. {would_fit} (docs/tuning.md)"
 
 
 def _say_what_is_left_out(*, critic: bool, teacher: bool, pairs: bool) -> None:

@@ -1,7 +1,6 @@
 """The reference policy of a run: when it takes the policy's weights, its log-probs, and the coefficient of its KL.
 
-The backend holds the weights themselves (backend/reference_weights.py). Semantics §7;
-docs/reference.md.
+The backend holds the weights themselves (backend/reference_weights.py). Semantics §7; docs/ppo.md.
 """
 
 from __future__ import annotations

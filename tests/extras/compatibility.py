@@ -1,6 +1,6 @@
-"""The page docs/compatibility.md: every stated set is resolved anew and gets its row.
+"""The page docs/evidence/compatibility.md: every stated set is resolved anew and gets its row.
 
-python -m tests.extras.compatibility docs/compatibility.md    # make compatibility
+python -m tests.extras.compatibility docs/evidence/compatibility.md    # make compatibility
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sets of versions that the documents name, in the order of docs/compatibility.md's table."""
+"""The sets of versions that the documents name, in the order of docs/evidence/compatibility.md's table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bash examples/smollm2/run.sh`` for a few rollouts of a real model; docs/real-model.md has the longer runs."""
+"""``bash examples/smollm2/run.sh``, a few rollouts of a real model; docs/evidence/recorded-runs.md has longer runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every installation that the documents name resolves, or is refused, as docs/compatibility.md says."""
+"""Every installation that the documents name resolves, or is refused, as docs/evidence/compatibility.md says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def name_of(stated: Stated) -> str:
 def test_set_resolves_as_the_page_says(stated: Stated) -> None:
     resolution = resolve(stated)
     row = row_of(stated, resolution, "a date")
-    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "evidence" / "compatibility.md").read_text(encoding="utf-8")
     written = {cells[:2]: cells for cells in rows_in(page)}[stated.name, stated.python]
     assert written[: len(HEADS) - 1] == row[:-1], "run make compatibility"
     if stated.refused:

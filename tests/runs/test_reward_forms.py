@@ -1,4 +1,4 @@
-"""The page docs/reward-forms.md on a tiny model: verl's and TRL's functions and data train the run of lists."""
+"""The page docs/coming-from.md on a tiny model: verl's and TRL's functions and data train the run of lists."""
 
 import pathlib
 import re
@@ -8,7 +8,7 @@ import pytest
 
 from tests.runs.command import assert_same_run, firsts_of
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "reward-forms.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "coming-from.md"
 
 
 @pytest.mark.long

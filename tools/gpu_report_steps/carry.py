@@ -125,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if given.te_torch and not given.te_torch.is_file():
-        parser.error(f"--te-torch {given.te_torch} is no file; docs/gpu-report.md says how that wheel is built")
+        parser.error(f"--te-torch {given.te_torch} is no file; docs/evidence/gpu-report.md says how it is built")
     if not given.carry:
         return
     if given.carry.exists() and not given.carry.is_dir():

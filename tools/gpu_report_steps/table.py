@@ -1,4 +1,4 @@
-"""Writes the records of tools/gpu_report.py as the table of docs/performance.md, each figure beside its floor.
+"""Writes the records of tools/gpu_report.py as the table of docs/evidence/performance.md, each figure beside its floor.
 
 A floor is what an H100 needs at least: multiplications at 989e12 FLOP/s in bfloat16, or bytes at 3.35e12 B/s of its
 memory; "–" where a record says neither.

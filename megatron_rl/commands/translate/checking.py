@@ -93,7 +93,7 @@ def _stand_ins(
         if needed and not os.path.isfile(os.path.join(path or "", "config.json")):
             stand_ins[key] = folder
             what = f"{key}={quoted(path, 200)} is no folder here" if path else f"{key} names none"
-            not_done.append(f"the model: {what}; a name on the hub is fetched at the start (docs/hub.md)")
+            not_done.append(f"the model: {what}; a name on the hub is fetched at the start (docs/object-storage.md)")
     if "eval.sets" in open_keys:
         stand_ins["eval.sets"] = {"test": folder}
     if rewards:

@@ -151,11 +151,11 @@ def require_kind(kind: Kind | None, framework: str, path: str, trainer: str | No
 _ELSE = "docs/coming-from.md lists settings by name"
 _INSTEAD = {
     "sft": "Supervised steps are sft.* here (docs/supervised.md)",
-    "rm": "A reward model is preference.loss=bradley_terry here (docs/reward-model.md)",
+    "rm": "A reward model is preference.loss=bradley_terry here (docs/supervised.md)",
     "rloo": "Near it is advantage.estimator=rloo here, whose ratio is a token's (docs/semantics.md)",
     "ppo": "A critic is advantage.estimator=gae here (docs/ppo.md)",
-    "gkd": "Distillation is advantage.estimator=distillation here (docs/distillation.md)",
-    "distillation": "Distillation is advantage.estimator=distillation here (docs/distillation.md)",
+    "gkd": "Distillation is advantage.estimator=distillation here (docs/supervised.md)",
+    "distillation": "Distillation is advantage.estimator=distillation here (docs/supervised.md)",
 }
 
 

@@ -82,7 +82,7 @@ def model_and_data(translation: Translation) -> None:
 
 
 def _data_set(translation: Translation, name: object) -> str:
-    """Return a data set's name on the hub, with its configuration and split (docs/hub.md); a path stays as it is."""
+    """Return a data set's name on the hub, configuration and split (docs/object-storage.md); a path stays as it is."""
     subset, split = translation.get("dataset_config"), translation.get("dataset_train_split")
     if subset is None and split in (None, "train"):
         return str(name)

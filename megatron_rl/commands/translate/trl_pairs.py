@@ -104,7 +104,7 @@ def _pairs(translation: Translation, losses: Mapping[str, str]) -> None:
     translation.choose(
         "loss_type",
         {theirs: {"preference.loss": ours} for theirs, ours in losses.items()},
-        f"of TRL's losses {', '.join(losses)} are here (docs/preference.md)",
+        f"of TRL's losses {', '.join(losses)} are here (docs/supervised.md)",
     )
     translation.take("beta", "preference.beta", number)
 
@@ -114,7 +114,7 @@ def _dpo(translation: Translation) -> None:
     for name, off in (("label_smoothing", 0), ("use_weighting", False), ("sync_ref_model", False)):
         if translation.given.get(name, off) == off:
             translation.skip(name)
-        translation.leave(name, "not in this loss here (docs/preference.md)")
+        translation.leave(name, "not in this loss here (docs/supervised.md)")
     if translation.given.get("f_divergence_type", "reverse_kl") == "reverse_kl":
         translation.skip("f_divergence_type", "f_alpha_divergence_coef")
     for name in ("ref_model_mixup_alpha", "ref_model_sync_steps"):

@@ -214,14 +214,14 @@ def _rewards(translation: Translation) -> None:
         translation.skip(name.replace(".path", ".name"))
     for name in ("reward_model.enable", "reward.reward_model.enable"):
         if translation.get(name) in (True, "true", "True"):
-            translation.leave(name, "reward.functions=[reward_model] with reward.model_path (docs/reward-model.md)")
+            translation.leave(name, "reward.functions=[reward_model] with reward.model_path (docs/supervised.md)")
             for each in translation.under(name.removesuffix("enable")):
                 if "overlong" not in each and "reward_manager" not in each and each != name:
                     translation.leave(each, "of the reward model; reward.model_path names it")
         else:
             translation.skip(name, *(f"{name.removesuffix('enable')}{each}" for each in ("model.", "rollout.")))
     translation.left["reward function"] = (
-        "verl chooses it by the data's data_source; name one in reward.functions (docs/reward-forms.md)"
+        "verl chooses it by the data's data_source; name one in reward.functions (docs/coming-from.md)"
     )
     for prefix in ("reward_model", "reward_model.reward_kwargs", "reward", "reward.reward_kwargs"):
         name = "overlong_buffer_cfg" if prefix.endswith("kwargs") else "overlong_buffer"

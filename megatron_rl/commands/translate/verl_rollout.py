@@ -40,7 +40,7 @@ def _engine(translation: Translation) -> None:
         translation.take(name, f"rollout.vllm.{name.removeprefix(prefix)}")
     for name in translation.under(f"{ROLLOUT}.multi_turn."):
         translation.leave(
-            name, "episodes of several turns: environment.name or rollout.endpoint.agent (docs/multi-turn.md)"
+            name, "episodes of several turns: environment.name or rollout.endpoint.agent (docs/agents.md)"
         )
 
 

@@ -158,7 +158,7 @@ def _advantages(translation: Translation) -> None:
     scaled = truth(translation.get("algorithm.norm_adv_by_std_in_grpo"))
     grouped = {"advantage.estimator": "grpo" if scaled else "dr_grpo", "advantage.whiten": "scale"}
     leave_one_out = {"advantage.estimator": "rloo", "advantage.whiten": "scale"}
-    estimators: dict[object, dict[str, Any]] = {  # docs/oracles.md: verl whitens by the mean and the deviation
+    estimators: dict[object, dict[str, Any]] = {  # docs/evidence/oracles.md: verl whitens by the mean and the deviation
         "gae": {"advantage.estimator": "gae", "advantage.whiten": "center_and_scale"},
         "grpo": grouped,
         "grpo_vectorized": grouped,

@@ -1,1 +1,1 @@
-"""Models that NVIDIA's Megatron-Bridge describes and builds (docs/bridge.md)."""
+"""Models that NVIDIA's Megatron-Bridge describes and builds (docs/models.md)."""

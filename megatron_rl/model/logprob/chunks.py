@@ -26,7 +26,7 @@ UNDERFLOW = -1e4  # e^x is 0 from it down, in float64 too; finite, so that 0 · 
 # many tokens as leave a chunk's buffers within 1.25 GiB: by torch's operations 768 there in
 # bfloat16, by the Triton kernels, whose one buffer is the product's, 4,096. On one H100, 8,192
 # tokens forward and backward at H = 1,536 took the kernels 35.8 ms in chunks of 768, 29.1 of 2,048
-# and 27.2 of 4,096, torch's operations 74.7 and 66.2 of the first two (docs/performance.md). On the
+# and 27.2 of 4,096, torch's operations 74.7 and 66.2 of the first two (docs/evidence/performance.md). On the
 # CPU the buffers' place in its caches counts for more: 512 was measured.
 CPU_CHUNK_TOKENS = 512
 MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 512, 4096

@@ -3,7 +3,7 @@
 torch's operations read and write the chunk some ten times in float32. The statistics are those of
 the online softmax (Milakov and Gimelshein, arXiv:1805.02867, algorithm 3), carried on to Σ (x−m)
 e^{x−m}. The tests hold them to torch's operations by Triton's interpreter, which decorates what is
-imported while TRITON_INTERPRET=1; on an H100 they ran in Triton 3.6 (docs/performance.md).
+imported while TRITON_INTERPRET=1; on an H100 they ran in Triton 3.6 (docs/evidence/performance.md).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class SyncReport:
 
     num_bytes: the size of the weights.
     sent_bytes: the most bytes of weights that one engine was sent.
-    changed_share: of the elements compared with the sync before (docs/delta-sync.md); None where
+    changed_share: of the elements compared with the sync before (docs/vllm.md); None where
         none were.
     failed:    engine → the reason of its failure; empty where all engines hold the version now.
     lost:      the failed engines that are gone or hang.

@@ -18,7 +18,7 @@ from megatron_rl.users_code import resolve
 from tests.unit.data.letters import LetterTokenizer
 from tests.unit.reward.rig import rollout_of
 
-PAGE = pathlib.Path(__file__).parents[3] / "docs/reward-forms.md"
+PAGE = pathlib.Path(__file__).parents[3] / "docs/coming-from.md"
 OWN = '''
 import asyncio
 SEEN = []
