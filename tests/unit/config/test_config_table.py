@@ -86,8 +86,10 @@ def test_each_key_of_a_first_run_exists_and_has_its_star_and_its_link() -> None:
     assert len(set(first)) == len(first) == 25 and set(first) <= KEYS, sorted(set(first) - KEYS)
     page = config_table.PAGE.read_text(encoding="utf-8")
     assert set(re.findall(rf"^\| `([\w.]+)` {config_table.STAR} \|", page, re.M)) == set(first)
-    listed = {section: re.findall(r"`([\w.]+)`", row)
-              for section, row in re.findall(r"^\| \[[\w.]+\]\(#(\w+)\) \| (.*) \|$", page, re.M)}
+    listed = {
+        section: re.findall(r"`([\w.]+)`", row)
+        for section, row in re.findall(r"^\| \[[\w.]+\]\(#(\w+)\) \| (.*) \|$", page, re.M)
+    }
     assert [key for row in listed.values() for key in row] == list(first)
     assert all(key.startswith(f"{section}.") for section, row in listed.items() for key in row)
 
