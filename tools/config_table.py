@@ -1,10 +1,11 @@
 """Write the tables of docs/configuration.md from the configuration's dataclasses.
 
-Each key has a row with its default, its range where it is a number, and its meaning.
+Each key has a row with its default, its range if it is a number, and its meaning. The keys that a first run changes
+have a star, and a table at the page's top.
 
 Examples:
   python tools/config_table.py            # writes the tables between the page's markers; `make docs` does this
-  python tools/config_table.py --check    # writes nothing; exit code 1 where the page is out of date
+  python tools/config_table.py --check    # writes nothing; exit code 1 if the page is out of date
 
 A key's meaning is the string literal on the line below its field in megatron_rl/config/, and its range stands in the
 field's type; a section's introduction is the docstring of its class. Texts are Markdown; a path as in
@@ -18,6 +19,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import itertools
 import os
 import pathlib
 import re
@@ -35,6 +37,24 @@ from megatron_rl.config.checks import hints_of, range_of
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 BEGIN, END = "<!-- begin generated -->", "<!-- end generated -->"
+FIRST_BEGIN, FIRST_END = "<!-- begin first run -->", "<!-- end first run -->"
+STAR = "★"
+# What a first run of one's own model, data and reward changes; every other key may wait.
+FIRST_RUN = (
+    *("run.name", "run.dir"),
+    *("model.hf_path", "model.dtype"),
+    *("parallel.tensor", "parallel.pipeline", "parallel.sequence_parallel", "parallel.expert"),
+    *("data.train", "data.prompt_key", "data.template", "data.max_prompt_tokens"),
+    *("rollout.engine", "rollout.samples_per_prompt", "rollout.max_response_tokens"),
+    "reward.functions",
+    "advantage.estimator",
+    "skip.mode",
+    "plan.max_tokens_per_microbatch",
+    "optimizer.lr",
+    *("train.num_rollouts", "train.prompts_per_rollout", "train.samples_per_mini_batch"),
+    "checkpoint.save_every_rollouts",
+    "eval.path",
+)
 HEAD = ("| key | default | range | meaning |", "|---|---|---|---|")
 LINK = re.compile(r"(?P<path>(?:[\w-]+/)*[\w-]+\.md)(?P<anchor>#[\w-]+)?")
 
@@ -115,23 +135,37 @@ def table_of(key: str, section: type) -> str:
                 f"{section.__module__}.{section.__name__}; write one, on the next line"
             )
         meaning = with_links(lines[field.name][0]).replace("|", r"\|")
-        rows.append(f"| `{key}.{field.name}` | `{default_text(field)}` | {range_text(section, field)} | {meaning} |")
+        name = f"`{key}.{field.name}`" + (f" {STAR}" if f"{key}.{field.name}" in FIRST_RUN else "")
+        rows.append(f"| {name} | `{default_text(field)}` | {range_text(section, field)} | {meaning} |")
     heading = "#" * (2 + key.count("."))
     introduction = with_links(ast.get_docstring(class_node(section)))
     return "\n".join([f"{heading} {key}", "", introduction, "", *HEAD, *rows])
 
 
-def with_tables(page: str) -> str:
-    """Return the page with the tables of every section between its markers.
+def first_run_table() -> str:
+    """Return the table of the keys that a first run changes: a row a section, with a link to its own table."""
+    rows = []
+    for section, keys in itertools.groupby(FIRST_RUN, key=lambda key: key.rpartition(".")[0]):
+        rows.append(f"| [{section}](#{section}) | {', '.join(f'`{key}`' for key in keys)} |")
+    return "\n".join(["| section | keys |", "|---|---|", *rows])
 
-    Raises ValueError where the page does not hold each marker once, in order.
+
+def between(page: str, begin: str, end: str, text: str) -> str:
+    """Return the page with ``text`` between two markers. Raises ValueError unless it holds each once, in order."""
+    before, found, rest = page.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed) or begin in rest or end in before + after:
+        raise ValueError(f"the page must hold {begin} and then {end}, each once")
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
+
+
+def with_tables(page: str) -> str:
+    """Return the page with the first run's keys and the tables of every section between their markers.
+
+    Raises ValueError unless the page holds each marker once, in order.
     """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end) or BEGIN in rest or END in before + after:
-        raise ValueError(f"the page must hold {BEGIN} and then {END}, each once")
     tables = "\n\n".join(table_of(key, section) for key, section in sections())
-    return f"{before}{begin}\n\n{tables}\n\n{end}{after}"
+    return between(between(page, FIRST_BEGIN, FIRST_END, first_run_table()), BEGIN, END, tables)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_rl import __version__
 from megatron_rl.commands.command import HERE, VERBS
+from megatron_rl.commands.new_run import new_command
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import ConfigError
 from tools import config_table
@@ -28,6 +30,8 @@ PAGES = {
     for pattern in ("*.md", "tests/README.md", "docs/**/*.md", "examples/*/README.md")
     for path in sorted(ROOT.glob(pattern))
 }
+AGENTS_INDEX, SKILL = "docs/llms.txt", "docs/SKILL.md"
+PAGES[AGENTS_INDEX] = ROOT / AGENTS_INDEX
 # The changelog names keys, files and commands of older trees; only its links are held.
 CURRENT = sorted(set(PAGES) - {"CHANGELOG.md"})
 SECTIONS = [key for key, _ in config_table.sections()]
@@ -234,6 +238,40 @@ def test_every_extra_has_its_row() -> None:
     table = text_of("docs/installation.md").partition("| extra of setup.py |")[2]
     rows = re.findall(r"^\| (`.*?) \|", table, re.M)
     assert sorted(extra for row in rows for extra in re.findall(r"`([\w-]+)`", row)) == sorted(extras)
+
+
+def leaves(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a configuration by their dotted keys."""
+    found = {}
+    for name, value in section.items():
+        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
+
+
+def test_the_readme_s_configuration_is_twelve_lines_of_a_new_run(tmp_path, monkeypatch) -> None:
+    (text,) = (block for language, block in blocks("README.md") if language == "yaml")
+    shown = leaves(yaml.safe_load(text))
+    (given,) = (words for words in commands("README.md") if words[:2] == ["megatron-rl", "new"])
+    monkeypatch.chdir(tmp_path)
+    assert new_command(given[2:]) == 0
+    written = leaves(yaml.safe_load(pathlib.Path(shown["run.name"], "run.yaml").read_text()))
+    assert len(text.splitlines()) == 12 and shown == {key: written[key] for key in shown}
+    first = set(config_table.FIRST_RUN)
+    assert set(shown) <= first and f"writes {len(first & set(written))} of\nthem" in text_of("docs/configuration.md")
+    (tmp_path / "shown.yaml").write_text(text)
+    load_config(tmp_path / "shown.yaml")
+
+
+def test_agents_find_an_index_of_llmstxt_s_form_and_a_skill_with_its_front_matter() -> None:
+    title, _, rest = text_of(AGENTS_INDEX).partition("\n")
+    head, *sections = re.split(r"^## .+$", rest, flags=re.M)
+    assert title == "# megatron_rl" and head.lstrip().startswith("> ") and len(sections) > 3
+    lines = [line for section in sections for line in section.split("\n") if line]
+    assert len(lines) > 30 and all(re.fullmatch(r"- \[[^]]+\]\([^)\s]+\): \S.*", line) for line in lines), lines
+    _, front, body = re.split(r"^---$", text_of(SKILL), maxsplit=2, flags=re.M)
+    matter = yaml.safe_load(front)
+    assert set(matter) == {"name", "description"} and re.fullmatch("[a-z0-9-]{1,64}", matter["name"])
+    assert 0 < len(matter["description"]) <= 1024 and body.lstrip().startswith("# megatron_rl")
 
 
 LAWS = (

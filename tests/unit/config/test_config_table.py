@@ -81,9 +81,22 @@ def test_check_fails_on_a_changed_copy_and_writing_mends_it(page: pathlib.Path, 
     assert config_table.main(["--page", str(page)]) == 0 and page.read_text(encoding="utf-8") == whole
 
 
+def test_each_key_of_a_first_run_exists_and_has_its_star_and_its_link() -> None:
+    first = config_table.FIRST_RUN
+    assert len(set(first)) == len(first) == 25 and set(first) <= KEYS, sorted(set(first) - KEYS)
+    page = config_table.PAGE.read_text(encoding="utf-8")
+    assert set(re.findall(rf"^\| `([\w.]+)` {config_table.STAR} \|", page, re.M)) == set(first)
+    listed = {
+        section: re.findall(r"`([\w.]+)`", row)
+        for section, row in re.findall(r"^\| \[[\w.]+\]\(#(\w+)\) \| (.*) \|$", page, re.M)
+    }
+    assert [key for row in listed.values() for key in row] == list(first)
+    assert all(key.startswith(f"{section}.") for section, row in listed.items() for key in row)
+
+
 def test_a_page_without_a_marker_or_with_two_is_refused() -> None:
     present = config_table.PAGE.read_text(encoding="utf-8")
-    for marker in (config_table.BEGIN, config_table.END):
+    for marker in (config_table.BEGIN, config_table.END, config_table.FIRST_BEGIN, config_table.FIRST_END):
         for broken in (present.replace(marker, ""), present.replace(marker, f"{marker}\n{marker}")):
             with pytest.raises(ValueError, match="each once"):
                 config_table.with_tables(broken)
