@@ -1,7 +1,7 @@
-"""Choice of the channel by which the policy's weights reach the engines.
+"""The choice of the channel by which the policy's weights reach the engines.
 
-The trainer's allocator depends on it (distributed/cuda_environment.py): no other process may open
-memory in expandable segments without more rights.
+The trainer's allocator depends on it (distributed/cuda_environment.py): another process needs more
+rights to open memory in expandable segments.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 def choose_channel(
     rollout: RolloutConfig, weight_sync: WeightSyncConfig, *, on_gpu: bool, environment: Mapping[str, str]
 ) -> tuple[str, str]:
-    """Return the weights' channel, and why it is no direct one where the devices would allow that, else "".
+    """Return the channel, and "" or the reason why ``auto`` did not choose cuda_ipc on the trainer's GPUs.
 
-    environment: that of the trainer's process, whose variables settle how torch allocates.
+    environment: the trainer's environment variables, which decide how torch allocates.
 
     Raises ConfigError for a channel that the engines cannot use.
     """
