@@ -85,7 +85,7 @@ class MegatronBackend(TrainableModel):
     def __init__(
         self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1
     ) -> None:
-        """Build the policy; the arguments are those of TrainableModel."""
+        """Build the policy; TrainableModel describes the arguments."""
         super().__init__(config, hf_config=hf_config, weights=weights, total_steps=total_steps, lora=config.lora)
 
     def _build(self, *arguments: object) -> None:

@@ -1,4 +1,4 @@
-"""The choice of a policy's backend parts and reference; a run imports only the chosen ones."""
+"""The choice of a policy's backend parts and reference; a run imports only what is chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fields of Megatron-Core's DistributedDataParallel: this package's, the user's, and the refused ones."""
+"""The fields of Megatron-Core's DistributedDataParallel: this package's and the user's, and the refused fields."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REFUSED_DDP_FIELDS = Refusals.of(DistributedDataParallelConfig, owned=_OWNED_FIE
 
 
 def distributed_fields(settings: MegatronConfig, *, distributed_optimizer: bool) -> dict:
-    """Return the fields of DistributedDataParallelConfig: this package's and those of ``megatron.ddp``.
+    """Return the fields of DistributedDataParallelConfig: this package's, and the user's in ``megatron.ddp``.
 
     distributed_optimizer: ``optimizer.distributed``.
 

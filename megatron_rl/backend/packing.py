@@ -144,7 +144,7 @@ class Packer:
         self, microbatch: MicroBatch, *, batch: Batch, inputs: FlatInputs | None, rules: PlanRules
     ) -> PackedMicroBatch:
         """Pack one micro-batch of a batch that was planned by ``rules``; ``inputs`` is None in a log-prob pass."""
-        # places of the micro-batch's tokens, and those that this rank holds
+        # places of the micro-batch's tokens, and this rank's share of the places
         facts, samples = batch.facts, microbatch.samples
         read = read_tokens(facts)[samples]
         layout = lay_out(

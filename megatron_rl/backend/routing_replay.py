@@ -110,7 +110,7 @@ class ReplayedExperts:
 
 
 def build_replayed_experts(model: TrainableModel) -> ReplayedExperts:
-    """Put a seam at every router of the policy. Raises ConfigError for a model that cannot replay experts."""
+    """Set up replay at every router of the policy. Raises ConfigError for a model that cannot replay experts."""
     config, grid, shape = model.config, model.topology, model.shape
     check_routing_replay(config.rollout.routing_replay, config.megatron.transformer, shape)
     routing = RoutingReplay([chunk.module for chunk in model.chunks])

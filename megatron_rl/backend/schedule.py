@@ -58,7 +58,7 @@ def check_lockstep(step: int, kind: StepKind, fingerprint: bytes, topology: Topo
     both = reduce_on_host(torch.cat([digest, -digest]), dist.ReduceOp.MIN)
     if torch.equal(both[:8], -both[8:]):
         return
-    # the digests differ: gather what each rank is about to run, and name the minority
+    # the digests differ: gather every rank's step, kind and plan, and name the minority
     views = gather_json([step, kind.value, fingerprint.hex()])
     differences = []
     for name, position in (("step index", 0), ("step kind", 1), ("plan", 2)):

@@ -3,7 +3,7 @@
 A TrainedState holds, on the host, everything that training changes: weights, AdamW, gradients and
 counters. ``take`` copies a model out of the backend, ``put`` copies it in, to the bit. Between the
 two the backend may hold another model. With adapters the weights are the adapters alone, without
-them all weights. The functions are not collectives, but every rank must call the same ones.
+them all weights. The functions are not collectives, but every rank must call the same functions.
 
 AdamW's tensors must exist first: ``begin_adam`` makes them, as torch's first step would, and leaves
 zeros at step 0.

@@ -83,7 +83,7 @@ class RemoteCritic:
         return arrays["values"]
 
     def train(self, batch: Batch, returns: np.ndarray, old_values: np.ndarray) -> dict[str, float]:
-        """Take the rollout's optimizer steps and return their metrics; the batch is that of the last ``values``."""
+        """Take the rollout's optimizer steps and return their metrics; ``batch`` must be the last ``values``' batch."""
         assert batch.facts is self.valued, "train() takes the batch of the last values()"
         answer, _ = self.ask("train", lambda: {"returns": returns, "old_values": old_values})
         return answer["metrics"]

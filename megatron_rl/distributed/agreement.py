@@ -3,8 +3,8 @@
 A launcher ends every rank as soon as one rank has left. So a rank that leaves first could end the
 rank that has the message. Hence:
 
-1. A rank that cannot start writes its message to the job's store, where the first message counts.
-   Rank 0 prints it. All other ranks wait for that, at most GRACE_S, before they leave.
+1. A rank that cannot start writes its message to the job's store; the first message counts. Rank 0
+   prints it. All other ranks wait for that, at most GRACE_S, before they leave.
 2. Rank 0 reads the store when all ranks meet before the model is built (``wait_for_all``). So it
    prints another rank's message, for example about a file that one host lacks.
 3. If rank 0 is not there, for example in a collective, one of the failed ranks prints in its place

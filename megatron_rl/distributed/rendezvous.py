@@ -19,8 +19,8 @@ from megatron_rl.errors import PeerError
 def meet(deadline_s: float, url: str = "env://") -> tuple[dist.Store, int, int]:
     """Return the job's store, this process's rank, and the number of ranks. Every rank calls it.
 
-    url: where torch's rendezvous meets; ``env://`` takes the launcher's MASTER_ADDR, MASTER_PORT,
-        RANK and WORLD_SIZE.
+    url: the address for torch's rendezvous; ``env://`` takes the launcher's MASTER_ADDR,
+        MASTER_PORT, RANK and WORLD_SIZE.
 
     Raises PeerError if another program holds the port, nothing listens or answers there, or a rank
     does not come.

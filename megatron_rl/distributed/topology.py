@@ -1,4 +1,4 @@
-"""Ranks and process groups, frozen. No other module imports Megatron-Core's parallel_state."""
+"""This process's ranks and process groups. No other module imports Megatron-Core's parallel_state."""
 
 from __future__ import annotations
 

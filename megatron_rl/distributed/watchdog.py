@@ -83,8 +83,7 @@ class Watchdog:
     In a world of one there is no connection, and the thread itself reports slow stages.
 
     deadline_s: seconds that a user's function may take in the main thread.
-    slow_stages: reports slow stages in a world of one; None in a larger world, where rank 0's server
-        does so.
+    slow_stages: reports slow stages in a world of one; None in a larger world, whose rank 0 does so.
     times_waits: whether a wait of ``deadline_s`` in one place counts as a failed collective (rule 3,
         NCCL).
     """

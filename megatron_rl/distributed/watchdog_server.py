@@ -32,7 +32,7 @@ from megatron_rl.errors import PeerError
 HELLO_BYTES, HELLO_S = 4096, 10.0  # limits of a connection that has not said hello
 MESSAGE_BYTES = 1 << 20  # limit of a rank's line; the longest line that a rank sends has about 20 kB
 STRANGERS = 16  # connections without a hello, beyond one for each rank that has not joined
-PAUSE_S = 0.5  # pause after a connection could not be accepted, for example for want of descriptors
+PAUSE_S = 0.5  # pause after a connection could not be accepted, for example without free descriptors
 
 # Forked children close these sockets: they would keep a connection open after their parent's death.
 _OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()

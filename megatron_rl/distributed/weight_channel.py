@@ -27,6 +27,7 @@ def choose_channel(
 
     Raises ConfigError for a channel that the engines cannot use.
     """
+    # refuse a chosen channel that cannot work here
     channel = weight_sync.channel
     expandable = next((name for name in ALLOCATOR if EXPANDABLE.search(environment.get(name, ""))), "")
     if channel == "cuda_ipc" and (not on_gpu or rollout.servers):
@@ -45,6 +46,7 @@ def choose_channel(
             "weight_sync.channel=broadcast would put a rank and its engine, both on one GPU, into one NCCL group, and "
             'NCCL refuses that ("Duplicate GPU detected"); use weight_sync.channel=auto for engines of the run\'s own'
         )
+    # auto: device memory if engines can open it, else shared memory on one host, else broadcast
     if channel != "auto":
         return channel, ""
     if on_gpu and opens_device_memory(rollout, weight_sync):

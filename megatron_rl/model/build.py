@@ -40,6 +40,7 @@ def transformer_config(
     shape: ModelShape, hf_config: Any, settings: ModelSettings, topology: Topology
 ) -> TransformerConfig:
     """Return Megatron-Core's TransformerConfig: the seam's fields, the model's, then ``megatron.transformer``'s."""
+    # the user's fields
     extra = users_fields(settings.megatron.transformer, lora_rank=settings.lora.rank)
     if shape.router_bias and "moe_router_enable_expert_bias" in settings.megatron.transformer:
         raise ConfigError(
@@ -49,6 +50,7 @@ def transformer_config(
     shares = shape.layer_spec == "transformer_engine" and shares_prompts(
         settings.plan, settings.parallel, settings.megatron, shape.layer_spec
     )
+    # the model's sizes, the seam's fields, windows and fused functions
     fields: dict[str, Any] = dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -74,6 +76,7 @@ def transformer_config(
         **_window_fields(shape, topology),
         **_fusions(shape, extra, half=half_on_gpu(settings.model.dtype), shares=shares),
     )
+    # the family's own fields
     fields |= FAMILIES[shape.family].layer_fields(shape)
     if shape.kv_lora_rank:
         from megatron_rl.model.latent_attention import latent_fields
@@ -163,7 +166,7 @@ def settled_shape(
 
 
 class Provider(Protocol):
-    """Makes Megatron-Core's config and model (``model.provider``)."""
+    """Makes Megatron-Core's config and the model's chunks; ``model.provider`` names one."""
 
     transformer_config: Callable[[ModelShape, Any, ModelSettings, Topology], TransformerConfig]
     """(shape, Hugging Face config, settings, topology) → the config, with the seam's, model's and user's fields."""
@@ -239,7 +242,7 @@ def build_model(
     There is one chunk, or ``parallel.virtual_pipeline`` under the interleaved schedule. The weights
     are not set: weights/export.py loads them.
     """
-    # What all chunks share.
+    # Values that all chunks share.
     shape = settled_shape(settings, hf_config, topology, value_head=value_head)
     provider, parts = provider_of(settings.model.provider), parts_of(settings)
     transformer = provider.transformer_config(shape, hf_config, settings, topology)

@@ -29,6 +29,7 @@ def _check_divisible(hf_config: Any, shape: ModelShape, parallel: ParallelConfig
     """Raise ConfigError if a degree of parallelism does not divide the size that it splits."""
     name, family = hf_config.name_or_path or hf_config.model_type, FAMILIES[shape.family]
     experts, ffn, ffn_name = family.experts is not None, shape.ffn_hidden_size, family.ffn_field
+    # (setting, degree, the size's name, the size)
     split = [
         ("parallel.tensor", topology.tensor_size, field, hf_config.to_dict()[field])
         for field in ("num_attention_heads", "num_key_value_heads")
@@ -45,6 +46,7 @@ def _check_divisible(hf_config: Any, shape: ModelShape, parallel: ParallelConfig
     for key, degree, size_name, size in split:
         if size % degree:
             raise ConfigError(f"{key}={degree} does not divide {size_name}={size} of {name}; use a divisor")
+    # experts: biases, degrees without experts, and tokens that would be sent twice
     if shape.linear_bias and topology.expert_tensor_size > 1:
         raise ConfigError(
             f"the experts of {name} have biases, which Megatron-Core takes on whole experts alone, and they are split "

@@ -122,7 +122,7 @@ class SpecifiedLatentAttention(MLASelfAttention):
     a model, has none.
 
     The class is built under ``rope_type="rope"``, since the table of "yarn" needs pinned memory. It
-    computes under "yarn", where the rotary embedding returns angles and a factor on cos and sin.
+    computes under "yarn": then the rotary embedding returns angles and a factor on cos and sin.
     """
 
     def __init__(self, config: MLATransformerConfig, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""The modules of a transformer layer: Transformer Engine's where they can be built, else torch's."""
+"""The modules of a transformer layer: Transformer Engine's if they can be built, else torch's."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class _SumOverTensorRanks(torch.autograd.Function):
 
 
 class ProjectionNorm(torch.nn.Module):
-    """Computes an RMS norm over all heads of q or k, also those on other tensor ranks: [T, 1, h, d] → the same.
+    """Computes an RMS norm over all heads of q or k, on all tensor ranks together: [T, 1, h, d] → the same.
 
     weight: [h·d], this rank's shard of the norm's weight.
     """

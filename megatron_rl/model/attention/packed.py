@@ -58,8 +58,8 @@ class KeySegments:
     def of(cls, layout: Layout, device: torch.device) -> KeySegments:
         """Return the segments of a layout.
 
-        Example: a prompt of 3 tokens with answers of 2 and 1: pieces 3, 2, 1 in the order 0, 0, 1,
-        0, 2; queries end at 3, 5, 6, and their keys at 3, 8, 12.
+        Example: a prompt of 3 tokens with responses of 2 and 1 has the pieces 3, 2, 1, gathered in
+        the order 0, 0, 1, 0, 2. Queries end at 3, 5, 6, and their keys at 3, 8, 12.
         """
         pieces: list[int] = []
         own: list[list[int]] = []  # each segment's pieces

@@ -54,7 +54,7 @@ def _seen_before(query: int, count: int, position: int, key: int, num_keys: int,
     whole = min(max(1 - below, 0), count)
     if whole and num_keys:
         yield Span(query, whole, key, num_keys, False)
-    # the next ones see only the last keys: a mirrored triangle, and a rectangle after it
+    # the next queries see only the last keys: a mirrored triangle, and a rectangle after it
     partly = min(count, num_keys - below) - whole
     if partly > 0:
         first = whole + below

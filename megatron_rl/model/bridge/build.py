@@ -2,8 +2,8 @@
 
 The provider builds Megatron-Core's GPTModel and adds its family's changes (Gemma scales its
 embeddings). This module sets the token-sum seam's fields, the parallel sizes and the layers'
-specification. The layers are Megatron-Core's plain ones with the attention of
-model/attention/packed.py and norms of torch, or Transformer Engine's.
+specification: Megatron-Core's plain layer with the attention of model/attention/packed.py and norms
+of torch, or Transformer Engine's layer.
 """
 
 from __future__ import annotations

@@ -217,10 +217,12 @@ def _entry(registry: Any, name: str, kind: str, model_type: str, *, gated: bool)
     """
     from megatron.bridge.models.conversion import param_mapping
 
+    # the mapping of layer 0 stands for all layers
     mapped = registry.megatron_to_hf_lookup(f"decoder.layers.0.{name}")
     where = f"model.provider=bridge: megatron-bridge's mapping of {model_type}"
     if mapped is None:
         raise ConfigError(f"{where} has no tensor for decoder.layers.0.{name}")
+    # the mapping's class: its layout here, and whether the file holds q, k and v as one tensor
     layouts: dict[type, tuple[Layout, bool]] = {
         param_mapping.QKVMapping: (Layout.QKV, False),
         param_mapping.GatedMLPMapping: (Layout.GATE_UP, False),
@@ -236,6 +238,7 @@ def _entry(registry: Any, name: str, kind: str, model_type: str, *, gated: bool)
     layout, joined = layouts[type(mapped)]
     if gated and name == "mlp.linear_fc1.weight" and layout is Layout.GATE_UP and isinstance(mapped.hf_param, str):
         raise ConfigError(f"{where} has gate and up in one tensor, {mapped.hf_param}, whose layout is not read here")
+    # the names of the file's tensors
     tensors = tuple(mapped.hf_param.values()) if isinstance(mapped.hf_param, dict) else (mapped.hf_param,)
     strange = [x for x in tensors if not x.startswith("model.layers.0.")]
     if strange:

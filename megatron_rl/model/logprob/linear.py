@@ -32,7 +32,7 @@ from megatron_rl.model.logprob.chunks import (
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, head: Head):
-        # This rank's statistics, then those of all tensor ranks.
+        # This rank's statistics, then the statistics over all tensor ranks.
         chunks = _chunks(hidden, weight, head, backward=False)
         peak, stats = _own_statistics(chunks, targets)
         if head.group is not None and hidden.shape[0]:
@@ -173,9 +173,7 @@ def linear_logprob(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each target's log-probability and each row's entropy, [N] in nats, from the output layer's input.
 
-    Outputs are float32, or float64 if ``hidden`` is float64.
-
-    hidden:     [N, H], the same on all tensor ranks: gathered already.
+    hidden:     [N, H], the same on all tensor ranks: gathered already. Outputs: float64 if it is float64, else float32.
     weight:     [V/TP, H], this tensor rank's rows of the padded vocabulary, in hidden's dtype. Its gradient is added up
                 over the chunks in float32 and cast at the end.
     targets:    int64 [N], global token ids below ``vocab_size``.
@@ -193,10 +191,8 @@ def linear_logprob(
                 is not float32; the Triton kernels take one in hidden's dtype.
     kernel:     the kernel that works on the logits (chunks.py).
 
-    Raises ValueError for chunk_tokens < 1, a rank that holds only pads, a missing main_grad, and a kernel that cannot
-    run here.
-    Collectives, for any number of chunks: two in forward, and one in backward under ``reduce_hidden_grad``; none if
-    N = 0.
+    Raises ValueError for chunk_tokens < 1, a rank with only pads, a missing main_grad, a kernel that cannot run here.
+    Collectives, for any number of chunks: two in forward, one in backward (``reduce_hidden_grad``); none if N = 0.
     """
     device, kernel = hidden.device.type, settled_kernel(kernel, hidden.device.type)
     if chunk_tokens is None:

@@ -120,6 +120,7 @@ def _check_place(shape: ModelShape, overlaps: bool) -> None:
     overlaps: whether shared experts run while the dispatcher exchanges tokens
         (``moe_shared_expert_overlap``).
     """
+    # families that take adapters only on some layers
     targets = f"lora.targets={list(shape.lora_targets)}"
     named = [name for name in shape.lora_targets if name != "linear_proj"]
     if shape.kv_lora_rank and named:
@@ -133,6 +134,7 @@ def _check_place(shape: ModelShape, overlaps: bool) -> None:
             f"{targets} names {named[0]}, and adapters on experts were not shown for {shape.family}; set "
             "lora.targets=[linear_qkv,linear_proj]"
         )
+    # targets that the first and the last layer do not have, or that no adapter fits
     weights = [x for layer in (0, shape.num_layers - 1) for x in target_entries(shape, layer, shape.num_experts or 1)]
     for target in shape.lora_targets:
         if all(target_of(weight.megatron) != target for weight in weights):
