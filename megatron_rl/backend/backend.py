@@ -71,10 +71,7 @@ class LogProbs:
 
 
 class MegatronBackend(TrainableModel):
-    """Trains the policy on this rank and computes its log-probs.
-
-    Every method is a collective unless its docstring says otherwise.
-    """
+    """Trains the policy and computes its log-probs. Methods are collectives unless their docstrings say otherwise."""
 
     sum_names = (
         *("loss", "tokens", "entropy", "kl", "clipped", "ratio"),
@@ -201,7 +198,7 @@ class MegatronBackend(TrainableModel):
     ) -> None:
         """Add the mini-batch's gradient to the accumulated gradient; call it any number of times per ``optim_step``.
 
-        fingerprint: the mini-batch's, of its plan; ranks compare it before they start.
+        fingerprint: the plan's, of this mini-batch; ranks compare it before they start.
         supervised: whether the loss is −Σ w · log π, with w from ``inputs.weights``, of any sign
             (algorithm/linear_loss.py).
         objective: the loss of this call; None takes the run's.

@@ -34,8 +34,7 @@ def gather_facts(
 
     groups: the prompt of each local sample, as a position in the batch's list of prompts.
     order: the place of each local sample in the batch, unique over ranks.
-    num_experts: the model's number of experts, for a check of the samples' routed experts; 0 skips
-        the check.
+    num_experts: the model's number of experts, to check routed experts; 0 skips the check.
     """
     return _facts_of(gather_json(_own_facts(samples, groups, order, num_experts)))
 
@@ -256,9 +255,8 @@ def gather_flat(
 def gather_scores(
     scores: Sequence[Score], places: Sequence[int], num_functions: int, *, sample_ids: Sequence[str] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return every sample's score, sorted by place: (total [S], by_function [S, F]) float64; a collective.
+    """Return every sample's score by place: (total [S], by_function [S, F]) float64, NaN if missing; a collective.
 
-    A missing score is NaN.
     places, sample_ids: of this rank's samples; without ids, messages give the place.
 
     Raises NonFiniteAdvantage on every rank for a score that is NaN or infinite: NaN would be taken

@@ -240,10 +240,7 @@ class Optimizer:
             self._offload.restore()
 
     def refuse_offloaded(self, what: str) -> None:
-        """Raise ValueError while gradients and optimizer state are off the device: their tensors have no memory.
-
-        what: the caller, for the message.
-        """
+        """Raise ValueError, naming ``what``, while gradients and optimizer state are off the device."""
         if self._offload is not None and self._offload.released is not None:
             raise ValueError(
                 f"{what} needs the gradients and the optimizer state, {self._offload.released.total:,} bytes of which "
@@ -257,9 +254,8 @@ class Optimizer:
         self.megatron.zero_grad()
 
     def step(self, kind: StepKind, adam: AdamStep | None = None) -> StepOutcome:
-        """Reduce, clip and apply the accumulated gradient (REAL), or step without a gradient (GHOST).
+        """Reduce, clip and apply the accumulated gradient (REAL), or step without it (GHOST); then zero gradients.
 
-        Gradients are zeroed at the end.
         adam: the settings of this step; None takes ``optimizer.*`` under its schedule.
         """
         self.refuse_offloaded("optim_step()")
@@ -339,7 +335,7 @@ class Optimizer:
                 )
 
     def set_adam(self, adam: AdamStep) -> None:
-        """Set AdamW's settings for the next step; after it the schedule sets its own again."""
+        """Set AdamW's settings for the next step; after it the schedule sets rate and weight decay again."""
         for optimizer in self.megatron.chained_optimizers:
             for group in [] if optimizer.is_stub_optimizer else optimizer.optimizer.param_groups:
                 group["lr"], group["betas"] = adam.learning_rate, adam.betas

@@ -42,8 +42,7 @@ class PackedMicroBatch:
     sequences: [N], the number of the loss token's sequence in the micro-batch.
     rollout_logprobs: [N], the engine's log-probs.
 
-    The other fields are loss inputs, None if the pass was given none:
-
+    Loss inputs, None in a pass without them:
     advantages, weights, old_logprobs, reference_logprobs, measured: [N], and kl_coefficient: a
         policy's inputs.
     weights, returns, old_values: [N], a critic's inputs.

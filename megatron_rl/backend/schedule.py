@@ -147,10 +147,7 @@ class StageLaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Run:
-    """Holds the marks of one run's laps, which the device may not have reached yet.
-
-    forwarded: each forward lap's chunk and micro-batch.
-    """
+    """Holds the marks of one run's laps. forwarded: each forward lap's chunk and micro-batch."""
 
     forwarded: list[tuple[int, PackedMicroBatch]]
     forward: list[tuple]
@@ -180,8 +177,8 @@ class Schedule:
     """Runs packed micro-batches through this rank's stage, forward and (unless ``forward_only``) backward.
 
     windows: the model's attention windows, for the squared tokens of laps.
-    parts: the backend's parts; each one's blocks are entered around every pass.
-    watches: as parts, for observers (``PassWatch``).
+    parts: the backend's parts, whose blocks are entered around every pass.
+    watches: observers, whose blocks are entered around every pass too.
     """
 
     watches: tuple[PassWatch, ...] = ()
@@ -304,8 +301,7 @@ class Schedule:
     def take_laps(self) -> list[StageLaps]:
         """Return the laps of each training ``run`` since the last call.
 
-        The device must have finished them: after an optimizer step it has, since the step reads the
-        gradient norm.
+        Call it after an optimizer step: the step reads the gradient norm, so the laps have ended.
         """
         runs, self._runs = self._runs, []
         return [run.laps(self.topology, self.windows) for run in runs]

@@ -1,7 +1,7 @@
 """A model that this rank trains: its chunks, schedule and optimizer, the plans of its batches and their rows.
 
-The policy (backend/backend.py) and the critic (critic/critic.py) are subclasses. The policy reads
-log-probs from the hidden states, the critic reads values, and each adds its loss.
+The policy (backend/backend.py), the critic and the reward model (critic/) are subclasses. Each adds
+the numbers that it reads from the hidden states, log-probs or values, and its loss.
 """
 
 from __future__ import annotations
@@ -58,15 +58,12 @@ REMEMBERED_STEPS = 50  # REAL optimizer steps whose seconds are kept
 
 
 class TrainableModel:
-    """Trains a model on this rank.
-
-    Every method is a collective unless its docstring says otherwise.
+    """Trains a model on this rank. Every method is a collective unless its docstring says otherwise.
 
     sum_names: keys of ``StepResult.sums``. Each micro-batch's loss gives its ``sums`` in this
         order, float64 [len(sum_names)].
     num_maxima: how many of the last names hold a maximum (of values ≥ 0) instead of a sum.
-    training, reading: purposes of the plans for training and for passes; part of their
-        fingerprints.
+    training, reading: purposes of its plans, which are part of their fingerprints.
     reference: a policy's reference weights; None before ``keep_reference``.
     parts: optional features (backend/part.py).
     """
@@ -95,8 +92,7 @@ class TrainableModel:
         total_steps: the optimizer steps after which the learning rate's decay ends.
         value_head: whether the model gives one number per token, not one per vocabulary entry
             (model/head.py).
-        lora: the adapters' settings, which freeze the other weights; None, or a rank of None,
-            trains every weight.
+        lora: the adapters' settings; None, or a rank of None, trains every weight instead.
         grid: an existing topology; None builds one from ``parallel``.
         """
         refuse_uncounted_losses(config.megatron, config.skip)
@@ -195,8 +191,7 @@ class TrainableModel:
     def plan_training(self, batch: Batch, signal: np.ndarray, *, drops: bool) -> BatchPlan:
         """Plan the batch's optimizer steps, one per mini-batch. Not a collective.
 
-        signal: [S] bool, the samples with signal.
-        drops: whether samples without signal are left out.
+        signal: [S] bool, the samples with signal. drops: whether the other samples are left out.
         """
         skip, members = self.config.skip, np.arange(batch.facts.num_samples)
         mini_batches = split_mini_batches(members, self.config.train.samples_per_mini_batch)
@@ -280,12 +275,10 @@ class TrainableModel:
         fingerprint: bytes,
         loss: Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, dict]],
     ) -> list[dict]:
-        """Add the mini-batch's gradient to the accumulated gradient; return the dicts of ``loss``.
+        """Add the mini-batch's gradient; return the dicts of ``loss``, [] on a rank that does not report the loss.
 
         loss: (micro-batch, hidden states) → (scalar sum, a dict whose ``sums`` are float64
             [len(sum_names)]).
-
-        Returns [] on a rank that does not report the loss.
         """
         self.optimizer.refuse_offloaded("forward_backward()")
         check_lockstep(self.step_index, mini_batch.kind, fingerprint, self.topology)
@@ -337,10 +330,7 @@ class TrainableModel:
         return StepResult(kind=kind, sums=sums, **dataclasses.asdict(outcome))
 
     def _reduce_sums(self) -> dict[str, float]:
-        """Reduce the step's sums over all ranks and return them, with the parts' sums.
-
-        The micro-batches' measured times are reduced with them, and calibrate the cost model.
-        """
+        """Return the step's sums over all ranks, with the parts' sums; reduce the measured times for the cost fit."""
         measured = np.zeros_like(self.fit.sums)
         measured[self.topology.pipeline_rank] = measured_sums(self.schedule.take_laps())
         sums, reduced = self._sums.reduce(torch.from_numpy(measured))
