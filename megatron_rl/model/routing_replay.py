@@ -162,7 +162,7 @@ class RoutingReplay:
         microbatch: any object that identifies the micro-batch, the same for all chunks.
         experts: int16 [layers of this rank, rows, top_k]; −1 leaves a row's choice to the router,
             None leaves it all choices.
-        counts: whether to add to ``counts``.
+        counts: whether the pass adds to ``self.counts``.
         """
         recorded = None
         if self._recorded is not None:

@@ -94,8 +94,8 @@ def give_angles(model: GPTModel, frequencies: torch.Tensor) -> None:
 def compute_for_ranks(model: GPTModel, ranks: int) -> None:
     """Have a whole model, whose weights are set, give the bits that ``ranks`` tensor ranks together give.
 
-    A product's order of summation may depend on its width, so each rank's shard is multiplied by
-    itself. A rank's shard of an MLP's first linear has a part of the gate's rows and a part of up's
+    A product's order of summation may depend on its width, so each rank's shard is multiplied
+    separately. A rank's shard of an MLP's first linear has a part of the gate's rows and a part of up's
     rows. No gradient passes through.
     """
     if ranks == 1:

@@ -191,7 +191,7 @@ class TorchChunks(Chunks):
         at_logprob: torch.Tensor,
         at_entropy: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the gradient of one chunk's logits, in hidden's dtype, in a buffer; arguments are of its rows."""
+        """Return the gradient of one chunk's logits, in hidden's dtype, in a buffer; arguments hold its rows."""
         x = self.scaled_logits(rows).sub_(log_z[:, None])
         e = torch.exp(x, out=self.e[: x.shape[0]])
         if self.head.train_entropy:  # −p (a + b (log p + H))
@@ -235,7 +235,7 @@ class TritonChunks(Chunks):
         at_logprob: torch.Tensor,
         at_entropy: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the gradient of one chunk's logits, in hidden's dtype, in a buffer; arguments are of its rows."""
+        """Return the gradient of one chunk's logits, in hidden's dtype, in a buffer; arguments hold its rows."""
         logits = self.logits(rows)
         trained = at_entropy if self.head.train_entropy else None
         self.kernels.turn_into_gradient(logits, column, log_z, entropy, at_logprob, trained, **self.numbers)
