@@ -1,7 +1,6 @@
 """MegatronBackend, the library's front door: forward, forward_backward, optim_step and export.
 
-train.py is one of its users. Another one, of which examples/library/one_step.py is the whole
-program:
+train.py uses it. Other programs can, too; examples/library/one_step.py is a whole one:
 
     backend = MegatronBackend(config, total_steps=100)
     batch = backend.gather(samples, groups, order)          # facts to everyone
@@ -58,12 +57,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogProbs:
-    """Holds old log-probs of a batch and their gap to the engine's.
+    """Holds a batch's log-probs and their gap to the engine's log-probs.
 
-    flat: float32 [T] over the batch's response tokens, 0 where a token was not passed.
-    sums: over the loss tokens passed, their count, the gap's absolute value, its k3 estimate, and
-        its maximum.
-    recorded: what parts of the backend recorded, to be given to the batch that is trained.
+    flat: float32 [T] over the batch's response tokens; 0 for a token that was not passed.
+    sums: over the passed loss tokens: ``tokens`` (their count), ``logprob_gap_abs`` (sum of |gap|),
+        ``logprob_gap_k3`` (sum of k3 estimates) and ``logprob_gap_max`` (largest |gap|).
+    recorded: each part's records of the pass, for the batch that is trained (backend/part.py).
     """
 
     flat: np.ndarray
@@ -72,7 +71,7 @@ class LogProbs:
 
 
 class MegatronBackend(TrainableModel):
-    """Trains and reads the policy on this rank. Every method is a collective unless it says otherwise."""
+    """Trains the policy and computes its log-probs. Methods are collectives unless their docstrings say otherwise."""
 
     sum_names = (
         *("loss", "tokens", "entropy", "kl", "clipped", "ratio"),
@@ -83,13 +82,13 @@ class MegatronBackend(TrainableModel):
     def __init__(
         self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1
     ) -> None:
-        """Build the policy; the arguments are those of TrainableModel."""
+        """Build the policy; TrainableModel describes the arguments."""
         super().__init__(config, hf_config=hf_config, weights=weights, total_steps=total_steps, lora=config.lora)
 
     def _build(self, *arguments: object) -> None:
         super()._build(*arguments)
         config = self.config
-        # the KL is measured all the same
+        # a coefficient of 0 takes the KL out of the loss; the KL is still measured
         loss = dataclasses.replace(config.loss, kl_coefficient=0.0) if config.kl_in_reward else config.loss
         self.objective = Objective(loss, self._sum_over_context)
         self._frozen_checksum: str | None = None
@@ -99,15 +98,15 @@ class MegatronBackend(TrainableModel):
 
     @property
     def has_gradient(self) -> bool:
-        """Return whether a gradient is accumulated, the same on every rank."""
+        """Return whether a gradient is accumulated; the answer is the same on every rank."""
         return self._accumulated
 
     def objective_of(self, term: OwnPolicy) -> Objective:
-        """Return a loss of this term alone, a sum over tokens, for ``forward_backward``. Not a collective."""
+        """Return an objective of ``term`` alone, summed over tokens, for ``forward_backward``. Not a collective."""
         return Objective(LossConfig(), self._sum_over_context, term=term)
 
     def _sum_over_context(self, sums: torch.Tensor) -> torch.Tensor:
-        """Add up the sums of all context ranks; no gradient passes through."""
+        """Add up ``sums`` over the context ranks, in place; no gradient passes through."""
         if self.topology.context_size > 1:
             dist.all_reduce(sums, group=self.topology.context_group)
         return sums
@@ -134,7 +133,7 @@ class MegatronBackend(TrainableModel):
     def forward(self, batch: Batch, plan: BatchPlan) -> LogProbs:
         """Return the log-probs of the plan's samples under the current weights, on every rank.
 
-        The batch must hold this plan's rows (``fetch_rows``).
+        The batch must hold the rows of this plan; ``fetch_rows`` brings them.
         """
 
         def read(microbatch: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
@@ -149,7 +148,7 @@ class MegatronBackend(TrainableModel):
         for measured in kept:
             gap = measured["gap"].double()
             gaps += torch.stack([gap.abs().sum(), ((-gap).exp() + gap - 1).sum(), torch.ones_like(gap).sum()])
-            highest = torch.cat([highest, gap.abs()]).max()[None]  # a micro-batch may hold no loss token at all
+            highest = torch.cat([highest, gap.abs()]).max()[None]  # with ``highest``: the gap may be empty
         if plan.mini_batches[0].kind is StepKind.REAL:
             dist.all_reduce(gaps)
             dist.all_reduce(highest, op=dist.ReduceOp.MAX)
@@ -159,17 +158,17 @@ class MegatronBackend(TrainableModel):
         return LogProbs(flat=flat, sums=sums, recorded=recorded)
 
     def check_samples(self, batch: Batch) -> None:
-        """Raise ValueError, on every rank alike, for a sample of a rollout that a part cannot use."""
+        """Raise ValueError, on every rank alike, for a rollout's sample that a part cannot use."""
         for part in self.parts:
             part.check(batch.facts)
 
     def logprobs(self, batch: Batch, chosen: np.ndarray) -> LogProbs:
-        """Run ``forward`` over the samples ``chosen`` ([S] bool), under a plan of its own."""
+        """Plan a pass over the samples ``chosen`` ([S] bool), fetch its rows and run ``forward``."""
         plan = self.plan_pass(batch, chosen)
         return self.forward(self.fetch_rows(batch, plan), plan)
 
     def gather_rollout_logprobs(self, batch: Batch) -> np.ndarray:
-        """Return the engine's own log-probs, float32 [T] flat over the batch's response tokens, on every rank."""
+        """Return the engine's log-probs, float32 [T] flat over the batch's response tokens, on every rank."""
         return batch_exchange.gather_flat(batch.facts, batch.local, self.topology.rank, lambda sample: sample.logprobs)
 
     def gather_loss_mask(self, batch: Batch) -> np.ndarray:
@@ -180,7 +179,7 @@ class MegatronBackend(TrainableModel):
         )
 
     def replicate(self, samples: Sequence[Sample]) -> Batch:
-        """Make a batch of samples that every rank holds already, rows and all. Not a collective."""
+        """Return a batch of samples that every rank holds already; it needs no ``fetch_rows``. Not a collective."""
         facts = batch_exchange.replicated_facts(samples)
         batch_exchange.refuse_too_long(facts, self.shape.context_tokens)
         if token_coupling(self.config.megatron):
@@ -197,13 +196,14 @@ class MegatronBackend(TrainableModel):
         supervised: bool = False,
         objective: Objective | None = None,
     ) -> None:
-        """Add the mini-batch's gradient to the accumulated one; several calls may precede one ``optim_step``.
+        """Add the mini-batch's gradient to the accumulated gradient; call it any number of times per ``optim_step``.
 
-        supervised: whether the loss is −Σ w · log π under ``inputs.weights``, of any sign
+        fingerprint: the plan's, of this mini-batch; ranks compare it before they start.
+        supervised: whether the loss is −Σ w · log π, with w from ``inputs.weights``, of any sign
             (algorithm/linear_loss.py).
-        objective: the loss of this call, in place of the run's.
+        objective: the loss of this call; None takes the run's.
 
-        Raises ValueError within ``reference_weights`` under ``reference.placement=device``, whose
+        Raises ValueError within ``reference_weights`` if ``reference.placement=device``: the second
         model has no gradient.
         """
         chosen = objective or self.objective
@@ -212,7 +212,10 @@ class MegatronBackend(TrainableModel):
     def forward_backward_logprobs(
         self, batch: Batch, mini_batch: StepPlan, inputs: FlatInputs, *, fingerprint: bytes, objective: Objective
     ) -> np.ndarray:
-        """Do as ``forward_backward``, and return the log-probs of the samples that ran, as ``forward`` does."""
+        """Do what ``forward_backward`` does; return the log-probs of the samples that ran.
+
+        Returns float32 [T] like ``LogProbs.flat``, on every rank.
+        """
         reported = self._add_gradient(batch, mini_batch, inputs, fingerprint, objective, supervised=False, reads=True)
         return self._spread(batch, mini_batch, reported)
 
@@ -247,17 +250,17 @@ class MegatronBackend(TrainableModel):
     def export(self, *, bucket_bytes: int = BUCKET_BYTES, merges: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight whole under its Hugging Face name, with adapters merged in, on every rank.
 
-        All ranks must run it to its end. A tensor is valid until the next is asked for: copy it out
-        before.
-        bucket_bytes: bounds the memory (``weights.export``); adapters take one parameter's shard
+        All ranks must run the iterator to its end. A tensor is valid until the next one is asked
+        for; copy it out before.
+        bucket_bytes: bounds the memory (weights/export.py); adapters take one parameter's shard
             more.
-        merges: False for the frozen weights that the adapters belong to.
+        merges: False leaves the adapters out and gives the frozen weights.
         """
         parameters = self._exported(merges=merges)
         yield from export_weights(parameters.chunks, self.shape, self.topology, bucket_bytes=bucket_bytes)
 
     def _exported(self, *, merges: bool = True) -> Parameters:
-        """Return this rank's parameters, gathered over replicas; with ``merges`` adapters are merged in."""
+        """Return this rank's parameters after any pending parameter gather; ``merges`` merges adapters in."""
         self.schedule.gather_parameters()
         chunks = [named_weights(chunk.module) for chunk in self.chunks]
         if self.shape.lora_rank:
@@ -267,9 +270,9 @@ class MegatronBackend(TrainableModel):
         return Parameters(chunks=chunks, shape=self.shape, topology=self.topology)
 
     def export_adapters(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the adapters alone, as ``export`` does, under PEFT's names without its ``base_model.model.``.
+        """Yield the adapters alone, as ``export`` yields weights, under PEFT's names without ``base_model.model.``.
 
-        Raises ValueError where the model has none.
+        Raises ValueError if the model has no adapters.
         """
         if not self.shape.lora_rank:
             raise ValueError("export_adapters() has nothing to export: every weight is trained; set lora.rank")
@@ -280,9 +283,9 @@ class MegatronBackend(TrainableModel):
         )
 
     def frozen_checksum(self) -> str | None:
-        """Return the checksum of the weights beside the adapters, as exported; None where every weight is trained.
+        """Return the checksum of the exported weights without adapters; None if every weight is trained.
 
-        The weights are read by the first call alone.
+        Only the first call reads the weights.
         """
         if self.shape.lora_rank and self._frozen_checksum is None:
             from megatron_rl.weights.checksum import Checksum
@@ -291,7 +294,7 @@ class MegatronBackend(TrainableModel):
             for name, tensor in self.export(merges=False):
                 checksums[name] = Checksum()
                 checksums[name].update(name, tensor)
-            for name in sorted(checksums):  # a mixture's experts come in another order at another parallel.expert
+            for name in sorted(checksums):  # the order of experts in an export depends on parallel.expert
                 total.extend(checksums[name])
             self._frozen_checksum = total.value()
         return self._frozen_checksum
@@ -304,9 +307,10 @@ class MegatronBackend(TrainableModel):
 
     @contextlib.contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Have ``forward``, ``logprobs`` and ``export`` read the reference within the block; the optimizer stays.
+        """Have ``forward``, ``logprobs`` and ``export`` read the reference's weights within the block.
 
-        No part takes part in its passes: a router chooses experts for itself.
+        The optimizer's state is not touched. The backend's parts are off in these passes, so routers
+        choose experts for themselves.
         """
         if self.reference is None:
             raise ValueError("there is no reference policy yet: call keep_reference() first")
@@ -321,9 +325,9 @@ class MegatronBackend(TrainableModel):
     def save_hugging_face(self, path: pathlib.Path | RemotePath, tokenizer, *, limits: FileSizes | None = None) -> None:
         """Write the policy as a Hugging Face directory, each rank its own files (weights/model_folder.py).
 
-        Adapters are merged into it, and written to PEFT's own directory as well,
-        ``<path>_adapter``, where PEFT reads all of them.
-        limits: of the files' bytes; None for the default ones.
+        Adapters are merged into the weights. They are also written as PEFT's directory,
+        ``<path>_adapter``, if PEFT can read all of them.
+        limits: bounds on the files' bytes; None takes the defaults.
         """
         model = self.config.model
         save_hugging_face(
@@ -344,14 +348,14 @@ class MegatronBackend(TrainableModel):
         if self.shape.lora_rank and not lost:
             self.save_adapters(adapters)
         elif self.topology.is_main:
-            _remove(adapters)  # an earlier run's
+            _remove(adapters)  # an earlier run may have left it
             if lost:
                 log.warning("%s is not written: %s", adapters.name, lost)
 
     def save_adapters(self, path: pathlib.Path | RemotePath) -> None:
-        """Write the adapters as PEFT's directory; the main rank writes, all take part.
+        """Write the adapters as PEFT's directory; all ranks export, the main rank writes.
 
-        Raises ValueError where the model has none, and ConfigError where PEFT would leave some out.
+        Raises ValueError if the model has no adapters, and ConfigError if PEFT would leave some out.
         """
         from megatron_rl.weights.peft import adapter_config, save_peft
 
@@ -362,13 +366,13 @@ class MegatronBackend(TrainableModel):
             _run_through(self.export_adapters())
 
     def close(self, *, leave_world: bool = True) -> None:
-        """Take all groups down, a critic's too; the process may build another backend afterwards."""
+        """Destroy all process groups, a critic's too; the process may build another backend afterwards."""
         self.retire()
         topology.destroy(leave_world=leave_world)
 
 
 def _remove(folder: pathlib.Path | RemotePath) -> None:
-    """Remove a folder of adapters, if there is one."""
+    """Remove a folder of adapters if it exists."""
     if isinstance(folder, pathlib.Path):
         shutil.rmtree(folder, ignore_errors=True)
         return

@@ -1,4 +1,4 @@
-"""A batch of samples: the facts of all on every rank, the rows where they are needed."""
+"""A batch of samples: facts of all samples on every rank, rows on the ranks that need them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rl.types import BatchFacts, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """Holds the samples of all ranks.
+    """Holds a batch of all ranks' samples.
 
     facts: the facts of every sample, on every rank.
     local: the rows that this rank produced.
@@ -28,13 +28,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetSample(Sample):
-    """Holds a row that names the tokens whose log-probs are taken after each of its tokens, in place of the next one.
+    """Holds a row whose log-probs are taken of K named tokens at each place of the response.
 
-    targets: int64 [response, K], K targets at each place of the response.
+    A plain Sample takes one at each place, of the response's own token.
+    targets: int64 [response, K].
 
-    Example: after the prompt 5 the tokens 7 and 9 (K = 2), then after the response's token 7 the
-    tokens 3 and 4: ``token_ids=[5, 7, 0], prompt_tokens=1, targets=[[7, 9], [3, 4]]``; its last
-    token id is read by nobody.
+    Example with K = 2: the log-probs of 7 and 9 after the prompt 5, then of 3 and 4 after the
+    response's token 7: ``token_ids=[5, 7, 0], prompt_tokens=1, targets=[[7, 9], [3, 4]]``. The last
+    token id is not read.
     """
 
     targets: np.ndarray
@@ -42,10 +43,9 @@ class TargetSample(Sample):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TargetFacts(BatchFacts):
-    """Holds the facts of a batch some of whose rows are TargetSamples.
+    """Holds the facts of a batch in which some rows are TargetSamples.
 
-    targets_per_token: int64 [S], K of each sample; its K targets of a token lie side by side in
-        flat arrays.
+    targets_per_token: int64 [S], each sample's K; in flat arrays a token's K targets are adjacent.
     """
 
     targets_per_token: np.ndarray
@@ -57,7 +57,7 @@ class TargetFacts(BatchFacts):
 
 
 def targets_at(row: Sample, places: np.ndarray) -> np.ndarray:
-    """Return int64 [N, K], the targets at N places of a row's response: its own tokens, unless it names others."""
+    """Return int64 [N, K], the targets at N places of a row's response; a plain Sample's are its tokens (K = 1)."""
     if isinstance(row, TargetSample):
         return row.targets[places]
     return row.token_ids[row.prompt_tokens + places][:, None]

@@ -1,8 +1,9 @@
-"""Facts travel to everyone, rows only where they are needed: one all-gather of facts, one all-to-all of rows per plan.
+"""The exchange of a batch: facts go to every rank, rows only to the ranks that run them.
 
-On the wire a row is int32: token ids, then the response's loss mask, then its log-probs (float32
-bits), then its routed experts where it has them (two int16 to a word); every length is known to
-both sides from the facts, so nothing is announced and nothing is unpickled from a peer.
+Facts take one all-gather, rows one all-to-all per plan. On the wire a row is int32 words: token
+ids, the response's loss mask, its log-probs (float32 bits), and its routed experts if it has any
+(two int16 to a word). Both sides know every length from the facts, so lengths are not sent. Nothing
+is unpickled from a peer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import NonFiniteAdvantage
 from megatron_rl.types import BatchFacts, BatchPlan, Sample, Score
 
-PROMPT_BYTES = 7  # of a prompt's digest, which fits int64; packing compares the tokens themselves
+PROMPT_BYTES = 7  # length of a prompt's digest, so that it fits int64; packing compares the tokens themselves
 
 
 def gather_facts(
@@ -33,13 +34,13 @@ def gather_facts(
 
     groups: the prompt of each local sample, as a position in the batch's list of prompts.
     order: the place of each local sample in the batch, unique over ranks.
-    num_experts: of the model's mixtures, which routed experts are checked against; 0: they are not.
+    num_experts: the model's number of experts, to check routed experts; 0 skips the check.
     """
     return _facts_of(gather_json(_own_facts(samples, groups, order, num_experts)))
 
 
 def replicated_facts(samples: Sequence[Sample]) -> BatchFacts:
-    """Return the facts of samples that every rank holds, in their order; each is its own group. Not a collective."""
+    """Return the facts of samples that every rank holds, in order; each is a group of one. Not a collective."""
     facts = _facts_of([_own_facts(samples, range(len(samples)), range(len(samples)))])
     if not any(isinstance(sample, TargetSample) for sample in samples):
         return facts
@@ -49,7 +50,7 @@ def replicated_facts(samples: Sequence[Sample]) -> BatchFacts:
 
 
 def _facts_of(parts: Sequence[dict[str, list]]) -> BatchFacts:
-    """Return the facts of all ranks' parts (``_own_facts``), sorted by place."""
+    """Return the facts of a batch, sorted by place; ``parts`` are the ranks' ``_own_facts``."""
     columns = {name: [x for part in parts for x in part[name]] for name in parts[0]}
     columns["owners"] = [rank for rank, part in enumerate(parts) for _ in part["places"]]
     columns["owner_rows"] = [i for part in parts for i in range(len(part["places"]))]
@@ -66,7 +67,7 @@ def _facts_of(parts: Sequence[dict[str, list]]) -> BatchFacts:
 def _own_facts(
     samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int], num_experts: int = 0
 ) -> dict[str, list]:
-    """Return the facts of this rank's samples by name, and each one's fault, None where it has none."""
+    """Return this rank's facts by name, one value a sample; ``faults`` has None for a good sample."""
     chosen = [np.flatnonzero(s.loss_mask) for s in samples]
     faults = [_routed_fault(s, num_experts) for s in samples]
     return {
@@ -93,7 +94,7 @@ def _prompt_digest(sample: Sample) -> int:
 
 
 def _check_facts(columns: Mapping[str, Sequence]) -> None:
-    """Raise ValueError for the first faulty sample. Every rank checks all of them, so that all raise together."""
+    """Raise ValueError for the first faulty sample. Every rank checks all samples, so that all raise together."""
     if len(set(columns["places"])) != len(columns["places"]):
         raise ValueError("two samples claim the same place in the batch; ranks do not agree on who produces what")
     names = ("sample_ids", "prompt_tokens", "response_tokens", "faults")
@@ -108,7 +109,7 @@ def _check_facts(columns: Mapping[str, Sequence]) -> None:
 
 
 def refuse_too_long(facts: BatchFacts, context_tokens: int) -> None:
-    """Raise ValueError for a sample of more tokens than the model's context."""
+    """Raise ValueError if a sample has more tokens than the model's context."""
     longest = int(facts.total_tokens.max(initial=0))
     if longest > context_tokens:
         name = facts.sample_ids[int(facts.total_tokens.argmax())]
@@ -116,9 +117,10 @@ def refuse_too_long(facts: BatchFacts, context_tokens: int) -> None:
 
 
 def needed_rows(plan: BatchPlan, topology: Topology, *, every_stage: bool = False) -> list[np.ndarray]:
-    """Return for each global rank the sorted samples whose rows it needs: its replica's, on first and last stages.
+    """Return for each global rank the sorted samples whose rows it needs.
 
-    every_stage: on the stages between them too, for a part of the backend.
+    A rank needs the samples of its data-parallel replica if it is on the first or the last stage.
+    every_stage: whether ranks of the other stages need them too, as a backend part may.
     """
     per_replica = []
     for rank in range(topology.data_size):
@@ -133,9 +135,9 @@ def needed_rows(plan: BatchPlan, topology: Topology, *, every_stage: bool = Fals
 
 
 def _routed_fault(sample: Sample, num_experts: int) -> str | None:
-    """Return the fault in a sample's routed experts; None where they fit it, or where it has none.
+    """Return the fault in a sample's routed experts; None if they fit the sample, or if it has none.
 
-    num_experts: that there are; 0: any.
+    num_experts: the model's number of experts; 0 skips the check of the experts' numbers.
     """
     routed, tokens = sample.routed_experts, len(sample.token_ids)
     if routed is None:
@@ -149,11 +151,11 @@ def _routed_fault(sample: Sample, num_experts: int) -> str | None:
 
 
 def _expert_fault(sample: Sample, num_experts: int) -> str | None:
-    """Return the first fault in the numbers of a sample's experts, which have the right shape; None without one."""
+    """Return the first fault in a sample's expert numbers, whose shape is right; None if there is no fault."""
     ordered = np.sort(sample.routed_experts, axis=2)
     twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=2)
     faulty = (ordered[..., -1] >= num_experts) | (ordered[..., 0] < 0) | twice
-    faulty &= (ordered != -1).any(axis=2)  # −1 throughout: not known
+    faulty &= (ordered != -1).any(axis=2)  # only −1: the token's experts are not known
     if not faulty.any():
         return None
     token, layer = np.argwhere(faulty)[0].tolist()
@@ -205,7 +207,11 @@ def _decode(row: np.ndarray, index: int, facts: BatchFacts) -> Sample:
 def exchange_rows(
     facts: BatchFacts, local: Sequence[Sample], needed: list[np.ndarray], topology: Topology
 ) -> Mapping[int, Sample]:
-    """Return every needed row by sample index, sending none that is here already; a collective over the world."""
+    """Return the rows that this rank needs, by sample index; a collective over the world.
+
+    needed: for each global rank, the samples that it needs. A rank sends itself nothing.
+    """
+    # which samples go where, and how many words
     rank = topology.rank
     outgoing = [
         wanted[facts.owners[wanted] == rank] if peer != rank else wanted[:0] for peer, wanted in enumerate(needed)
@@ -217,6 +223,7 @@ def exchange_rows(
     sizes = _row_words(facts)
     send_sizes = [int(sizes[x].sum()) for x in outgoing]
     receive_sizes = [int(sizes[x].sum()) for x in incoming]
+    # exchange, and decode
     encoded = [_encode(local[facts.owner_rows[i]]) for part in outgoing for i in part]
     send = torch.from_numpy(np.concatenate(encoded) if encoded else np.empty(0, dtype=np.int32)).to(HOST.device)
     receive = torch.empty(sum(receive_sizes), dtype=torch.int32, device=HOST.device)
@@ -232,7 +239,10 @@ def exchange_rows(
 def gather_flat(
     facts: BatchFacts, local: Sequence[Sample], rank: int, of: Callable[[Sample], np.ndarray]
 ) -> np.ndarray:
-    """Return the owners' numbers of each response token, float32 flat by facts.response_offsets; a collective."""
+    """Return a number of each response token on every rank, float32 flat by ``facts.response_offsets``; a collective.
+
+    of: gives the numbers of one sample's response; the sample's owner calls it.
+    """
     offsets = facts.response_offsets
     flat = torch.zeros(int(offsets[-1]), dtype=torch.float32)
     for i in np.flatnonzero(facts.owners == rank):
@@ -245,12 +255,12 @@ def gather_flat(
 def gather_scores(
     scores: Sequence[Score], places: Sequence[int], num_functions: int, *, sample_ids: Sequence[str] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return every sample's score, sorted by place: (total [S], by_function [S, F]) float64, NaN where it has none.
+    """Return every sample's score by place: (total [S], by_function [S, F]) float64, NaN if missing; a collective.
 
     places, sample_ids: of this rank's samples; without ids, messages give the place.
 
-    A collective. Raises NonFiniteAdvantage on every rank for a score that is a number and not
-    finite: as NaN it would be taken for a sample that has none.
+    Raises NonFiniteAdvantage on every rank for a score that is NaN or infinite: NaN would be taken
+    for a missing score.
     """
     called = sample_ids or [f"at place {place}" for place in places]
     local = [
@@ -268,7 +278,7 @@ def gather_scores(
 
 
 def _score_fault(score: Score, name: str) -> str | None:
-    """Return the fault of a score that is a number and not finite; None where it has none."""
+    """Return the fault of a score with a number that is not finite; None if there is none."""
     if all(value is None or math.isfinite(value) for value in (score.total, *score.by_function)):
         return None
     values = ", ".join("none" if value is None else f"{value:g}" for value in score.by_function)

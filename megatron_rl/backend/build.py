@@ -1,4 +1,4 @@
-"""Builds the parts and the reference of a policy's backend, each imported where it is chosen."""
+"""The choice of a policy's backend parts and reference; a run imports only what is chosen."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron_rl.backend.trainable_model import TrainableModel
 
 
 def build_parts(model: TrainableModel) -> tuple[BackendPart, ...]:
-    """Build the parts of a policy, whose chunks exist. Raises ConfigError for a model that one does not fit."""
+    """Build a policy's parts, after its chunks. Raises ConfigError if a part does not fit the model."""
     match model.config.rollout.routing_replay:
         case "off":
             return ()
@@ -18,7 +18,7 @@ def build_parts(model: TrainableModel) -> tuple[BackendPart, ...]:
 
 
 def build_reference(model: TrainableModel) -> ReferenceWeights:
-    """Build what keeps a policy's reference under ``reference.placement``; its first ``keep`` fills it."""
+    """Build the keeper of a policy's reference by ``reference.placement``; it is empty before ``keep``."""
     from megatron_rl.backend.reference_weights import DeviceCopy, HostCopy
 
     match model.config.reference.placement:

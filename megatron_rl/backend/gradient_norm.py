@@ -1,10 +1,10 @@
-"""Takes the norm of large float32 gradients to float32's accuracy where Megatron-Core has no fused kernel for it.
+"""An accurate norm of large float32 gradients, in place of Megatron-Core's fallback without a fused kernel.
 
 Without Transformer Engine and Apex, Megatron-Core 0.16.1 and 0.19.2 call ``torch.norm`` on each
 whole tensor (core/utils.py ``local_multi_tensor_l2_norm``). On a CPU that adds up float32 squares
-one after the other: of 28 million elements, an embedding of 49,152 tokens, the norm came out 1.7e-3
-too small (torch 2.13.0), other layouts' shards came out otherwise, and clipping scaled each by its
-own error.
+one after the other. For 28 million elements, an embedding of 49,152 tokens, the norm came out 1.7e-3
+too small (torch 2.13.0). Another layout's shards have another error, so clipping scaled the gradient
+differently in each layout.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron_rl.distributed import platform  # noqa: F401  (before megatron.cor
 from megatron.core.optimizer import clip_grads  # isort: skip
 from megatron.core.utils import local_multi_tensor_l2_norm  # isort: skip
 
-PIECE = 4096  # elements whose squares are added up in float32; the pieces' are in float64
+PIECE = 4096  # squares are added up in float32 within a piece of this many elements, in float64 over pieces
 
 
 def l2_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the L2 norm of all elements of ``tensors``, float64 [], on their device; 0 on the CPU for none."""
+    """Return the L2 norm of all elements of ``tensors``, float64 [] on their device; without tensors 0 on the CPU."""
     norms = []
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
@@ -45,6 +45,6 @@ def _multi_tensor_l2_norm(
 
 
 def use_accurate_norm() -> None:
-    """Replace Megatron-Core's fallback; a fused kernel, which adds up by blocks, stays."""
+    """Replace Megatron-Core's fallback by ``l2_norm``; a fused kernel adds up by blocks and stays."""
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _multi_tensor_l2_norm

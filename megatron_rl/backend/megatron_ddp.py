@@ -1,4 +1,4 @@
-"""Fields of Megatron-Core's DistributedDataParallel and optimizer: those of the user and those of the seam."""
+"""The fields of Megatron-Core's DistributedDataParallel: this package's and the user's, and the refused fields."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ REFUSED_DDP_FIELDS = Refusals.of(DistributedDataParallelConfig, owned=_OWNED_FIE
 
 
 def distributed_fields(settings: MegatronConfig, *, distributed_optimizer: bool) -> dict:
-    """Return the fields of DistributedDataParallelConfig: this package's own, and those of ``megatron.ddp``.
+    """Return the fields of DistributedDataParallelConfig: this package's, and the user's in ``megatron.ddp``.
 
     distributed_optimizer: ``optimizer.distributed``.
 
-    Raises ConfigError for a field of ``megatron.ddp`` or ``megatron.optimizer`` that may not be
-    set.
+    Raises ConfigError if ``megatron.ddp`` or ``megatron.optimizer`` sets a refused field.
     """
     resolve_fields(settings.optimizer, OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
     fields = resolve_fields(settings.ddp, DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)
@@ -53,7 +52,7 @@ def distributed_fields(settings: MegatronConfig, *, distributed_optimizer: bool)
 
 
 def _require_compiler() -> None:
-    """Raise ConfigError where Megatron-Core could not compile the allocator whose buffers NCCL registers."""
+    """Raise ConfigError if Megatron-Core could not compile its allocator of buffers that NCCL registers."""
     from torch.utils.cpp_extension import CUDA_HOME
 
     if CUDA_HOME is None or not HOST.is_cuda:

@@ -1,10 +1,10 @@
-"""Takes gradients and optimizer state off the device while another process (an engine on the GPU) needs its memory.
+"""Offload of gradients and optimizer state while another process (an engine on the GPU) needs the device's memory.
 
-A storage is released by ``untyped_storage().resize_(0)`` and comes back by ``resize_`` to its size:
-the tensors stay the same objects, and so do all views that Megatron-Core keeps of them
+``untyped_storage().resize_(0)`` releases a storage, and ``resize_`` to its old size brings it back.
+The tensors stay the same objects, and so do all views that Megatron-Core keeps of them
 (``main_grad``, buckets, ``main_param``, the shards of AdamW's groups). Megatron-Core 0.16.1 does
 the same to its gradient buffers (``distributed/param_and_grad_buffer.py`` offload_to_cpu). A tensor
-whose storage is released must not be read: it points at nothing, and torch does not say so.
+whose storage is released must not be read: it has no memory, and torch raises no error.
 
 On a CPU host the same storages are released and filled again. On an H100 the state came back to the
 bit (docs/evidence/support-matrix.md).
@@ -19,12 +19,12 @@ import torch
 
 from megatron_rl.distributed.platform import HOST
 
-HOST_BLOCK_BYTES = 2**26  # a power of two: torch rounds every pinned allocation up to one (2.13, CachingHostAllocator)
+HOST_BLOCK_BYTES = 2**26  # torch rounds a pinned allocation up to a power of two (2.13, CachingHostAllocator)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadedBytes:
-    """Counts the bytes that this rank's device got back; a storage that several tensors share counts once."""
+    """Counts the bytes that were freed on this rank's device; a storage that several tensors share counts once."""
 
     gradients: int
     optimizer: int
@@ -35,18 +35,18 @@ class OffloadedBytes:
 
 
 class HostBlocks:
-    """Holds host memory, one address per byte, in blocks that are allocated once (pinned on a CUDA host) and kept."""
+    """Holds host memory as one range of bytes, in blocks that are allocated once (pinned on a CUDA host) and kept."""
 
     def __init__(self, block_bytes: int = HOST_BLOCK_BYTES) -> None:
         self.block_bytes = block_bytes
         self.blocks: list[torch.Tensor] = []
 
     def reserve(self, num_bytes: int) -> None:
-        """Allocate blocks up to ``num_bytes`` in all. Raises MemoryError where the host has less."""
+        """Allocate blocks until they hold ``num_bytes`` in all. Raises MemoryError if the host has less."""
         while len(self.blocks) * self.block_bytes < num_bytes:
             try:
                 block = torch.empty(self.block_bytes, dtype=torch.uint8, device="cpu", pin_memory=HOST.is_cuda)
-            except RuntimeError as error:  # torch calls it CUDA's memory that is out
+            except RuntimeError as error:  # torch's own message would say that CUDA is out of memory
                 raise MemoryError(
                     f"offload() puts {num_bytes:,} bytes of this rank's optimizer state in "
                     f"{'pinned ' if HOST.is_cuda else ''}host memory, and the host gave "
@@ -56,7 +56,10 @@ class HostBlocks:
             self.blocks.append(block)
 
     def spans(self, start: int, num_bytes: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the bytes [start, start + num_bytes) in order: each piece's slice among them, and the piece."""
+        """Yield the bytes [start, start + num_bytes) in pieces, in order.
+
+        Each piece comes with its slice, counted from ``start``.
+        """
         done = 0
         while done < num_bytes:
             block, offset = divmod(start + done, self.block_bytes)
@@ -73,7 +76,7 @@ class _Moved:
 
 
 class Offload:
-    """Releases storages of this rank's device and keeps their contents on the host. Not a collective."""
+    """Releases storages on this rank's device and keeps their contents on the host. Not a collective."""
 
     def __init__(self, *, block_bytes: int = HOST_BLOCK_BYTES) -> None:
         self.host = HostBlocks(block_bytes)
@@ -84,11 +87,12 @@ class Offload:
     def release(
         self, *, zeros: Iterable[torch.Tensor], state: Iterable[torch.Tensor], staying: Iterable[torch.Tensor]
     ) -> OffloadedBytes:
-        """Release the storages of tensors; does nothing where they are released already.
+        """Release the storages of tensors; do nothing if they are released already.
 
-        zeros: tensors that hold nothing but zeros.
+        zeros: tensors that hold only zeros, which are not copied.
         state: tensors whose contents move to the host.
-        staying: tensors whose storages stay, whatever else lives in them.
+        staying: tensors whose storages stay, even if they also hold tensors of ``zeros`` or
+            ``state``.
         """
         if self.released is not None:
             return self.released
@@ -109,11 +113,11 @@ class Offload:
         for storage in [*zeroed, *(move.storage for move in moved)]:
             storage.resize_(0)
         if HOST.is_cuda:
-            torch.cuda.empty_cache()  # torch keeps freed memory from other processes
+            torch.cuda.empty_cache()  # until then torch keeps the freed memory for itself
         return self.released
 
     def restore(self) -> None:
-        """Bring everything back; where the device runs out of memory on the way, a later call goes on with the rest."""
+        """Bring everything back. If the device runs out of memory on the way, a later call does the rest."""
         while self._moved:
             move = self._moved[-1]
             move.storage.resize_(move.num_bytes)
@@ -131,9 +135,9 @@ class Offload:
 
 
 def _storages(tensors: Iterable[torch.Tensor], staying: set[int]) -> list[torch.UntypedStorage]:
-    """Return the device's storages under these tensors, each once, in order.
+    """Return the storages of these tensors on the device, each once, in order, without ``staying``.
 
-    Scalars are left out: AdamW's step counts, which the host reads.
+    Scalars are left out: they are AdamW's step counts, which the host reads.
     """
     by_address = {}
     for tensor in tensors:

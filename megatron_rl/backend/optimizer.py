@@ -1,8 +1,8 @@
-"""Runs an optimizer step, real or ghost: the one caller of Megatron-Core's optimizer and of the gradient reduction.
+"""The optimizer step, real or ghost: the one caller of Megatron-Core's optimizer and of the gradient reduction.
 
-A ghost step ``dense`` equals the dense run's step with an all-zero gradient, to the bit, without
-forward, backward, reduction or norm: moments decay, momentum and weight decay move the weights,
-step count and schedule advance. A ghost step ``freeze`` moves nothing.
+Under ``skip.ghost=dense`` a ghost step equals, to the bit, the dense run's step with an all-zero
+gradient. It runs no forward, backward, reduction or norm. Moments decay, momentum and weight decay
+move the weights, and step count and schedule advance. Under ``freeze`` it moves nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_mega
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
-if TYPE_CHECKING:  # which only a run whose engine takes turns on the device needs
+if TYPE_CHECKING:  # only a run whose engine shares the device imports it
     from megatron_rl.backend.offload import Offload, OffloadedBytes
 
 _SECTION = "it is set by optimizer.{}"
@@ -78,9 +78,9 @@ REFUSED_OPTIMIZER_FIELDS = Refusals.of(OptimizerConfig, owned=_OWNED_FIELDS, uns
 class StepOutcome:
     """Reports one optimizer step.
 
-    grad_norm: the global norm before clipping; 0.0 for a ghost.
+    grad_norm: the global norm before clipping; 0.0 for a ghost step.
     learning_rate: the rate of this step.
-    applied: False for ``freeze`` and for a skipped non-finite step.
+    applied: False for a ghost step under ``skip.ghost=freeze`` and for a skipped non-finite step.
     """
 
     grad_norm: float
@@ -90,10 +90,10 @@ class StepOutcome:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdamStep:
-    """Holds AdamW's settings of one step, in place of ``optimizer.*`` and its schedule.
+    """Holds AdamW's settings for one step, in place of ``optimizer.*`` and its schedule.
 
-    weight_decay: of every weight, biases and norms too, as ``torch.optim.AdamW`` has it.
-    clip_grad: the global norm that a larger gradient is scaled down to; 0: off.
+    weight_decay: applied to every weight, biases and norms too, as in ``torch.optim.AdamW``.
+    clip_grad: a gradient of a larger global norm is scaled down to this norm; 0 turns clipping off.
     """
 
     learning_rate: float
@@ -109,8 +109,8 @@ def choose_kernel(kernel: str) -> str:
     for name in candidates:
         adam = _adam_class(name)
         if adam is not None:
-            # distrib_optimizer imports its own, Transformer Engine's first, and asserts on its
-            # class (0.16.1, 0.19.2)
+            # distrib_optimizer has a name Adam too, by default Transformer Engine's, and asserts on
+            # the optimizer's class (0.16.1, 0.19.2)
             megatron_optimizer.Adam = distrib_optimizer.Adam = adam
             megatron_optimizer.USING_PYTORCH_OPTIMIZER = name == "torch"
             return name
@@ -130,7 +130,7 @@ def _adam_class(name: str) -> type | None:
             from transformer_engine.pytorch.optimizers import FusedAdam
         else:
             from apex.optimizers import FusedAdam
-    except (ImportError, FileNotFoundError, AttributeError):  # the latter two: half installed; the doctor names it
+    except (ImportError, FileNotFoundError, AttributeError):  # the last two: half installed; the doctor reports it
         return None
     return FusedAdam
 
@@ -149,7 +149,11 @@ class Optimizer:
         ghost: str,
         total_steps: int,
     ):
-        """Build AdamW by ``settings``; other arguments are ``model.dtype``, ``skip.ghost`` and the schedule's end."""
+        """Build AdamW by ``settings``.
+
+        dtype: ``model.dtype``. ghost: ``skip.ghost``.
+        total_steps: the end of the learning rate's decay, unless ``settings.decay_steps`` sets it.
+        """
         self.chunks = list(chunks)
         self.topology = topology
         self.on_nonfinite = settings.on_nonfinite
@@ -181,10 +185,10 @@ class Optimizer:
         )
 
     def _fuse_adam(self) -> None:
-        """Have torch's AdamW step by its fused kernel, for which Megatron-Core (0.16.1, 0.19.2) does not ask.
+        """Have torch's AdamW step by its fused kernel; Megatron-Core (0.16.1, 0.19.2) does not ask for it.
 
-        It reads and writes each state once, where the default way does so once per operation: on an
-        H100, 1.5 billion parameters took the default way 41.6 ms (docs/evidence/performance.md).
+        The fused kernel reads and writes each state once. The default does so once per operation:
+        on an H100 it took 41.6 ms for 1.5 billion parameters (docs/performance.md).
         """
         for part in self._megatron.chained_optimizers:
             for group in [] if part.is_stub_optimizer else part.optimizer.param_groups:
@@ -192,7 +196,7 @@ class Optimizer:
 
     @property
     def megatron(self):
-        """Return Megatron-Core's optimizer, whose tensors may be read. Raises ValueError while they are offloaded."""
+        """Return Megatron-Core's optimizer. Raises ValueError while its tensors are offloaded."""
         self.refuse_offloaded("reading or stepping the optimizer")
         return self._megatron
 
@@ -204,7 +208,7 @@ class Optimizer:
     def offload(self) -> OffloadedBytes:
         """Take gradients (zeros between steps) and AdamW's moments and masters off the device until ``restore``.
 
-        Parameters stay, and with them the shards of float32 parameters, which are views of DDP's
+        Parameters stay. Masters of float32 parameters stay too, since they are views of DDP's
         parameter buffer. Not a collective.
         """
         if any(chunk.ddp_config.nccl_ub for chunk in self.chunks):
@@ -236,7 +240,7 @@ class Optimizer:
             self._offload.restore()
 
     def refuse_offloaded(self, what: str) -> None:
-        """Raise ValueError while gradients and optimizer state are off the device: their tensors point at nothing."""
+        """Raise ValueError, naming ``what``, while gradients and optimizer state are off the device."""
         if self._offload is not None and self._offload.released is not None:
             raise ValueError(
                 f"{what} needs the gradients and the optimizer state, {self._offload.released.total:,} bytes of which "
@@ -250,9 +254,9 @@ class Optimizer:
         self.megatron.zero_grad()
 
     def step(self, kind: StepKind, adam: AdamStep | None = None) -> StepOutcome:
-        """Reduce, clip and apply the accumulated gradient (REAL), or step without one (GHOST); zero the gradients.
+        """Reduce, clip and apply the accumulated gradient (REAL), or step without it (GHOST); then zero gradients.
 
-        adam: the settings of this step; None for ``optimizer.*`` under its schedule.
+        adam: the settings of this step; None takes ``optimizer.*`` under its schedule.
         """
         self.refuse_offloaded("optim_step()")
         if adam is not None:
@@ -273,7 +277,7 @@ class Optimizer:
                     "or log-probs in this step's samples, lower optimizer.lr, or pass over such steps with "
                     "optimizer.on_nonfinite=skip"
                 )
-            # the weights stay, yet the next forward must not wait for a gather that nobody owes
+            # the weights stay; the gather is ended so that the next forward does not wait for one
             self._end_parameter_gather()
             self.zero_grad()
             return StepOutcome(grad_norm=norm, learning_rate=learning_rate, applied=False)
@@ -284,7 +288,7 @@ class Optimizer:
         return StepOutcome(grad_norm=norm, learning_rate=learning_rate, applied=True)
 
     def ghost_step(self) -> None:
-        """Step as by a gradient of zeros, without a reduction or a norm."""
+        """Step as with a gradient of zeros, without a reduction or a norm."""
         self.zero_grad()
         self.megatron.prepare_grads()
         self.megatron.step_with_ready_grads()
@@ -300,9 +304,9 @@ class Optimizer:
                 chunk.start_param_sync(force_sync=True)
 
     def reduce_gradients(self) -> None:
-        """Reduce the gradients once, in order: data parallel, sequence-parallel and q/k norms, tied embeddings.
+        """Reduce the gradients once; nothing is divided.
 
-        Divides nothing.
+        The order is data parallel, then sequence-parallel and q/k norms, then tied embeddings.
         """
         self.refuse_offloaded("the reduction of gradients")
         for chunk in self.chunks:
@@ -311,11 +315,11 @@ class Optimizer:
         finalize_model_grads(self.chunks, None)
 
     def gather_gradients(self) -> None:
-        """Make the reduced gradient whole on every rank, where the distributed optimizer left each its shard.
+        """Make the reduced gradient whole on every rank; the distributed optimizer left each rank a shard.
 
-        Each bucket is gathered over the ranks that it was scattered over, which are not the same
-        for all parameters: data-parallel and context ranks for dense ones, the ranks that hold the
-        same expert for experts (tensor ranks among them under ``parallel.expert_tensor=1``).
+        Each bucket is gathered over the ranks that it was scattered over. Dense parameters are
+        scattered over data-parallel and context ranks, an expert over the ranks that hold it (tensor
+        ranks among them under ``parallel.expert_tensor=1``).
         """
         for group in (g for chunk in self.chunks for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)):
             if not group.ddp_config.use_distributed_optimizer:
@@ -331,14 +335,14 @@ class Optimizer:
                 )
 
     def set_adam(self, adam: AdamStep) -> None:
-        """Set the settings of the next step; the schedule's own are set again after it."""
+        """Set AdamW's settings for the next step; after it the schedule sets rate and weight decay again."""
         for optimizer in self.megatron.chained_optimizers:
             for group in [] if optimizer.is_stub_optimizer else optimizer.optimizer.param_groups:
                 group["lr"], group["betas"] = adam.learning_rate, adam.betas
                 group["eps"], group["weight_decay"] = adam.epsilon, adam.weight_decay
 
     def _clip(self, norm: float, asked: float | None) -> None:
-        """Scale gradients of a larger norm down to ``asked``; None: to ``optimizer.clip_grad``."""
+        """Scale the gradients down if ``norm`` is above ``asked`` (None: ``optimizer.clip_grad``; 0: off)."""
         for optimizer in self.megatron.chained_optimizers:
             most = 0.0 if optimizer.is_stub_optimizer else optimizer.config.clip_grad if asked is None else asked
             if most <= 0.0:
@@ -353,7 +357,7 @@ class Optimizer:
 
 
 def megatron_config(settings: OptimizerSettings, megatron: MegatronConfig, dtype: str) -> OptimizerConfig:
-    """Build Megatron-Core's OptimizerConfig: own fields first, overruled by those of ``megatron.optimizer``."""
+    """Build Megatron-Core's OptimizerConfig: this package's fields, overruled by ``megatron.optimizer``."""
     bf16 = dtype == "bfloat16"
     extra = resolve_fields(megatron.optimizer, OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
     fields = dict(

@@ -1,7 +1,7 @@
-"""Packs a MicroBatch into tensors: sequences end to end (THD), each padded to the plan's multiple, and loss fields.
+"""Packing of a MicroBatch into tensors: sequences end to end (THD), each padded to a multiple, and loss fields.
 
-Under context parallelism a rank holds its own chunks of every sequence, and the loss tokens whose
-predicting position is among them.
+Under context parallelism a rank holds its own chunks of every sequence. It holds the loss tokens
+whose predicting position lies in these chunks.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from megatron_rl.types import MicroBatch, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedMicroBatch:
-    """Holds device tensors of this rank's T tokens of one micro-batch, N of them with loss.
+    """Holds one micro-batch on this rank: device tensors of its T tokens and N loss tokens.
 
-    Token tensors are None on a middle stage. The fields of a policy's or a critic's inputs are None
-    without them.
+    tokens is None except on the first stage. The fields from loss_positions on are None except on
+    the last stage.
 
     positions: [T] on the host, each token's place in the whole micro-batch.
     tokens: [1, T], the token ids.
-    of_parts: what each part of the backend packed for itself, by the part's name (backend/part.py).
-    source: the micro-batch that was packed.
+    of_parts: by a backend part's name, the object that the part packed (backend/part.py).
+    source: the micro-batch of the plan.
     loss_positions: [N] into T, the position whose logits predict the loss token.
     targets: [N], the loss tokens' ids.
     flat: [N] on the host, the loss token's place in the batch's flat response array.
     sequences: [N], the number of the loss token's sequence in the micro-batch.
     rollout_logprobs: [N], the engine's log-probs.
+
+    Loss inputs, None in a pass without them:
     advantages, weights, old_logprobs, reference_logprobs, measured: [N], and kl_coefficient: a
         policy's inputs.
     weights, returns, old_values: [N], a critic's inputs.
@@ -68,10 +70,10 @@ class PackedMicroBatch:
 
 
 class FlatInputs(Protocol):
-    """Gives the loss inputs of N loss tokens by field, as arrays [N]; a float holds for all of them.
+    """Gives the loss inputs of N loss tokens; LossInputs and ValueInputs do so.
 
-    LossInputs and ValueInputs have this form. ``gather`` takes each token's sample [N] and its flat
-    position [N].
+    ``gather`` takes each token's sample [N] and flat position [N]. It returns the fields by name,
+    as arrays [N] or one float for all tokens.
     """
 
     def gather(self, samples: np.ndarray, flat: np.ndarray) -> Mapping[str, np.ndarray | float]: ...
@@ -79,10 +81,10 @@ class FlatInputs(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LaidMicroBatch:
-    """Holds the K sequences of a micro-batch with their places, before they become tensors.
+    """Holds the K samples of a micro-batch and their places, before they become tensors.
 
-    rows: its K samples.
-    read: int64 [K], the response tokens of each that the model reads.
+    rows: the K samples.
+    read: int64 [K], how many response tokens of each sample the model reads.
     positions: int64 [T], the places that this rank holds.
     """
 
@@ -93,7 +95,7 @@ class LaidMicroBatch:
 
 
 class PackingPart(Protocol):
-    """Packs something of its own with every micro-batch, under its name."""
+    """Packs an object of its own with every micro-batch; ``PackedMicroBatch.of_parts`` holds it under ``name``."""
 
     name: str
 
@@ -102,14 +104,14 @@ class PackingPart(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packer:
-    """Packs this rank's part of micro-batches; it is made once per model.
+    """Packs this rank's part of micro-batches; one packer is made per model.
 
     pad_token: the token id of pads.
-    needs_tokens, needs_loss: whether this stage is the first, which reads tokens, or the last,
-        which has a loss.
+    needs_tokens: whether this stage reads tokens: the first does.
+    needs_loss: whether this stage computes the loss: the last does.
     context: the chunks of every sequence that this rank holds.
     for_transformer_engine: whether the layers are Transformer Engine's.
-    parts: of the backend.
+    parts: the backend's parts, which pack objects of their own.
     """
 
     pad_token: int
@@ -124,7 +126,8 @@ class Packer:
     def of_rank(grid: Topology, pad_token: object, layer_spec: str, parts: tuple[PackingPart, ...]) -> Packer:
         """Return the packer of this rank.
 
-        pad_token: the Hugging Face config's, which may have none. layer_spec: the model's.
+        pad_token: the Hugging Face config's; 0 is used if it is None or negative.
+        layer_spec: the model's layer spec.
         """
         return Packer(
             pad_token=max(pad_token, 0) if isinstance(pad_token, int) else 0,
@@ -139,7 +142,8 @@ class Packer:
     def pack(
         self, microbatch: MicroBatch, *, batch: Batch, inputs: FlatInputs | None, rules: PlanRules
     ) -> PackedMicroBatch:
-        """Pack one micro-batch of a batch that was planned by ``rules``; ``inputs`` is None without a loss."""
+        """Pack one micro-batch of a batch that was planned by ``rules``; ``inputs`` is None in a log-prob pass."""
+        # places of the micro-batch's tokens, and this rank's share of the places
         facts, samples = batch.facts, microbatch.samples
         read = read_tokens(facts)[samples]
         layout = lay_out(
@@ -157,6 +161,7 @@ class Packer:
             for_transformer_engine=self.for_transformer_engine,
             share_prompts=rules.share_prompts,
         )
+        # tensors: tokens on the first stage, the parts' objects, loss fields on the last stage
         fields: dict[str, object] = {"tokens": None, "source": microbatch}
         if self.needs_tokens:
             tokens = _lay_tokens(layout, [batch.rows[i] for i in samples.tolist()], read, self.pad_token)
@@ -173,9 +178,11 @@ class Packer:
 
 
 def _lay_tokens(layout: Layout, rows: Sequence[Sample], read: np.ndarray, pad_token: int) -> np.ndarray:
-    """Return int64 [T], the token ids at their places; raise ValueError where a shared prompt is not the same.
+    """Return int64 [T], the token ids at their places.
 
-    read: int64 [K], the response tokens that the model reads, of each of the K rows.
+    read: int64 [K], how many response tokens of each row the model reads.
+
+    Raises ValueError if samples that share a prompt have different prompts.
     """
     tokens = np.full(layout.num_tokens, pad_token, dtype=np.int64)
     laid: dict[int, Sample] = {}
@@ -201,20 +208,20 @@ def _loss_fields(
     local: np.ndarray,
     device: torch.device,
 ) -> dict[str, object]:
-    """Make the loss fields of the tokens that this rank predicts.
+    """Return the loss fields of the loss tokens that this rank predicts.
 
-    local: int64, for each position of the whole micro-batch its place on this rank; −1 on another
-        context rank.
+    local: int64, for each position of the whole micro-batch its place on this rank; −1 if another
+        context rank holds it.
     """
     offsets = batch.facts.response_offsets
     # per sequence, the loss tokens whose predicting position is on this rank
     positions, targets, flat, sequences, rollout = [], [], [], [], []
     for slot, i in enumerate(microbatch.samples.tolist()):
         row = batch.rows[i]
-        # a filler trains nothing and is measured in nothing: no loss token, yet a graph whose
-        # gradient is zero
+        # a filler has no loss token: it trains nothing and counts in no metric, and its graph gives
+        # a gradient of zero
         chosen = np.flatnonzero(row.loss_mask if not microbatch.filler else np.zeros_like(row.loss_mask))
-        # a token is predicted at the place before it: the first of a response at the prompt's end
+        # a token is predicted at the place before it, a response's first token at the prompt's end
         own = np.where(chosen == 0, layout.prompts[slot] + row.prompt_tokens, layout.responses[slot] + chosen)
         places = local[own - 1]
         chosen, places = chosen[places >= 0], places[places >= 0]
@@ -248,12 +255,12 @@ def _loss_fields(
 
 
 class PackedAhead(Sequence[PackedMicroBatch]):
-    """Packs each micro-batch of a step, and sends it to the device, while the one before it runs.
+    """Packs each micro-batch of a step, and sends it to the device, while the previous one runs.
 
-    The one thread of ``thread`` does so on ``stream``. Every micro-batch is kept until the whole
-    step is given up, so that none of its memory is written again while the device may still read
-    it; ``stream`` first waits for all that was launched before. An error of packing is raised by
-    the call that asks for the micro-batch.
+    The single thread of ``thread`` packs and sends, on ``stream``. ``stream`` first waits for all
+    work that was launched before. Every micro-batch is kept until the step's sequence is dropped,
+    so that its memory is not reused while the device may still read it. ``__getitem__`` raises the
+    error of packing that micro-batch.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
-"""The backend's seams: parts, which take part in the passes of a model, and what keeps its reference weights.
+"""The backend's seams: parts, watches, and the keeper of the reference weights.
 
-backend/build.py chooses them. A run without one neither imports it nor calls it.
+backend/build.py chooses parts and keeper. A run neither imports nor calls a part that it does not
+use.
 """
 
 from __future__ import annotations
@@ -17,67 +18,68 @@ from megatron_rl.types import BatchFacts, BatchPlan
 
 
 class Recorded(Protocol):
-    """Holds what a part recorded in a log-prob pass, for the updates after it."""
+    """Holds a part's records of a log-prob pass, gathered, for the updates after the pass."""
 
     def given_to(self, batch: Batch) -> Batch:
-        """Return the batch with what was recorded in its samples."""
+        """Return the batch with the records put into its samples."""
 
 
 class Recording(Protocol):
-    """Holds what this rank recorded in one pass."""
+    """Holds a part's records of one pass on this rank."""
 
     def gather(self, batch: Batch, plan: BatchPlan) -> Recorded:
-        """Bring what every rank recorded to the ranks that own the samples. A collective."""
+        """Bring every rank's records to the ranks that own the samples. A collective."""
 
 
 class BackendPart(PackingPart, Protocol):
-    """Takes part in a model's passes; no method is a collective unless it says so.
+    """Takes part in a model's passes: packs with each micro-batch, wraps passes, records, and sums.
 
-    every_stage: whether it packs on the stages between the first and the last too, which then get
-        the rows.
-    records: whether log-prob passes are recorded.
+    No method is a collective unless its docstring says so.
+    every_stage: whether the part needs the samples' rows on every stage, not only on the first and
+        the last.
+    records: whether the part records log-prob passes.
     """
 
     every_stage: bool
     records: bool
 
     def check(self, facts: BatchFacts) -> None:
-        """Raise ValueError, on every rank alike, for a sample of a rollout that the part cannot use."""
+        """Raise ValueError, on every rank alike, for a rollout's sample that the part cannot use."""
 
     def running(self) -> AbstractContextManager[None]:
-        """Return a block around the passes of a plan's step."""
+        """Return the block to hold open during one run of the schedule."""
 
     def forward(self, chunk: int, microbatch: PackedMicroBatch, *, trains: bool) -> AbstractContextManager[None]:
-        """Return a block around one chunk's forward pass of a micro-batch."""
+        """Return the block to hold open during one chunk's forward pass of a micro-batch."""
 
     def recording(self) -> AbstractContextManager[Recording]:
-        """Return a block around a log-prob pass that is recorded."""
+        """Return the block to hold open during a log-prob pass that is recorded."""
 
     def take_sums(self) -> dict[str, float]:
-        """Return the part's sums of an optimizer step over all ranks, and begin anew. A collective."""
+        """Return the part's sums of an optimizer step over all ranks, and set them to zero. A collective."""
 
     def forget_sums(self) -> None:
         """Drop the sums of the current step."""
 
 
 class PassWatch(Protocol):
-    """Watches a model's passes and leaves their numbers alone, as a profile does. No method is a collective.
+    """Watches a model's passes without changing their numbers; a profile is one. No method is a collective.
 
-    Each method returns a block around what it names; a rank's forwards of one chunk come in the
-    order of the micro-batches.
+    Each method returns a block that is held open during the named work. A rank runs the forwards of
+    one chunk in the order of the micro-batches.
     """
 
     def running(self, num_microbatches: int, *, trains: bool) -> AbstractContextManager[None]:
-        """Return a block around the passes of a plan's step."""
+        """Return the block of one run of the schedule."""
 
     def forward(self, chunk: int, microbatch: PackedMicroBatch) -> AbstractContextManager[None]:
-        """Return a block around one chunk's forward pass of a micro-batch."""
+        """Return the block of one chunk's forward pass of a micro-batch."""
 
     def loss(self) -> AbstractContextManager[None]:
-        """Return a block around the loss of the next micro-batch."""
+        """Return the block of the next micro-batch's loss."""
 
     def backward(self) -> AbstractContextManager[None]:
-        """Return a block around the next backward pass, in the schedule's order (planning/timeline.py)."""
+        """Return the block of the next backward pass, in the schedule's order (planning/timeline.py)."""
 
 
 class ReferenceWeights(Protocol):
@@ -93,4 +95,4 @@ class ReferenceWeights(Protocol):
         """Make the model's current weights the reference. A collective."""
 
     def reading(self) -> AbstractContextManager[None]:
-        """Return a block in which the model's passes read the reference."""
+        """Return a block within which the model's passes read the reference."""

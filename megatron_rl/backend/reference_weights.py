@@ -1,12 +1,13 @@
-"""Keeps the reference policy's weights: in host memory, swapped in to be read, or in a second model on the device.
+"""The reference policy's weights: copies in host memory, swapped in to be read, or a second model on the device.
 
-Both keep bitwise copies of this rank's own shards, in the policy's dtype, so that log-probs are the
-same to the bit, and nothing of either is in the optimizer or in a gradient buffer. With W the bytes
-of this rank's weights:
+Both keep bitwise copies of this rank's shards in the policy's dtype, so log-probs are the same to
+the bit. Neither copy is in the optimizer or in a gradient buffer. W is the bytes of this rank's
+weights:
 
-- ``host`` takes W of host memory, pinned on a CUDA host, from the first reading on W more for the
-  policy's weights, and no device memory. With adapters only they change, so W is theirs alone.
-- ``device`` takes W of device memory for good, also while the rest of the trainer is offloaded, and
+- ``host`` takes W of host memory, pinned on a CUDA host, and no device memory. From the first
+  reading on it takes W more, for the policy's weights. With adapters only the adapters are copied,
+  so W is their bytes.
+- ``device`` takes W of device memory for good, also while the rest of the trainer is offloaded. It
   copies nothing when the reference is read.
 """
 
@@ -25,16 +26,17 @@ from megatron_rl.model.settings import ModelSettings
 
 
 class _HostMemory:
-    """Holds copies of parameters in host memory, which is allocated once: fresh pinned memory costs more than the copy.
+    """Holds copies of parameters in host memory.
 
-    tensors: None before ``take``.
+    The memory is allocated once, since allocating pinned memory costs more than the copy.
+    tensors: the copies; None before ``take``.
     """
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] | None = None
 
     def take(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
-        """Copy the parameters, and return the copies."""
+        """Copy the parameters into the kept memory and return the copies."""
         if self.tensors is None:
             self.tensors = [torch.empty_like(p, device="cpu", pin_memory=HOST.is_cuda) for p in parameters]
         overwrite(self.tensors, parameters)
@@ -55,13 +57,13 @@ class HostCopy:
         return self._reference.tensors
 
     def keep(self) -> None:
-        """Copy the model's current weights. Not a collective but for the parameter gather."""
+        """Copy the model's current weights. A collective only for a pending parameter gather."""
         self.model.schedule.gather_parameters()
         self._reference.take(trained(self.model.parameters()))
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Give the model's parameters the reference's values within the block; the optimizer's masters stay."""
+        """Give the model's parameters the reference's values within the block; AdamW's masters stay."""
         self.model.schedule.gather_parameters()
         parameters = trained(self.model.parameters())
         current = self._policy.take(parameters)
@@ -73,10 +75,11 @@ class HostCopy:
 
 
 class DeviceCopy:
-    """Keeps the reference in a second model on the device (``reference.placement=device``), which ``keep`` builds.
+    """Keeps the reference in a second model on the device (``reference.placement=device``).
 
-    tensors: the second model's parameters that are trained in the first, chunk by chunk; None
-        before ``keep``.
+    The first ``keep`` builds the second model.
+    tensors: the second model's copies of the trained parameters, chunk by chunk; None before
+        ``keep``.
     """
 
     def __init__(self, model: TrainableModel) -> None:
@@ -98,12 +101,13 @@ class DeviceCopy:
             self.schedule = Schedule(self.chunks, model.topology)
         model.schedule.gather_parameters()
         overwrite(self._parameters(), model.parameters())
-        for own, theirs in zip(self.chunks, model.chunks, strict=True):  # Entry.frozen; others are counters
+        # buffers are weights that are never trained (Entry.frozen), and counters
+        for own, theirs in zip(self.chunks, model.chunks, strict=True):
             overwrite(list(own.module.buffers()), list(theirs.module.buffers()))
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Make the second model's chunks the model's within the block; no gradient can be accumulated in them."""
+        """Have the model run the second model's chunks within the block; they take no gradient."""
         model = self.model
         own = model.chunks, model.schedule
         model.chunks, model.schedule = self.chunks, self.schedule
@@ -114,12 +118,12 @@ class DeviceCopy:
 
 
 def trained(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """Return the trained parameters: the adapters', or all where there are no adapters."""
+    """Return the trained parameters: the adapters', or all if the model has no adapters."""
     return [p for p in parameters if p.requires_grad]
 
 
 @torch.no_grad()
 def overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Copy each value into its target, in the order of the device's stream; the host does not wait."""
+    """Copy each value into its target on the device's current stream; the host does not wait."""
     for target, value in zip(targets, values, strict=True):
         target.copy_(value, non_blocking=True)

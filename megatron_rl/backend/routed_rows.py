@@ -1,9 +1,9 @@
-"""Routed experts of samples ↔ tables for the routers of this rank, row by row of a packed micro-batch.
+"""Conversion between the samples' routed experts and tables for this rank's routers, a row for each packed token.
 
-A router sees the rows that its rank holds: of a packed micro-batch, under context parallelism its
-chunks of every sequence, under sequence parallelism one slice of those. Rows of pads, and of tokens
-whose experts are not known, hold −1: the router chooses there. Of a prompt that samples share, the
-first sample that knows a token's experts gives them.
+A router sees the rows that its rank holds of a packed micro-batch. Under context parallelism these
+are the rank's chunks of every sequence, and under sequence parallelism one slice of the chunks.
+Rows of pads, and of tokens whose experts are not known, hold −1: the router chooses there. If
+samples share a prompt, the first sample that knows a token's experts gives them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from megatron_rl.distributed.platform import HOST
 from megatron_rl.model.attention.layout import Layout
 from megatron_rl.types import Sample
 
-REDUCED_BYTES = 64 * 2**20  # of one reduction of recorded experts
+REDUCED_BYTES = 64 * 2**20  # about the size of one reduction of recorded experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterRows:
-    """Names what this rank's routers see.
+    """Describes this rank's routers and the rows that they see.
 
-    layers: the number of each router's layer in the whole model, from 0; num_layers: of the whole
-        model.
+    layers: the number of each router's layer in the whole model, from 0.
+    num_layers: layers of the whole model.
     top_k: experts per token.
-    slice_rank, slices: this rank among those that split a micro-batch's rows (sequence
-        parallelism); 0 and 1 without.
+    slice_rank, slices: this rank's slice of a micro-batch's rows, and the number of slices
+        (sequence parallelism); 0 and 1 without it.
     """
 
     layers: tuple[int, ...]
@@ -42,13 +42,13 @@ class RouterRows:
     slices: int = 1
 
     def of(self, positions: np.ndarray) -> np.ndarray:
-        """Return the positions of this rank's slice, of those that its context rank holds."""
+        """Return this rank's slice of ``positions``, the positions of its context rank."""
         rows = len(positions) // self.slices
         return positions[self.slice_rank * rows : (self.slice_rank + 1) * rows]
 
 
 def token_places(layout: Layout, slot: int, prompt: int, read: int) -> np.ndarray:
-    """Return int64 [prompt + read], the places of a sample's tokens that run: prompt's, then response's."""
+    """Return int64 [prompt + read], the places of a sample's tokens that run: prompt first, then response."""
     first, response = int(layout.prompts[slot]), int(layout.responses[slot])
     return np.concatenate([first + np.arange(prompt), response + np.arange(read)])
 
@@ -56,15 +56,15 @@ def token_places(layout: Layout, slot: int, prompt: int, read: int) -> np.ndarra
 def lay_experts(
     layout: Layout, samples: Sequence[Sample], read: np.ndarray, positions: np.ndarray, rows: RouterRows
 ) -> np.ndarray | None:
-    """Return int16 [layers of this rank, its rows, top_k]; None where no sample has experts.
+    """Return int16 [layers of this rank, its rows, top_k]; None if no sample has experts.
 
-    read: int64 [K], the response tokens that run. positions: [T], the places that this context rank
-        holds.
+    read: int64 [K], how many response tokens of each sample run.
+    positions: [T], the places that this context rank holds.
     """
     if all(sample.routed_experts is None for sample in samples):
         return None
     table = np.full((layout.num_tokens, len(rows.layers), rows.top_k), -1, dtype=np.int16)
-    for slot in reversed(range(len(samples))):  # the first one of a shared prompt is laid last
+    for slot in reversed(range(len(samples))):  # of samples that share a prompt, the first is laid last and wins
         sample = samples[slot]
         if sample.routed_experts is None:
             continue
@@ -82,10 +82,10 @@ def read_experts(
     positions: np.ndarray,
     rows: RouterRows,
 ) -> list[np.ndarray]:
-    """Return for each sample int16 [tokens that ran, num_layers, top_k]; −1 where another rank has seen the token.
+    """Return for each sample int16 [tokens that ran, num_layers, top_k]; −1 for tokens and layers of other ranks.
 
-    recorded: by index among ``rows.layers``, int64 [rows, top_k]. places: of each sample, see
-        ``token_places``.
+    recorded: by index among ``rows.layers``, int64 [rows, top_k].
+    places: each sample's ``token_places``.
     """
     table = np.full((layout.num_tokens, rows.num_layers, rows.top_k), -1, dtype=np.int16)
     own = rows.of(positions)
@@ -96,12 +96,11 @@ def read_experts(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedExperts:
-    """Holds the experts that a log-prob pass has chosen.
+    """Holds the experts that the routers chose in a log-prob pass.
 
-    passed: bool [S], the samples of the batch that it ran, on every rank.
+    passed: bool [S], the batch's samples that ran in the pass; the same on every rank.
     shape:  (layers, top_k) of the whole model.
-    own:    of this rank's own samples, by their place among ``Batch.local``: int16 [tokens, layers,
-            top_k].
+    own:    int16 [tokens, layers, top_k] of this rank's samples, by place in ``Batch.local``.
     """
 
     passed: np.ndarray
@@ -109,7 +108,7 @@ class RecordedExperts:
     own: Mapping[int, np.ndarray]
 
     def given_to(self, batch: Batch) -> Batch:
-        """Return the batch with these experts in its samples; the others have none."""
+        """Return the batch with these experts in its samples; samples that did not run have none."""
         local = [dataclasses.replace(sample, routed_experts=self.own.get(i)) for i, sample in enumerate(batch.local)]
         shapes = np.where(self.passed[:, None], np.array(self.shape), 0)
         facts = dataclasses.replace(batch.facts, routed_shapes=shapes if self.passed.any() else None)
@@ -119,11 +118,12 @@ class RecordedExperts:
 def gather_recorded(
     batch: Batch, parts: Mapping[int, np.ndarray], passed: np.ndarray, rows: RouterRows, rank: int
 ) -> RecordedExperts:
-    """Bring what every rank has recorded to the ranks that own the samples. A collective.
+    """Bring the experts that every rank recorded to the ranks that own the samples. A collective.
 
-    parts: by sample, what this rank recorded (``read_experts``). passed: bool [S].
+    parts: by sample, the experts that this rank recorded (``read_experts``).
+    passed: bool [S], the samples that ran.
 
-    No token's experts of a layer are recorded by two ranks, so that sums put them together.
+    Only one rank records a token's experts in a layer, so a sum over ranks puts them together.
     """
     facts, own = batch.facts, {}
     tokens = facts.total_tokens
@@ -134,7 +134,8 @@ def gather_recorded(
             if sample in parts:
                 summed[start : start + len(parts[sample])] = parts[sample] + 1
         flat = np.concatenate([summed.reshape(-1), np.zeros(summed.size % 2, dtype=np.int16)])
-        words = torch.from_numpy(flat.view(np.int32)).to(HOST.device)  # NCCL adds no int16; nothing carries over
+        # NCCL has no int16 sum; as int32, a pair's low half cannot carry into the high one: one term is not 0
+        words = torch.from_numpy(flat.view(np.int32)).to(HOST.device)
         dist.all_reduce(words)
         summed = words.cpu().numpy().view(np.int16)[: summed.size].reshape(summed.shape) - np.int16(1)
         for start, stop, sample in zip(starts[:-1], starts[1:], chosen.tolist(), strict=True):
@@ -144,7 +145,7 @@ def gather_recorded(
 
 
 def _chunks(samples: np.ndarray, tokens: np.ndarray, bytes_per_token: int) -> Iterator[np.ndarray]:
-    """Yield samples in their order, in parts of about ``REDUCED_BYTES``; each has at least one."""
+    """Yield the samples in order, in parts of about ``REDUCED_BYTES``; each part has at least one sample."""
     part = np.cumsum(tokens[samples] * bytes_per_token) // REDUCED_BYTES
     for number in np.unique(part):
         yield samples[part == number]

@@ -1,6 +1,6 @@
-"""The part of the backend that replays experts: it packs them, gives them to the routers, and records their choice.
+"""The backend part that replays experts: it packs each token's experts, gives them to the routers, or records them.
 
-Of a sample under ``rollout.routing_replay=rollout`` the engine gives the experts. Under
+Under ``rollout.routing_replay=rollout`` the engine gives each sample's experts. Under
 ``old_logprobs`` the pass of the old log-probs records them.
 """
 
@@ -33,19 +33,19 @@ from megatron_rl.types import BatchFacts, BatchPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedPass:
-    """Holds the experts that this rank's routers chose in one pass. rank: this one's."""
+    """Holds the experts that this rank's routers chose in one pass. rank: this rank."""
 
     routers: Recording
     rows: RouterRows
     rank: int
 
     def gather(self, batch: Batch, plan: BatchPlan) -> RecordedExperts:
-        """Return the experts that this rank's routers, and those of all others, have recorded. A collective."""
+        """Return the experts that all ranks' routers recorded, for the samples that this rank owns. A collective."""
         facts, (mini_batch,) = batch.facts, plan.mini_batches
         read, by_sample = read_tokens(facts), {}
         for packed, by_index in self.routers.values():
             samples, layout = packed.source.samples, packed.packed.layout
-            if packed.source.filler:  # its sample runs elsewhere, or nobody needs it
+            if packed.source.filler:  # its sample runs in another micro-batch too, or is dropped
                 continue
             places = [
                 token_places(layout, slot, int(facts.prompt_tokens[i]), int(read[i])) for slot, i in enumerate(samples)
@@ -58,10 +58,10 @@ class RecordedPass:
 
 
 class ReplayedExperts:
-    """Replays experts in a policy's passes. It is a BackendPart, whose methods are described there.
+    """Replays experts in a policy's passes. BackendPart (backend/part.py) describes the methods.
 
-    records: under ``old_logprobs``, where passes record. requires: under ``rollout``, where the
-        engine gives them.
+    records: whether log-prob passes record experts; so under ``old_logprobs``.
+    requires: whether every sample must bring its experts; so under ``rollout``.
     """
 
     name, every_stage = "experts", True
@@ -75,7 +75,7 @@ class ReplayedExperts:
             require_routed(facts, (self.rows.num_layers, self.rows.top_k))
 
     def pack(self, laid: LaidMicroBatch) -> torch.Tensor | None:
-        """Return int16 [layers of this rank, rows of its routers, top_k]; None where no sample has experts."""
+        """Return int16 [layers of this rank, rows of its routers, top_k]; None if no sample has experts."""
         experts = lay_experts(laid.layout, laid.rows, laid.read, laid.positions, self.rows)
         return None if experts is None else send(torch.from_numpy(experts), HOST.device)
 
@@ -97,7 +97,10 @@ class ReplayedExperts:
             yield RecordedPass(routers=routers, rows=self.rows, rank=self.rank)
 
     def take_sums(self) -> dict[str, float]:
-        """Return the tokens, layer by layer, that were replayed, and those that were sent elsewhere by it."""
+        """Return how many tokens were replayed, and how many of them the router would have sent elsewhere.
+
+        A token counts once per layer.
+        """
         rerouted, replayed = reduce_on_host(self.routing.counts.cpu()).tolist()
         self.forget_sums()
         return {"rerouted": float(rerouted), "replayed": float(replayed)}
@@ -107,7 +110,7 @@ class ReplayedExperts:
 
 
 def build_replayed_experts(model: TrainableModel) -> ReplayedExperts:
-    """Put a seam at every router of the policy. Raises ConfigError for a model that cannot replay experts."""
+    """Set up replay at every router of the policy. Raises ConfigError for a model that cannot replay experts."""
     config, grid, shape = model.config, model.topology, model.shape
     check_routing_replay(config.rollout.routing_replay, config.megatron.transformer, shape)
     routing = RoutingReplay([chunk.module for chunk in model.chunks])
@@ -125,7 +128,7 @@ def build_replayed_experts(model: TrainableModel) -> ReplayedExperts:
 
 
 def require_routed(facts: BatchFacts, shape: tuple[int, int]) -> None:
-    """Raise ValueError, on every rank alike, for a sample whose experts are missing, or of another model.
+    """Raise ValueError, on every rank alike, if a sample's experts are missing or have another model's shape.
 
     shape: (layers, top_k) of the model.
     """

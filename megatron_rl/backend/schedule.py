@@ -1,19 +1,19 @@
-"""Turns a StepPlan into gradients: the one file that calls Megatron-Core's forward_backward and knows its contract.
+"""The pipeline schedule: the one file that calls Megatron-Core's forward_backward, and the contract of that call.
 
-The seam (read and run on 0.16.1; ``pipeline_parallel/schedules.py`` forward_step_calc_loss,
+The contract (read and run on 0.16.1; ``pipeline_parallel/schedules.py`` forward_step_calc_loss,
 ``distributed/finalize_model_grads.py``):
 
-- ``calculate_per_token_loss=True`` and a 3-tuple loss: the schedule divides nothing, DDP's scale is
-  1.0, so micro-batches and data-parallel ranks **add**. The token count of the tuple is 1 and
+- With ``calculate_per_token_loss=True`` and a 3-tuple loss the schedule divides nothing and DDP's
+  scale is 1.0. So micro-batches and data-parallel ranks **add**. The tuple's token count is 1, and
   nothing reads it.
-- ``finalize_model_grads_func`` is None while a step accumulates and gradient hooks are held off, so
-  that any number of calls may precede one optimizer step; backend/optimizer.py starts and finishes
+- While a step accumulates, ``finalize_model_grads_func`` is None and gradient hooks are held off.
+  So any number of calls may precede one optimizer step. backend/optimizer.py starts and finishes
   the one reduction.
-- A rank without micro-batches never enters: with M = 0 the schedule without pipeline would still
-  run one.
+- A rank without micro-batches does not call the schedule. Without a pipeline, Megatron-Core would
+  run one micro-batch even for M = 0.
 - Under ``overlap_param_gather`` the forward pass gathers the parameters. In a step with a silent
-  rank all ranks gather first, at once and in one order; else a real rank would wait for a
-  collective that the silent one never issues.
+  rank, all ranks gather before the schedule, in one order. Otherwise the other ranks would wait for
+  a collective that the silent rank never issues.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from megatron.core.distributed import DistributedDataParallel  # isort: skip
 from megatron.core.pipeline_parallel import schedules  # isort: skip
 
 LossFunction = Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, dict]]
-"""(micro-batch, hidden states [N, H] at its loss positions: the output layer's input) → (loss sum, dict to return)."""
+"""(micro-batch, hidden states [N, H] at its loss positions, before the output layer) → (loss sum, dict to return)."""
 
 
 def check_lockstep(step: int, kind: StepKind, fingerprint: bytes, topology: Topology) -> None:
-    """Raise LockstepError on every rank where ranks are about to run different steps; a collective.
+    """Raise LockstepError on every rank if ranks are about to run different steps; a collective.
 
     The error names the ranks that differ, and their difference: step index, step kind or plan.
     """
@@ -58,6 +58,7 @@ def check_lockstep(step: int, kind: StepKind, fingerprint: bytes, topology: Topo
     both = reduce_on_host(torch.cat([digest, -digest]), dist.ReduceOp.MIN)
     if torch.equal(both[:8], -both[8:]):
         return
+    # the digests differ: gather every rank's step, kind and plan, and name the minority
     views = gather_json([step, kind.value, fingerprint.hex()])
     differences = []
     for name, position in (("step index", 0), ("step kind", 1), ("plan", 2)):
@@ -74,7 +75,7 @@ def check_lockstep(step: int, kind: StepKind, fingerprint: bytes, topology: Topo
 
 
 class _Laps:
-    """Times what runs on the device within ``lap()``; on CUDA by events, which wait for nothing until they are read."""
+    """Times the device's work within ``lap()``; on CUDA by events, so that the host waits only to read them."""
 
     def __init__(self) -> None:
         self.marks: list[tuple] = []
@@ -87,14 +88,14 @@ class _Laps:
 
 
 def _seconds(marks: Sequence[tuple]) -> np.ndarray:
-    """Return the seconds of each lap, float64; the device must have come past them."""
+    """Return the seconds of each lap, float64; the device must have finished the laps."""
     if HOST.is_cuda:
         return np.array([begun.elapsed_time(ended) / 1000 for begun, ended in marks])
     return np.array([ended - begun for begun, ended in marks], dtype=np.float64)
 
 
 HOST_CLOCK = time.perf_counter
-"""Times a lap on the CPU. A benchmark whose processes share cores puts ``time.thread_time`` here."""
+"""The clock of a lap on the CPU. A benchmark whose processes share cores sets it to ``time.thread_time``."""
 
 
 def _mark():
@@ -107,12 +108,12 @@ def _mark():
 
 @contextlib.contextmanager
 def _timed_backward(laps: _Laps, watches: Sequence[PassWatch]) -> Iterator[None]:
-    """Have the backward of each micro-batch and chunk take a lap within the block, communication apart.
+    """Time each micro-batch's backward through each chunk within the block, without communication.
 
-    watches: called around each.
+    watches: their ``backward()`` block is entered around each backward.
 
     Every schedule (0.16.1, 0.19.2) calls ``schedules.backward_step`` by this name, once per
-    micro-batch and chunk.
+    micro-batch and chunk. So the block replaces the name.
     """
     true_step = schedules.backward_step
 
@@ -134,7 +135,7 @@ def _timed_backward(laps: _Laps, watches: Sequence[PassWatch]) -> Iterator[None]
 class StageLaps:
     """Holds the times of one ``run`` on this rank and the sizes of its M micro-batches; all arrays are float64.
 
-    forward_s, backward_s: [chunks, M], seconds of each micro-batch; the forward's hold the loss.
+    forward_s, backward_s: [chunks, M], seconds of each micro-batch; the forward includes the loss.
     tokens, squares: [M], each micro-batch's Σ l and Σ l² (``Layout.squares``) over its sequences.
     """
 
@@ -146,19 +147,21 @@ class StageLaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Run:
-    """Holds marks that the device may not have passed yet. forwarded: each forward lap's chunk and micro-batch."""
+    """Holds the marks of one run's laps. forwarded: each forward lap's chunk and micro-batch."""
 
     forwarded: list[tuple[int, PackedMicroBatch]]
     forward: list[tuple]
     backward: list[tuple]
 
     def laps(self, topology: Topology, windows: tuple[int, ...]) -> StageLaps:
+        # forward: a micro-batch's model and loss are two laps, added up
         packed = list(dict.fromkeys(microbatch for _, microbatch in self.forwarded))
         number_of = {id(x): i for i, x in enumerate(packed)}
         shape = (topology.virtual_size, len(packed))
         forward_s, backward_s = np.zeros(shape), np.zeros(shape)
         indices = [(chunk, number_of[id(microbatch)]) for chunk, microbatch in self.forwarded]
         np.add.at(forward_s, tuple(np.array(indices).T), _seconds(self.forward))
+        # backward: laps come in the schedule's order
         order = rank_order(topology.pipeline_rank, topology.pipeline_size, topology.virtual_size, len(packed))
         backwards = [(stage // topology.pipeline_size, microbatch) for stage, microbatch, backward in order if backward]
         backward_s[tuple(np.array(backwards).T)] = _seconds(self.backward)
@@ -173,9 +176,9 @@ class _Run:
 class Schedule:
     """Runs packed micro-batches through this rank's stage, forward and (unless ``forward_only``) backward.
 
-    windows: the model's, for the laps' squared tokens.
-    parts: of the backend, which take part in every pass.
-    watches: which watch every pass.
+    windows: the model's attention windows, for the squared tokens of laps.
+    parts: the backend's parts, whose blocks are entered around every pass.
+    watches: observers, whose blocks are entered around every pass too.
     """
 
     watches: tuple[PassWatch, ...] = ()
@@ -199,7 +202,7 @@ class Schedule:
             chunk.config.grad_sync_func = None
 
     def gather_parameters(self) -> None:
-        """End any parameter gather still owed under ``overlap_param_gather``, on all ranks in one order."""
+        """Finish any pending parameter gather of ``overlap_param_gather``, on all ranks in one order."""
         for chunk in self.chunks:
             if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -207,9 +210,9 @@ class Schedule:
     def run(
         self, mini_batch: StepPlan, microbatches: Sequence[PackedMicroBatch], loss: LossFunction, *, forward_only: bool
     ) -> list[dict]:
-        """Run the micro-batches; return the dict that ``loss`` gave for each, on the last stage.
+        """Run the micro-batches; on the last stage return each one's dict from ``loss``.
 
-        Returns [] on other stages, on a silent rank, and for a ghost.
+        Returns [] on other stages, on a silent rank, and for a ghost step.
         """
         if mini_batch.kind is not StepKind.REAL:
             return []
@@ -235,7 +238,7 @@ class Schedule:
                 data_iterator=[iter(microbatches) for _ in self.chunks],
                 model=self.chunks,
                 num_microbatches=len(microbatches),
-                seq_length=1,  # of each micro-batch its own (variable_seq_lengths, stage_shapes)
+                seq_length=1,  # unused: each micro-batch has its own length (variable_seq_lengths, stage_shapes)
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
@@ -286,26 +289,26 @@ class Schedule:
     def drop_hooks(self) -> None:
         """Take autograd's hooks off the chunks. Not a collective."""
         for chunk in self.chunks:
-            # autograd's hooks hold the chunk and the chunk them, through C++: no collector sees the cycle
+            # a chunk and its hooks hold each other through C++, a cycle that Python's collector does not see
             chunk.grad_accs.clear()
             if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
                 chunk.disable_forward_pre_hook(param_sync=False)
 
     def forget_measured(self) -> None:
-        """Drop the laps measured since the last ``take_laps``, without asking the device."""
+        """Drop the laps measured since the last ``take_laps``, without waiting for the device."""
         self._runs = []
 
     def take_laps(self) -> list[StageLaps]:
         """Return the laps of each training ``run`` since the last call.
 
-        Call it once the device has come past them (a step's end reads the gradient norm).
+        Call it after an optimizer step: the step reads the gradient norm, so the laps have ended.
         """
         runs, self._runs = self._runs, []
         return [run.laps(self.topology, self.windows) for run in runs]
 
 
 def measured_sums(runs: Sequence[StageLaps]) -> np.ndarray:
-    """Return the cost's sums over this stage's micro-batches, chunks added up: float64 [cost.NUM_SUMS]."""
+    """Return the cost fit's sums over this stage's micro-batches, chunks added up: float64 [cost.NUM_SUMS]."""
     if not runs:
         return np.zeros(NUM_SUMS)
     forward_s = np.concatenate([run.forward_s.sum(0) for run in runs])

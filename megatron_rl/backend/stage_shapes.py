@@ -1,9 +1,9 @@
 """Shapes of the tensors between pipeline stages, taken from the plan that every rank holds.
 
-Micro-batches differ in size, so Megatron-Core sends each tensor's shape ahead of it, and waits for
-the device to read it (0.16.1 and 0.19.2 pipeline_parallel/p2p_communication.py
-``_communicate_shapes``). A stage receives micro-batches in the order in which it runs them, forward
-and backward: the plan answers instead, and nothing is sent or waited for.
+Micro-batches differ in size. So Megatron-Core sends each tensor's shape ahead of the tensor, and
+the host waits for the device to read it (0.16.1 and 0.19.2 pipeline_parallel/p2p_communication.py
+``_communicate_shapes``). A stage receives micro-batches in the order in which it runs them, so the
+plan gives each shape. This module replaces ``_communicate_shapes``: no shape is sent.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  #
 Shape = tuple[int, int, int]
 NOTHING = [0, 0, 0]
 _exchange = P2PCommunicator._communicate_shapes
-_under_way: list[_Expected] = []  # that of the run under way, where there is one
+_under_way: list[_Expected] = []  # the shapes of the schedule's current run; empty between runs
 
 
 class _Expected:
-    """Hands out the shapes that a rank is yet to receive, in order.
+    """Gives the shapes of the tensors that a rank is about to receive, in order.
 
     shape_of: a micro-batch's number → the shape of its tensor between two stages on this rank.
     """
@@ -47,7 +47,7 @@ class _Expected:
 
 
 def _from_plan(communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
-    """Return the shapes to receive from the previous and the next stage, as ``_communicate_shapes`` does."""
+    """Stand in for ``_communicate_shapes``: return the shapes to receive from the previous and the next stage."""
     if not _under_way:
         return _exchange(communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
     expected = _under_way[-1]
@@ -64,9 +64,9 @@ P2PCommunicator._communicate_shapes = _from_plan
 def planned(
     topology: Topology, num_microbatches: int, shape_of: Callable[[int], Shape], *, forward_only: bool
 ) -> Iterator[None]:
-    """Answer for the shapes of one run of the schedule within the block. Not a collective.
+    """Give the schedule the plan's shapes within the block, which holds one run. Not a collective.
 
-    Raises LockstepError where the schedule receives another number of tensors than the plan says.
+    Raises LockstepError if the schedule receives more or fewer tensors than the plan says.
     """
     expected = _Expected(topology, num_microbatches, shape_of)
     _under_way.append(expected)

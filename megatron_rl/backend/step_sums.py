@@ -13,8 +13,8 @@ from megatron_rl.distributed.collectives import reduce_on_host
 class StepSums:
     """Holds this rank's sums of the current optimizer step, ``values``, in float64 on the host.
 
-    names: of the sums.
-    num_maxima: how many of them, the last ones, are maxima of values that are not negative.
+    names: the names of the sums.
+    num_maxima: how many of the last names hold a maximum (of values ≥ 0) instead of a sum.
     """
 
     def __init__(self, names: Sequence[str], num_maxima: int) -> None:
@@ -22,17 +22,17 @@ class StepSums:
         self.values = torch.zeros(len(names), dtype=torch.float64)
 
     def add(self, microbatches: Sequence[torch.Tensor]) -> None:
-        """Add the sums of micro-batches, float64 [len(names)] each, which come to the host by one copy."""
+        """Add the sums of micro-batches, float64 [len(names)] each; one copy brings all of them to the host."""
         found, summed = torch.stack(list(microbatches)).cpu(), self._summed
         self.values[:summed] += found[:, :summed].sum(0)
         self.values[summed:] = torch.maximum(self.values[summed:], found[:, summed:].amax(0))
 
     def zero(self) -> None:
-        """Begin another step."""
+        """Set the sums to zero, for the next step."""
         self.values.zero_()
 
     def reduce(self, more: torch.Tensor) -> tuple[dict[str, float], torch.Tensor]:
-        """Return the sums over all ranks, and those of ``more`` (float64, any shape). A collective."""
+        """Return the sums over all ranks by name, and ``more`` (float64, any shape) summed too. A collective."""
         summed = reduce_on_host(torch.cat([self.values[: self._summed], more.flatten()]))
         maxima = self.values[self._summed :].clone()
         if len(maxima):

@@ -1,4 +1,4 @@
-"""A teacher's weights on the policy's ranks: a second, frozen model, of another size and under the policy's degrees."""
+"""A teacher's weights on the policy's ranks: a second, frozen model with the policy's parallel degrees."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ SETTING = "teacher.hf_path"
 
 
 class TeacherWeights:
-    """Holds a frozen model that a policy's passes can read.
+    """Holds a frozen model that a policy's passes can run in place of the policy.
 
-    It takes its weights' bytes of device memory for good, in the policy's dtype, and has no
-    gradient and no optimizer.
+    Its weights stay on the device for good, in the policy's dtype. It has no gradient and no
+    optimizer.
     """
 
     def __init__(self, model: TrainableModel) -> None:
         """Build the model of ``teacher.hf_path`` and load its weights; a collective.
 
-        model: the policy. Raises ConfigError for a teacher that cannot read its samples.
+        model: the policy. Raises ConfigError if the teacher cannot read the policy's samples.
         """
         self.model, path = model, model.config.teacher.hf_path
         hf_config = look_at_teacher(path, model.config.data, model.config.rollout, model.hf_config.vocab_size)
@@ -50,7 +50,7 @@ class TeacherWeights:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Make the teacher's chunks the model's within the block; no gradient can be accumulated in them."""
+        """Have the policy run the teacher's chunks within the block; they take no gradient."""
         model = self.model
         own = model.chunks, model.schedule, model.shape, model.packer
         model.chunks, model.schedule, model.shape, model.packer = self.chunks, self.schedule, self.shape, self.packer
@@ -61,7 +61,7 @@ class TeacherWeights:
 
 
 def look_at_teacher(path: str, data: DataConfig, rollout: RolloutConfig, vocab_size: int):
-    """Return the teacher's Hugging Face config; raise ConfigError where it cannot read the policy's samples.
+    """Return the teacher's Hugging Face config; raise ConfigError if the teacher cannot read the policy's samples.
 
     path: ``teacher.hf_path``. vocab_size: the policy's.
     """

@@ -1,7 +1,7 @@
 """A model that this rank trains: its chunks, schedule and optimizer, the plans of its batches and their rows.
 
-The policy (backend/backend.py) and the critic (critic/critic.py) are such models. Each adds the
-numbers that it reads from the hidden states, and its loss.
+The policy (backend/backend.py), the critic and the reward model (critic/) are subclasses. Each adds
+the numbers that it reads from the hidden states, log-probs or values, and its loss.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ REMEMBERED_STEPS = 50  # REAL optimizer steps whose seconds are kept
 
 
 class TrainableModel:
-    """Trains a model on this rank. Every method is a collective unless it says otherwise.
+    """Trains a model on this rank. Every method is a collective unless its docstring says otherwise.
 
-    sum_names: keys of ``StepResult.sums``, for the sums (float64 [len(sum_names)]) of every
-        micro-batch's loss.
-    num_maxima: how many of them, the last ones, are maxima, of values that are not negative.
-    training, reading: the names of its plans' purposes, part of their fingerprints.
-    reference: keeps a policy's reference; None before ``keep_reference``. parts: optional features
-        (backend/part.py).
+    sum_names: keys of ``StepResult.sums``. Each micro-batch's loss gives its ``sums`` in this
+        order, float64 [len(sum_names)].
+    num_maxima: how many of the last names hold a maximum (of values ≥ 0) instead of a sum.
+    training, reading: purposes of its plans, which are part of their fingerprints.
+    reference: a policy's reference weights; None before ``keep_reference``.
+    parts: optional features (backend/part.py).
     """
 
     sum_names: tuple[str, ...]
@@ -87,13 +87,13 @@ class TrainableModel:
     ) -> None:
         """Build the model and its optimizer. Raises ConfigError for settings that cannot work together.
 
-        hf_config, weights (by the names of checkpoint files): None takes those of
-        ``model.hf_path``.
+        hf_config: the model's Hugging Face config; None reads it from ``model.hf_path``.
+        weights: tensors by their names in checkpoint files; None takes them by ``model.init``.
         total_steps: the optimizer steps after which the learning rate's decay ends.
-        value_head: whether it gives one number per token in place of the vocabulary
+        value_head: whether the model gives one number per token, not one per vocabulary entry
             (model/head.py).
-        lora: adapters, the other weights being frozen; None or a rank of None trains every weight.
-        grid: an existing one; None builds one by ``parallel``.
+        lora: the adapters' settings; None, or a rank of None, trains every weight instead.
+        grid: an existing topology; None builds one from ``parallel``.
         """
         refuse_uncounted_losses(config.megatron, config.skip)
         if hf_config is None:
@@ -114,12 +114,12 @@ class TrainableModel:
         value_head: bool,
         lora: LoraConfig | None,
     ) -> None:
-        """Build model, schedule and optimizer within the grid; the arguments are those of the constructor."""
+        """Build model, schedule and optimizer on ``self.topology``; the constructor describes the arguments."""
         config = self.config
         ddp_fields = distributed_fields(config.megatron, distributed_optimizer=config.optimizer.distributed)
         self.hf_config, settings = hf_config, ModelSettings.of(config)
         self.shape = settled_shape(settings, hf_config, self.topology, value_head=value_head)
-        reader = self._reader(weights)  # which refuses a config of other files before the model takes memory
+        reader = self._reader(weights)  # raises if config and files differ, before the model takes memory
         models, _ = build_model(settings, hf_config, self.topology, value_head=value_head)
         load_weights(models, self.shape, self.topology, reader)
         if lora is not None and lora.rank is not None:
@@ -127,7 +127,7 @@ class TrainableModel:
 
             self.shape = put_adapters(models, self.shape, lora, self.topology, config.run.seed)
         ddp = DistributedDataParallelConfig(**ddp_fields)
-        # later chunks' gradients are reduced behind the first's backward: Megatron-LM does not bucket them
+        # as in Megatron-LM, later chunks are not bucketed: the first chunk's backward hides their reduction
         self.chunks = [DistributedDataParallel(m.config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
         self.parts = self._build_parts()
         self.schedule = Schedule(self.chunks, self.topology, self.shape.windows, self.parts)
@@ -172,7 +172,7 @@ class TrainableModel:
     def reset_optimizer(self, *, total_steps: int, settings: OptimizerConfig | None = None) -> None:
         """Start AdamW anew over the same weights: moments and schedule at zero.
 
-        settings: those of the supervised start, in place of ``config.optimizer``.
+        settings: the supervised start's optimizer section; None takes ``config.optimizer``.
         """
         self.optimizer.refuse_offloaded("reset_optimizer()")
         self.optimizer = self._make_optimizer(settings or self.config.optimizer, total_steps=total_steps)
@@ -181,17 +181,17 @@ class TrainableModel:
     # ---- the batch -------------------------------------------------------------------------------------------------
 
     def gather(self, samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int]) -> Batch:
-        """Make a batch of every rank's samples; see batch_exchange.gather_facts."""
+        """Return a batch of every rank's samples; ``batch_exchange.gather_facts`` describes the arguments."""
         facts = batch_exchange.gather_facts(samples, groups, order, num_experts=self.shape.num_experts)
         batch_exchange.refuse_too_long(facts, self.shape.context_tokens)
-        if token_coupling(self.config.megatron):  # a token without a use changes the numbers of the others
+        if token_coupling(self.config.megatron):  # then unused tokens change other tokens' numbers: read them all
             facts = dataclasses.replace(facts, response_inputs=None)
         return Batch(facts=facts, local=samples)
 
     def plan_training(self, batch: Batch, signal: np.ndarray, *, drops: bool) -> BatchPlan:
         """Plan the batch's optimizer steps, one per mini-batch. Not a collective.
 
-        signal: [S] bool. drops: whether samples without it are left out.
+        signal: [S] bool, the samples with signal. drops: whether the other samples are left out.
         """
         skip, members = self.config.skip, np.arange(batch.facts.num_samples)
         mini_batches = split_mini_batches(members, self.config.train.samples_per_mini_batch)
@@ -199,9 +199,9 @@ class TrainableModel:
         return self._plan(self.training, mini_batches, batch, signal, drops=drops, merge=merge)
 
     def plan_pass(self, batch: Batch, chosen: np.ndarray, *, drops: bool = True) -> BatchPlan:
-        """Plan one forward pass over the samples ``chosen`` ([S] bool), or over all unless it ``drops``.
+        """Plan one forward pass over the samples ``chosen`` ([S] bool). Not a collective.
 
-        Not a collective.
+        drops: False plans all samples.
         """
         members = np.arange(batch.facts.num_samples)
         return self._plan(self.reading, [members], batch, chosen, drops=drops)
@@ -216,8 +216,8 @@ class TrainableModel:
     def fetch_rows(self, batch: Batch, plan: BatchPlan) -> Batch:
         """Return the batch with the rows that the plan's micro-batches need on this rank.
 
-        Ranks compare the plan first: all-to-alls whose sizes differ between peers end in gloo's
-        ``terminate``, without a Python error.
+        Ranks compare the plan first. Without that, unequal plans give an all-to-all unequal sizes,
+        and gloo ends the process without a Python error.
         """
         whole = hashlib.sha256(b"".join(plan.fingerprints())).digest()
         check_lockstep(self.step_index, plan.mini_batches[0].kind, whole, self.topology)
@@ -236,12 +236,12 @@ class TrainableModel:
     def _read(
         self, batch: Batch, plan: BatchPlan, read: Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, dict]]
     ) -> tuple[np.ndarray, list[dict]]:
-        """Run ``read`` over a plan of one mini-batch, whose rows the batch must hold.
+        """Run ``read`` over a plan of one mini-batch; the batch must hold the plan's rows.
 
-        Returns (its numbers, float32 [T] flat over response tokens, on every rank, 0 where not
-        read; local dicts).
-        read: (micro-batch, hidden states [N, H] at its loss positions) → (numbers [N], a dict to
-            hand back).
+        read: (micro-batch, hidden states [N, H] at its loss positions) → (numbers [N], a dict).
+
+        Returns the numbers, float32 [T] flat over response tokens, on every rank, 0 for a token
+        that was not read; and the dicts of this rank's micro-batches, [] unless it reports.
         """
         (mini_batch,) = plan.mini_batches
         check_lockstep(self.step_index, mini_batch.kind, plan.fingerprints()[0], self.topology)
@@ -259,7 +259,7 @@ class TrainableModel:
         return self._spread(batch, mini_batch, reported), reported
 
     def _spread(self, batch: Batch, mini_batch: StepPlan, reported: Sequence[Mapping]) -> np.ndarray:
-        """Return the reported ``numbers`` at their ``flat`` places, float32 [T], on every rank; 0 elsewhere."""
+        """Return float32 [T] on every rank: each report's ``numbers`` at its ``flat`` places, 0 elsewhere."""
         flat = torch.zeros(int(batch.facts.response_offsets[-1]), dtype=torch.float32, device=HOST.device)
         for report in reported:
             flat[send(torch.from_numpy(report["flat"]), flat.device)] = report["numbers"]
@@ -275,7 +275,7 @@ class TrainableModel:
         fingerprint: bytes,
         loss: Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, dict]],
     ) -> list[dict]:
-        """Add the mini-batch's gradient to the accumulated one; return the dicts of ``loss`` on a rank that reports.
+        """Add the mini-batch's gradient; return the dicts of ``loss``, [] on a rank that does not report the loss.
 
         loss: (micro-batch, hidden states) → (scalar sum, a dict whose ``sums`` are float64
             [len(sum_names)]).
@@ -299,11 +299,13 @@ class TrainableModel:
         self._accumulated = False
 
     def optim_step(self, kind: StepKind, adam: AdamStep | None = None) -> StepResult:
-        """Reduce and finalize the accumulated gradient once, and step, by ``adam`` or else by the run's settings.
+        """Take an optimizer step; a REAL step first reduces the accumulated gradient, once.
 
-        A GHOST steps without a gradient; a HELD step is counted and moves nothing: no moments, no
-        schedule, no weight version. Raises ValueError for either of them where a gradient is
-        accumulated, which would be lost.
+        A GHOST step has no gradient. A HELD step is counted and moves nothing: no moments, no
+        schedule, no weight version.
+        adam: AdamW's settings of this step; None takes the run's settings.
+
+        Raises ValueError for a GHOST or HELD step if a gradient is accumulated: it would be lost.
         """
         if kind is not StepKind.REAL and self._accumulated:
             raise ValueError(
@@ -328,7 +330,7 @@ class TrainableModel:
         return StepResult(kind=kind, sums=sums, **dataclasses.asdict(outcome))
 
     def _reduce_sums(self) -> dict[str, float]:
-        """Add the step's sums, its parts' and its micro-batches' measured times over all ranks; return the sums."""
+        """Return the step's sums over all ranks, with the parts' sums; reduce the measured times for the cost fit."""
         measured = np.zeros_like(self.fit.sums)
         measured[self.topology.pipeline_rank] = measured_sums(self.schedule.take_laps())
         sums, reduced = self._sums.reduce(torch.from_numpy(measured))
@@ -338,17 +340,18 @@ class TrainableModel:
         return sums
 
     def _time_step(self, started: float) -> None:
-        """Record the seconds of an optimizer step, on the rank that waited least for the others."""
+        """Record an optimizer step's seconds: the least of all ranks, since that rank waited least for others."""
         HOST.synchronize()
         spent_s = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
         self.optimizer_s.append(reduce_on_host(spent_s, dist.ReduceOp.MIN).item())
 
     def offload(self) -> OffloadedBytes:
-        """Take gradients and optimizer state off the device until ``restore``, for an engine; return the bytes.
+        """Take gradients and optimizer state off the device until ``restore``; return the freed bytes.
 
-        Weights stay: ``forward``, ``export`` and the reference policy work meanwhile; training,
-        saving and loading raise ValueError. Not a collective. Raises ValueError where a gradient is
-        accumulated, which would be lost.
+        An engine can use the memory. Weights stay, so ``forward``, ``export`` and the reference
+        policy work meanwhile. Training, saving and loading raise ValueError. Not a collective.
+
+        Raises ValueError if a gradient is accumulated: it would be lost.
         """
         if self._accumulated:
             raise ValueError(
@@ -358,11 +361,11 @@ class TrainableModel:
         return self.optimizer.offload()
 
     def restore(self) -> None:
-        """Undo ``offload``, to the bit; does nothing where nothing is offloaded. Not a collective."""
+        """Undo ``offload``, to the bit; do nothing if nothing is offloaded. Not a collective."""
         self.optimizer.restore()
 
     def _calibrate(self, measured: np.ndarray) -> None:
-        """Take the times of one step's micro-batches on all ranks; ``plan.calibrate`` has them move later plans."""
+        """Add one step's measured times to the cost fit; under ``plan.calibrate`` later plans use the fit."""
         self.fit.add(measured)
         if self.config.plan.calibrate:
             self.rules = dataclasses.replace(self.rules, cost=self.fit.model())
@@ -372,11 +375,10 @@ class TrainableModel:
         return [p for chunk in self.chunks for p in chunk.module.parameters()]
 
     def gradient(self) -> dict[str, torch.Tensor]:
-        """Return the accumulated gradient by name, whole and reduced.
+        """Return the accumulated gradient by name, whole and reduced; for tests and tools.
 
-        Names are Hugging Face's, an adapter's are PEFT's (``….q_proj.lora_A.weight``). For tests
-        and tools: it consumes the reduction, so ``optim_step`` must not follow; call
-        ``zero_grad()``.
+        Weights have Hugging Face's names, adapters PEFT's (``….q_proj.lora_A.weight``). The call
+        uses up the step's one reduction: call ``zero_grad()`` after it, not ``optim_step``.
         """
         self.optimizer.reduce_gradients()
         self.optimizer.gather_gradients()
@@ -390,15 +392,15 @@ class TrainableModel:
         }
 
     def frozen_checksum(self) -> str | None:
-        """Return the checksum of the weights beside adapters; None where every weight is trained."""
+        """Return the checksum of the frozen weights; None if every weight is trained."""
         return None
 
     @property
     def trained_entries(self) -> StageEntries:
-        """Return the table of the trained weights: the adapters' where there are any, else the whole model's."""
+        """Return the name table of the trained weights: the adapters' if the model has any, else the whole model's."""
         return adapter_entries if self.shape.lora_rank else trained_entries
 
     def retire(self) -> None:
-        """End the model's threads and hooks; its groups stay. Not a collective."""
+        """End the model's threads and remove its hooks; its process groups stay. Not a collective."""
         self.schedule.drop_hooks()
         self._packing_thread.shutdown(cancel_futures=True)

@@ -1,12 +1,12 @@
-"""Keeps trained models that share one backend apart: their weights, AdamW, gradients and counters.
+"""Copies of a trained model's state, so that several models can take turns in one backend.
 
-A TrainedState holds copies on the host of everything of a backend that training moves, of one
-model. ``take`` copies it out, ``put`` copies it in, to the bit; between the two the backend may
-hold another model's. With adapters that is the adapters and their moments alone; without them every
-weight. Not a collective, but every rank must do the same.
+A TrainedState holds, on the host, everything that training changes: weights, AdamW, gradients and
+counters. ``take`` copies a model out of the backend, ``put`` copies it in, to the bit. Between the
+two the backend may hold another model. With adapters the weights are the adapters alone, without
+them all weights. The functions are not collectives, but every rank must call the same functions.
 
-AdamW's tensors must exist (``begin_adam``): a fresh model's are zeros at step 0, as torch makes
-them in a first step.
+AdamW's tensors must exist first: ``begin_adam`` makes them, as torch's first step would, and leaves
+zeros at step 0.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ _MOVES_NOTHING = AdamStep(learning_rate=0.0, betas=(0.0, 0.0), epsilon=1.0, weig
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedState:
-    """Holds one model's share of this rank, on the host.
+    """Holds this rank's part of one model's state, on the host.
 
-    weights: the trained parameters, chunk by chunk. adam: masters and moments.
-    gradients: the accumulated gradient's buffers; None where none is accumulated.
-    sums: of the current optimizer step. steps: AdamW's. scale: of the adapters' products; None
-        without adapters.
+    weights: the trained parameters, chunk by chunk.
+    adam: AdamW's masters and moments.
+    gradients: the accumulated gradient's buffers; None if no gradient is accumulated.
+    sums: the sums of the current optimizer step (``StepSums.values``).
+    steps: AdamW's number of steps.
+    scale: alpha / rank of the adapters; None without adapters.
     """
 
     weights: Sequence[torch.Tensor]
@@ -48,7 +50,10 @@ class TrainedState:
 
 
 def begin_adam(backend: TrainableModel) -> None:
-    """Make AdamW's tensors, zeros at step 0, by a step that moves nothing. A collective, before the first step."""
+    """Make AdamW's tensors, by a step that moves nothing, and set them to step 0. A collective.
+
+    Call it before the first step.
+    """
     backend.optimizer.set_adam(_MOVES_NOTHING)
     backend.optimizer.ghost_step()
     reset_adam(backend)
@@ -71,14 +76,14 @@ def take_weights(backend: TrainableModel) -> list[torch.Tensor]:
 
 
 def put_weights(backend: TrainableModel, weights: Sequence[torch.Tensor], scale: float | None) -> None:
-    """Overwrite the trained parameters, and no state of AdamW; float32 masters of half-precision weights stay."""
+    """Overwrite the trained parameters and leave AdamW's state; float32 masters of 16-bit weights stay too."""
     backend.schedule.gather_parameters()
     overwrite(trained(backend.parameters()), weights)
     set_scale(backend, scale)
 
 
 def take(backend: TrainableModel) -> TrainedState:
-    """Return a copy of all that training has moved."""
+    """Return a copy of everything that training changes."""
     weights = take_weights(backend)
     state = TrainedState(
         weights=weights,
@@ -94,7 +99,7 @@ def take(backend: TrainableModel) -> TrainedState:
 
 
 def put(backend: TrainableModel, state: TrainedState) -> None:
-    """Make the backend's model the one of ``state``."""
+    """Load ``state`` into the backend's model."""
     put_weights(backend, state.weights, state.scale)
     overwrite(_adam(backend), state.adam)
     set_adam_steps(backend, state.steps)
@@ -107,7 +112,7 @@ def put(backend: TrainableModel, state: TrainedState) -> None:
 
 
 def set_adam_steps(backend: TrainableModel, steps: int) -> None:
-    """Set AdamW's steps: torch keeps one per parameter, Transformer Engine's and Apex's one per group."""
+    """Set AdamW's step count, which torch keeps per parameter, and Transformer Engine and Apex per group."""
     for adam in _adams(backend):
         for state in adam.state.values():
             if "step" in state:
@@ -131,7 +136,7 @@ def set_scale(backend: TrainableModel, scale: float | None) -> None:
 
 
 def _adapters(backend: TrainableModel) -> list[Adapter]:
-    """Return this rank's adapters; none where every weight is trained."""
+    """Return this rank's adapters; [] if every weight is trained."""
     if not backend.shape.lora_rank:
         return []
     from megatron_rl.model.lora.adapters import adapters_of

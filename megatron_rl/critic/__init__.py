@@ -1,5 +1,7 @@
-"""Models with a value head: PPO's critic (critic.py), linked to ranks of its own by client.py and server.py
-(``critic.placement``), and a reward model (reward_model.py).
+"""Models with a value head: PPO's critic (critic.py) and a reward model (reward_model.py).
+
+Under ``critic.placement=separate`` the critic runs on other ranks; client.py and server.py are the
+two sides of the link to them (link.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The policy's ranks' side of a critic that other ranks of the job hold (``critic.placement=separate``).
+"""A separate critic (``critic.placement=separate``) as the policy's ranks see it.
 
-It has the methods of ``Critic``, each a request that critic/server.py answers. Every method is a
-collective over the policy's ranks, unless it says otherwise.
+RemoteCritic has the methods of ``Critic``; each sends a request that critic/server.py answers. Every
+method is a collective over the policy's ranks, unless its docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatron_rl.types import BatchFacts, Sample
 
 
 class RemoteSave:
-    """Stands for a checkpoint that the critic's ranks are writing; see PendingSave."""
+    """Stands for a checkpoint that the critic's ranks are writing; it has the methods of PendingSave."""
 
     def __init__(self, critic: RemoteCritic, root: pathlib.Path, iteration: int) -> None:
-        """Begin the checkpoint. Raises CheckpointError on every rank where it cannot be begun."""
+        """Begin the checkpoint. Raises CheckpointError on every rank if that fails."""
         self.critic, self.is_written, self.written_s = critic, True, 0.0
         critic.ask_of_checkpoint("save", root=str(root), iteration=iteration)
 
     def finish(self) -> pathlib.Path:
-        """Finish the checkpoint. Raises CheckpointError on every rank where it could not be written."""
+        """Finish the checkpoint. Raises CheckpointError on every rank if it could not be written."""
         answer = self.critic.ask_of_checkpoint("finish")
         self.written_s = answer["written_s"]
         return folder_of(answer["folder"])
@@ -39,13 +39,13 @@ class RemoteSave:
 
 
 class RemoteCritic:
-    """Passes Critic's methods on to the critic's ranks; their failure is a PeerError with its message on every rank."""
+    """Passes Critic's methods on to the critic's ranks; a failure there raises PeerError on every rank here."""
 
     def __init__(self, link: PolicyCriticLink, *, total_steps: int) -> None:
         self.link, self.place = link, topology.current()
         self.number = 0
-        self.is_told_to_leave = False  # by a signal that reached the critic's ranks
-        self.valued: BatchFacts | None = None  # of the batch whose rows the critic's ranks have
+        self.is_told_to_leave = False  # True after a signal reached the critic's ranks
+        self.valued: BatchFacts | None = None  # facts of the batch whose rows the critic's ranks have
         self.ask("build", total_steps=total_steps)
 
     def ask(
@@ -53,9 +53,9 @@ class RemoteCritic:
     ) -> tuple[dict, dict[str, np.ndarray]]:
         """Send a request and return (the answer, its arrays).
 
-        Every rank reads the answer for itself, so that no collective's deadline bounds the work of
-        the critic's ranks: they say that they are alive.
-        arrays: called on the first rank alone.
+        Every rank waits for the answer in the job's store, not in a collective: a collective's
+        deadline would bound the critic's work. The critic's beats show that it is alive.
+        arrays: makes the request's arrays; called on the first rank alone.
         """
         self.number += 1
         if self.link.is_first:
@@ -65,7 +65,7 @@ class RemoteCritic:
         return answer, self.link.arrays(answer)
 
     def ask_of_checkpoint(self, request: str, **given: object) -> dict:
-        """Send a request about a checkpoint; raises the critic's CheckpointError on every rank."""
+        """Send a request about a checkpoint; raise the critic's CheckpointError on every rank."""
         answer, _ = self.ask(request, **given)
         if answer["refused"]:
             raise (DamagedCheckpoint if answer["damaged"] else CheckpointError)(answer["refused"])
@@ -74,7 +74,7 @@ class RemoteCritic:
     # ---- a rollout -------------------------------------------------------------------------------------------------
 
     def values(self, batch: Batch) -> np.ndarray:
-        """Return the values, float32 [T] flat; the batch's rows go to the critic once and stay for ``train``."""
+        """Return the values, float32 [T] flat; the critic's ranks keep the batch's rows for ``train``."""
         everything = np.arange(batch.facts.num_samples)
         needed = [everything if rank == 0 else everything[:0] for rank in range(self.place.world_size)]
         rows = batch_exchange.exchange_rows(batch.facts, batch.local, needed, self.place)
@@ -83,7 +83,7 @@ class RemoteCritic:
         return arrays["values"]
 
     def train(self, batch: Batch, returns: np.ndarray, old_values: np.ndarray) -> dict[str, float]:
-        """Take the rollout's optimizer steps on the batch of the last ``values``; return their metrics."""
+        """Take the rollout's optimizer steps and return their metrics; ``batch`` must be the last ``values``' batch."""
         assert batch.facts is self.valued, "train() takes the batch of the last values()"
         answer, _ = self.ask("train", lambda: {"returns": returns, "old_values": old_values})
         return answer["metrics"]
@@ -94,20 +94,20 @@ class RemoteCritic:
         return RemoteSave(self, root, iteration)
 
     def check(self, folder: pathlib.Path) -> None:
-        """Raise CheckpointError where a checkpoint is of another model."""
+        """Raise CheckpointError if a checkpoint is of another model or damaged."""
         self.ask_of_checkpoint("check", folder=str(folder))
 
     def load(self, folder: pathlib.Path) -> None:
         self.ask_of_checkpoint("load", folder=str(folder))
 
     def close(self, *, preempted: bool = False) -> None:
-        """End the critic's ranks, as those of a finished run or of a preempted one."""
+        """End the critic's ranks. preempted: whether the run was preempted, not finished."""
         self.ask("close", preempted=preempted)
         self.link.close()
 
 
 def batch_arrays(batch: Batch, rows: Mapping[int, Sample]) -> dict[str, np.ndarray]:
-    """Return a batch with all its rows as arrays: facts [S] by name, token_ids and loss_mask flat over samples."""
+    """Return a batch as arrays: facts [S] by name, and all rows' token_ids and loss_mask, flat over samples."""
     facts = batch.facts
     ordered = [rows[i] for i in range(facts.num_samples)]
     return {

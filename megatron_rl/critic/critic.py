@@ -1,8 +1,8 @@
-"""PPO's critic on this rank: a model of its own with a value head, its own optimizer and, if asked for, its own grid.
+"""PPO's critic on this rank: a model with a value head, its own optimizer and, if asked for, its own grid.
 
-V_t is read from the hidden state before token t, as the policy's log-prob of t is. The loss is a
-token sum under the policy's weights (semantics §8): zero advantages train values as any other, so
-that only samples without a loss token are dropped.
+V_t is read from the hidden state before token t, from which the policy's log-prob of t is read too.
+The loss is a token sum under the policy's weights (semantics §8). Values also train at advantages of
+zero, so only samples without a loss token are dropped.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from megatron_rl.weights.reader import MemoryReader, WeightReader
 
 
 class Critic(TrainableModel):
-    """Runs the critic on its ranks. Methods are collectives over them, unless they say otherwise.
+    """Runs the critic. Methods are collectives over its ranks, unless their docstrings say otherwise.
 
         critic = Critic(config, total_steps=100)
         values = critic.values(batch)                           # [T] flat
-        metrics = critic.train(batch, returns, values)          # all its optimizer steps of a rollout
+        metrics = critic.train(batch, returns, values)          # the critic's optimizer steps of a rollout
 
-    Its batches are the policy's; the rows may lie on other ranks than the critic needs.
+    It takes the policy's batches, and fetches the rows that its own ranks need.
     """
 
-    is_told_to_leave = False  # a signal tells only ranks that are not the policy's
+    is_told_to_leave = False  # as in RemoteCritic; here the policy's ranks get signals themselves
 
     training, reading = "critic", "values"
     sum_names = ("loss", "tokens", "clipped", "value", "return", "return_squared", "error_squared")
@@ -60,10 +60,10 @@ class Critic(TrainableModel):
         total_steps: int = 1,
         alone: bool = False,
     ) -> None:
-        """Build the critic; other arguments are those of TrainableModel.
+        """Build the critic; TrainableModel describes the other arguments.
 
-        config: the run's, whose ``critic`` section overrules it.
-        alone: whether these ranks hold no policy, whose grid it could share.
+        config: the run's configuration; its ``critic`` section overrules the other sections.
+        alone: whether these ranks hold no policy; then there is no policy's grid to share.
         """
         own = critic_config(config)
         self._total_steps = total_steps
@@ -81,14 +81,15 @@ class Critic(TrainableModel):
         return FreshHead(super()._reader(weights), self.hf_config.hidden_size)
 
     def _fill(self, models: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor] | None) -> None:
-        """Load the weights, but not under ``critic.init=policy``: ``take_weights`` or a checkpoint fills them later."""
+        """Load the weights, except under ``critic.init=policy``: ``take_weights`` or a checkpoint sets them later."""
         if weights is not None or self.config.critic.init != "policy":
             super()._fill(models, weights)
 
     def take_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Take the policy's weights (``MegatronBackend.export``) under a head of zeros, before the first step.
+        """Take the policy's weights, with a head of zeros, before the first step.
 
-        They are held whole on the host meanwhile.
+        tensors: the weights, from ``MegatronBackend.export``. They are held whole on the host
+            meanwhile.
         """
         kept = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
         with self._here():
@@ -99,7 +100,7 @@ class Critic(TrainableModel):
     # ---- a rollout -------------------------------------------------------------------------------------------------
 
     def values(self, batch: Batch) -> np.ndarray:
-        """Return V of the state before each loss token, 0 elsewhere: float32 [T] flat over the batch, on every rank."""
+        """Return V of the state before each loss token, 0 at other tokens: float32 [T] flat, on every rank."""
         own = dataclasses.replace(batch, rows={})
         with self._here():
             plan = self.plan_pass(own, own.facts.loss_tokens > 0)
@@ -107,9 +108,9 @@ class Critic(TrainableModel):
             return self._read(own, plan, lambda _, hidden: (values_of(hidden, self.chunks[-1].module), {}))[0]
 
     def train(self, batch: Batch, returns: np.ndarray, old_values: np.ndarray) -> dict[str, float]:
-        """Take the rollout's optimizer steps; return ``critic/*``, means over all of them.
+        """Take the rollout's optimizer steps; return the metrics ``critic/*`` (``critic_metrics``).
 
-        returns: [T] flat over response tokens, the targets.
+        returns: [T] flat over response tokens, the values' targets.
         old_values: [T], the result of ``values`` before the first step.
         """
         own = dataclasses.replace(batch, rows={})
@@ -127,7 +128,7 @@ class Critic(TrainableModel):
     def accumulate(
         self, batch: Batch, mini_batch: StepPlan, returns: np.ndarray, old_values: np.ndarray, fingerprint: bytes
     ) -> None:
-        """Add the gradient of a mini-batch, whose rows must be here; denominators are counted over its members."""
+        """Add the gradient of a mini-batch; the batch must hold its rows. Denominators count all its members."""
         longest = self.config.rollout.max_response_tokens
         weights = reduction_weights(
             self.config.loss.reduction, batch.facts, mini_batch.members, max_response_tokens=longest
@@ -145,7 +146,7 @@ class Critic(TrainableModel):
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def offload(self) -> OffloadedBytes:
-        """Offload as TrainableModel.offload does, on the critic's own grid."""
+        """Do what ``TrainableModel.offload`` does, on the critic's grid."""
         with self._here():
             return super().offload()
 
@@ -154,20 +155,20 @@ class Critic(TrainableModel):
             super().restore()
 
     def save(self, root: pathlib.Path, iteration: int) -> PendingSave:
-        """Begin a checkpoint of its own: model, AdamW, and its numbers in state.json."""
+        """Begin a checkpoint of the critic: model, AdamW, and the critic's counters in state.json."""
         state = {"model": model_state.identity(self), "backend": model_state.numbers(self)}
         with self._here():
             return model_state.save(self, root, iteration, {STATE: json.dumps(state) + "\n"})
 
     def check(self, folder: pathlib.Path) -> None:
-        """Raise CheckpointError where a checkpoint is of another model or damaged. Not a collective."""
+        """Raise CheckpointError if a checkpoint is of another model or damaged. Not a collective."""
         model_state.check_model(self, folder, read_model_state(folder)["model"])
 
     def load(self, folder: pathlib.Path) -> None:
-        """Load a checkpoint of its own, of any topology.
+        """Load a checkpoint of the critic, from any topology.
 
-        Raises DamagedCheckpoint where its tensors cannot be read; AdamW is then begun anew, for
-        another checkpoint.
+        Raises DamagedCheckpoint if its tensors cannot be read. AdamW is then reset, so that another
+        checkpoint can be loaded.
         """
         state = read_model_state(folder)
         with self._here():
@@ -178,20 +179,21 @@ class Critic(TrainableModel):
                 raise
 
     def close(self, *, preempted: bool = False) -> None:
-        """End its threads and hooks; its groups are taken down with the policy's."""
+        """End the critic's threads and hooks; its groups are destroyed with the policy's."""
         self.retire()
 
 
 def critic_metrics(results: Sequence[StepResult]) -> dict[str, float]:
-    """Return ``critic/*`` of a rollout's steps: means over its loss tokens and the largest gradient norm.
+    """Return the metrics ``critic/*`` of a rollout's steps.
 
-    Explained variance is the share of the returns' variance that the values explained before each
-    step, 1 − Σ(R − V)² / Σ(R − mean R)².
+    The loss is a mean over steps, the gradient norm the largest one. Values, returns and clipping
+    are means over loss tokens. Explained variance is the share of the returns' variance that the
+    values before each step explain, 1 − Σ(R − V)² / Σ(R − mean R)².
     """
     sums = {name: sum(result.sums[name] for result in results) for name in Critic.sum_names}
     metrics = {
         "critic/loss": sums["loss"] / max(len(results), 1),
-        "critic/grad_norm": float(np.max([result.grad_norm for result in results], initial=0.0)),  # NaN where one is
+        "critic/grad_norm": float(np.max([result.grad_norm for result in results], initial=0.0)),  # NaN if any is NaN
         "critic/lr": results[-1].learning_rate if results else 0.0,
         "critic/steps": float(len(results)),
         "critic/applied": float(sum(result.applied for result in results)),

@@ -11,7 +11,7 @@ HEAD = VALUE_HEAD.hf[0]
 
 
 class FreshHead:
-    """Reads weights and adds a value head of zeros where they have none: every value is 0 at first."""
+    """Reads weights, and a value head of zeros if they have none; then every value is 0 at first."""
 
     def __init__(self, reader: WeightReader, hidden_size: int) -> None:
         self.reader, self.zeros = reader, torch.zeros(1, hidden_size)

@@ -1,14 +1,13 @@
-"""The link between the policy's ranks and a separate critic's: two worlds of one job that exchange messages.
+"""The link between the policy's ranks and a separate critic's ranks: two worlds of one job that exchange messages.
 
-A job of W ranks under ``critic.placement=separate`` is a policy's world, ranks 0 to W − C − 1, and
-a critic's, the last C. Each has its own default group, so that nothing of Megatron-Core knows of
-the other. Requests and answers are numbered keys of the job's store, which every rank of the other
-world reads; arrays go between the two first ranks alone, over a gloo group of the two, and are
-shared from there.
+Under ``critic.placement=separate`` a job of W ranks has two worlds: the policy's, ranks 0 to
+W − C − 1, and the critic's, the last C ranks. Each world has its own default group, so Megatron-Core
+in one world does not see the other. Requests and answers are numbered keys in the job's store; every
+rank of the other world reads them. Arrays go only between the two worlds' first ranks, over a gloo
+group of these two, and are broadcast from there.
 
-Each world's first rank says every BEAT_S that it is alive: rollouts and a critic's steps may take
-their time, each bounded by its own world's deadlines, and a world that is gone is noticed all the
-same.
+Every BEAT_S each world's first rank writes that it is alive. So rollouts and a critic's steps may
+take long, bounded only by their own world's deadlines, and a lost world is still noticed.
 """
 
 from __future__ import annotations
@@ -42,7 +41,9 @@ Arrays = Mapping[str, np.ndarray]
 def joined(num_critic: int, deadline_s: float, *, of_critic: bool) -> Iterator[PolicyCriticLink]:
     """Join this process's world and yield its end of the link.
 
-    num_critic: the ranks of the separate critic.
+    num_critic: the number of the critic's ranks.
+    of_critic: whether this rank is one of them.
+
     A failure within the block ends the other world's waits.
     """
     link = PolicyCriticLink(
@@ -61,12 +62,12 @@ def joined(num_critic: int, deadline_s: float, *, of_critic: bool) -> Iterator[P
 
 
 def policy_ranks_here(num_critic: int) -> int:
-    """Count this job's policy ranks, where its critic is separate. Raises ConfigError where none is left."""
+    """Return the number of policy ranks beside a separate critic. Raises ConfigError if none is left."""
     return policy_ranks(num_critic, int(os.environ["WORLD_SIZE"]))
 
 
 def holds_critic(num_critic: int) -> bool:
-    """Say whether this process belongs to a separate critic of so many ranks. Not a collective.
+    """Return whether this process is one of the ``num_critic`` ranks of a separate critic. Not a collective.
 
     Raises ConfigError outside a job of several ranks.
     """
@@ -79,15 +80,15 @@ def holds_critic(num_critic: int) -> bool:
 
 
 def local_policy_ranks(num_critic: int, rank: int, local_rank: int, local_world_size: int) -> int:
-    """Count this node's ranks that hold the policy, beside a separate critic. Not a collective."""
+    """Return the number of this node's ranks that hold the policy, beside a separate critic. Not a collective."""
     return min(local_world_size, policy_ranks_here(num_critic) - (rank - local_rank))
 
 
 class PolicyCriticLink:
-    """Holds one rank's end of the link. Making one joins this rank's own world; a collective over the job."""
+    """Holds one rank's end of the link. The constructor joins this rank's world; it is a collective over the job."""
 
     def __init__(self, *, of_critic: bool, num_policy: int, num_critic: int, deadline_s: float) -> None:
-        """num_policy, num_critic: the ranks of the two worlds. deadline_s: ``run.deadline_s``."""
+        """Join the world. num_policy, num_critic: the worlds' numbers of ranks. deadline_s: ``run.deadline_s``."""
         self.deadline_s, self.of_critic = deadline_s, of_critic
         bound = datetime.timedelta(seconds=self.deadline_s)
         store, rank, _ = meet(self.deadline_s)
@@ -96,7 +97,7 @@ class PolicyCriticLink:
         join_world(HOST.backend, dist.PrefixStore(name, store), rank - first, count, self.deadline_s)
         self.is_first = rank == first
         self.store = dist.PrefixStore("bridge", store)
-        self.is_told_to_leave = False  # by a signal; the policy's ranks decide when, if they live
+        self.is_told_to_leave = False  # True after a signal; the policy's ranks decide when the run ends, if they live
         self.group = None
         if self.is_first:
             self.group = dist.ProcessGroupGloo(dist.PrefixStore("arrays", self.store), int(of_critic), 2, bound)
@@ -109,7 +110,7 @@ class PolicyCriticLink:
         number = 0
         while not self._left.wait(BEAT_S):
             number += 1
-            with contextlib.suppress(dist.DistError):  # the store is gone: the waiting thread notices by itself
+            with contextlib.suppress(dist.DistError):  # if the store is gone, the waiting thread sees it too
                 self.store.set(f"{ALIVE}/{self.name}", str(number))
 
     def close(self) -> None:
@@ -118,7 +119,7 @@ class PolicyCriticLink:
     # ---- messages --------------------------------------------------------------------------------------------------
 
     def tell(self, key: str, content: Mapping[str, object], arrays: Arrays | None = None) -> None:
-        """Send from this world's first rank to the other world, until the arrays were taken. Not a collective."""
+        """Send a message from this world's first rank, and return when its arrays were received. Not a collective."""
         blob = _packed(arrays) if arrays else b""
         self.store.set(key, json.dumps({**content, "bytes": len(blob)}))
         if blob:
@@ -127,7 +128,8 @@ class PolicyCriticLink:
     def hear(self, key: str) -> dict:
         """Wait for the other world's message under ``key`` and return it without its arrays; any rank may call it.
 
-        Raises PeerError at ``run.deadline_s`` of silence.
+        Raises PeerError if the other world failed, or was silent for ``run.deadline_s``; after a
+        signal to leave, for 3 · BEAT_S if that is less.
         """
         heard, since = self._beat_heard(), time.monotonic()
         while True:
@@ -148,10 +150,10 @@ class PolicyCriticLink:
     def say_failed(self, reason: str) -> None:
         """End the waits of both worlds. Not a collective.
 
-        Does nothing where the job's store is gone, which ends them as well.
+        It does nothing if the job's store is gone, which ends the waits as well.
         """
         with contextlib.suppress(dist.DistError):
-            if not self.store.check([FAILED]):  # the first cause
+            if not self.store.check([FAILED]):  # the first cause counts
                 self.store.set(FAILED, f"a rank of the {self.name} failed: {reason}")
 
     def _beat_heard(self) -> str | None:

@@ -1,8 +1,8 @@
 """A reward model on this rank: a model with a value head, whose number at a response's end is the response's score.
 
-It is trained on preference pairs (trainer/preference.py) and written as transformers' sequence
-classifier of one label, which a reward function (reward/reward_model.py) and a critic
-(``critic.hf_path``) read.
+It is trained on preference pairs (trainer/preference.py). It is written as transformers' sequence
+classifier with one label. A reward function (reward/reward_model.py) and a critic
+(``critic.hf_path``) can read that.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ log = logging.getLogger(__name__)
 
 
 class RewardModel(TrainableModel):
-    """Trains and reads a reward model. Every method is a collective unless it says otherwise."""
+    """Trains a reward model and computes its scores.
+
+    Every method is a collective unless its docstring says otherwise.
+    """
 
     reading = "values"
     sum_names = ("loss", "tokens")
@@ -43,9 +46,9 @@ class RewardModel(TrainableModel):
     def __init__(
         self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1
     ) -> None:
-        """Build the model with a value head; a ``score.weight`` among its weights is the head, else it starts at 0.
+        """Build the model with a value head; TrainableModel describes the arguments.
 
-        The arguments are those of TrainableModel.
+        The weights' ``score.weight`` is the head; without it the head starts at 0.
         """
         super().__init__(config, hf_config=hf_config, weights=weights, total_steps=total_steps, value_head=True)
 
@@ -53,7 +56,7 @@ class RewardModel(TrainableModel):
         return FreshHead(super()._reader(weights), self.hf_config.hidden_size)
 
     def scores(self, batch: Batch, chosen: np.ndarray) -> np.ndarray:
-        """Return the value head's number before each loss token, 0 elsewhere: float32 [T] flat, on every rank.
+        """Return the value head's number before each loss token, 0 at other tokens: float32 [T] flat, on every rank.
 
         chosen: bool [S], the samples that are passed.
         """
@@ -67,7 +70,7 @@ class RewardModel(TrainableModel):
     def forward_backward(
         self, batch: Batch, mini_batch: StepPlan, inputs: LossInputs, *, fingerprint: bytes, supervised: bool = True
     ) -> None:
-        """Add the gradient of the linear loss −Σ_t w_t · V_t over loss tokens; ``supervised`` is the only kind."""
+        """Add the gradient of the linear loss −Σ_t w_t · V_t over loss tokens; ``supervised`` changes nothing."""
         self._accumulate(batch, mini_batch, inputs, fingerprint, self._loss)
 
     def _loss(self, tokens: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
@@ -76,7 +79,7 @@ class RewardModel(TrainableModel):
         return loss, {"sums": torch.stack([loss.detach().double(), torch.ones_like(values).sum().double()])}
 
     def export(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every weight whole under its Hugging Face name, ``score.weight`` too, as ``MegatronBackend.export``."""
+        """Yield every weight, and ``score.weight``, as ``MegatronBackend.export`` does."""
         self.schedule.gather_parameters()
         parameters = [named_weights(chunk.module) for chunk in self.chunks]
         yield from export_weights(parameters, self.shape, self.topology, bucket_bytes=bucket_bytes)
@@ -95,17 +98,17 @@ class RewardModel(TrainableModel):
         )
 
     def close(self, *, leave_world: bool = True) -> None:
-        """Take all groups down; the process may build another model afterwards."""
+        """Destroy all process groups; the process may build another model afterwards."""
         self.retire()
         topology.destroy(leave_world=leave_world)
 
 
 def classifier_config(hf_config, tokenizer):
-    """Return transformers' config of a sequence classifier of one label over the same model.
+    """Return transformers' config of a sequence classifier with one label over the same model.
 
-    Such a classifier reads a row's score at its last token that is no pad, so its pad must not be
-    the token that ends a response; where the tokenizer has no other, ``pad_token_id`` is null, and
-    rows are scored one at a time.
+    Such a classifier reads a row's score at its last token that is not a pad. So the pad must not be
+    the token that ends a response. If the tokenizer has no other pad, ``pad_token_id`` is null, and
+    transformers scores one row at a time.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES
 

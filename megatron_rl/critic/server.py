@@ -1,4 +1,4 @@
-"""Serves a separate critic: its ranks build it and answer critic/client.py's requests, in turn, until the run ends."""
+"""The service of a separate critic: its ranks build it and answer critic/client.py's requests until the run ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ Answer = tuple[dict, dict[str, np.ndarray]]
 
 
 def serve(config: Config) -> bool:
-    """Run every rank of the critic, in place of the loop; return whether the run came to its end, as ``train`` does."""
+    """Serve the critic on each of its ranks, in place of the training loop.
+
+    Returns whether the run came to its end, as ``train`` does.
+    """
     with joined(config.separate_critic_ranks, config.run.deadline_s, of_critic=True) as link:
         if config.saves_checkpoints:
             for number in SIGNALS:
@@ -38,10 +41,10 @@ def serve(config: Config) -> bool:
 
 
 class Service:
-    """Answers requests on the critic's ranks. Methods are collectives over them."""
+    """Answers requests on the critic's ranks. Methods are collectives over these ranks."""
 
     def __init__(self, link: PolicyCriticLink, build: Callable[..., Critic]) -> None:
-        """build: makes the critic of the run, given its ``total_steps``."""
+        """Take the link. build: makes the run's critic, given ``total_steps``."""
         self.link, self.build = link, build
         self.number = 0
         self.preempted = False
@@ -60,7 +63,7 @@ class Service:
         error, answer, results = None, {}, {}
         try:
             answer, results = self._answer(request, arrays)
-        except Exception as raised:  # noqa: BLE001 (told at once: peers may be in a collective that nothing ends)
+        except Exception as raised:  # noqa: BLE001 (reported at once: peers may wait in a collective without end)
             error = raised
             log.error(
                 "the critic's rank %d failed on %r: %s: %s",
@@ -117,7 +120,7 @@ class Service:
         return {"refused": ""}
 
     def _batch(self, sample_ids: Sequence[str], arrays: Mapping[str, np.ndarray]) -> Batch:
-        """Make the policy's batch, with its rows spread over the critic's ranks."""
+        """Return the policy's batch with its rows spread over the critic's ranks."""
         totals = arrays["prompt_tokens"] + arrays["response_tokens"]
         tokens = np.split(arrays["token_ids"].astype(np.int64), np.cumsum(totals)[:-1])
         masks = np.split(arrays["loss_mask"], np.cumsum(arrays["response_tokens"])[:-1])

@@ -1,1 +1,1 @@
-"""The world of processes: the host's devices, process groups, collectives, the watchdog, versions of packages."""
+"""The processes of a run: the host's devices, process groups, collectives, the watchdog, versions of packages."""

@@ -1,17 +1,16 @@
-"""Agreement of a job's ranks before training: all are ready, or one sentence says why not, and it is printed once.
+"""The agreement of a job's ranks before training: all are ready, or one message says why not, printed once.
 
-A launcher ends every rank as soon as one has left, so that a rank which leaves in silence may take
-the one with the message along. Hence:
+A launcher ends every rank as soon as one rank has left. So a rank that leaves first could end the
+rank that has the message. Hence:
 
-1. A rank that cannot start leaves its message in the job's store (the first one counts), and rank 0
-   prints it. All others wait for that, at most GRACE_S, before they leave.
-2. Rank 0 reads the store where all ranks meet before the model is built (``wait_for_all``): it
-   prints what another rank met, such as a file that one host lacks.
-3. Where rank 0 is elsewhere, in a collective say, one of the failed ranks prints in its place after
-   GRACE_S.
+1. A rank that cannot start writes its message to the job's store; the first message counts. Rank 0
+   prints it. All other ranks wait for that, at most GRACE_S, before they leave.
+2. Rank 0 reads the store when all ranks meet before the model is built (``wait_for_all``). So it
+   prints another rank's message, for example about a file that one host lacks.
+3. If rank 0 is not there, for example in a collective, one of the failed ranks prints in its place
+   after GRACE_S.
 
-The store is torch.distributed's: torchrun's own, or the one that rank 0 holds under MASTER_ADDR and
-MASTER_PORT.
+The store is torch.distributed's: torchrun's, or rank 0's at MASTER_ADDR and MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ READY = "ready"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Holds this process's place among those that must agree, and the store they share; None for one that is alone."""
+    """Holds this process's place among the processes that must agree, and their store; None for a single process."""
 
     rank: int
     size: int
@@ -52,11 +51,10 @@ class Job:
         return self.store.add("arrived", 0) // self.size
 
     def wait_for_all(self, deadline_s: float) -> None:
-        """Return when every rank has come here; a collective.
+        """Return when every rank has called it; a collective.
 
-        deadline_s: seconds.
         Raises ConfigError with the message of a rank that cannot start, and PeerError after
-        ``deadline_s``.
+        ``deadline_s`` seconds.
         """
         if self.store is None:
             return
@@ -77,17 +75,17 @@ class Job:
             raise ConfigError(f"rank {found['rank']} on {found['host']}: {found['message']}")
 
     def tell(self, key: str, text: str) -> None:
-        """Leave a text for the other ranks."""
+        """Write a text to the store, for the other ranks to read by ``told``."""
         if self.store is not None:
             self.store.set(f"{key}/{self.round}", text)
 
     def told(self, key: str, seconds: float) -> str | None:
-        """Return the text that another rank leaves, once it does; None after ``seconds``."""
+        """Return another rank's text for ``key``; None if none comes within ``seconds``."""
         key = f"{key}/{self.round}"
         return self.store.get(key).decode() if self._waits(key, seconds) else None
 
     def print_once(self, message: str) -> None:
-        """Print on one rank's stderr why this job cannot start, and return when that is done."""
+        """Print on one rank's stderr why this job cannot start, and return after it was printed."""
         if self.store is None:
             _print(message)
             return
@@ -107,7 +105,7 @@ class Job:
         self.store.add(f"left/{number}", 1)
 
     def _linger(self, number: int) -> None:
-        """Keep the store, which may be this process's own, until the other failed ranks have read it; end the round."""
+        """Wait until the other ranks have left, since this process may hold the store; then end the round."""
         end = time.monotonic() + self.grace_s
         while self.store.add(f"left/{number}", 0) < self.size - 1 and time.monotonic() < end:
             time.sleep(0.02)
@@ -124,10 +122,11 @@ class Job:
 
 
 def this_job(*, deadline_s: float = GRACE_S) -> Job:
-    """Return this process's place in its world: the one it has joined, else the one that its launcher describes.
+    """Return this process's place in the world that it has joined, or else in the world of the launcher's variables.
 
-    deadline_s: seconds that the store may take to answer.
-    Raises PeerError where it does not.
+    deadline_s: longest time in seconds for the store to answer.
+
+    Raises PeerError if it does not answer.
     """
     environment = os.environ
     if "torch" in sys.modules:
@@ -146,7 +145,7 @@ def this_job(*, deadline_s: float = GRACE_S) -> Job:
 
 @functools.cache
 def _store_of_launcher(deadline_s: float) -> Store:
-    """Connect to the job's store. It is kept for the process's life: rank 0's may be the one that all others read."""
+    """Return the job's store; it is kept as long as the process lives, since rank 0's may serve all other ranks."""
     import torch.distributed as dist
 
     from megatron_rl.distributed.rendezvous import meet
@@ -156,7 +155,7 @@ def _store_of_launcher(deadline_s: float) -> Store:
 
 
 def announce(message: str) -> None:
-    """Print on one rank why the job cannot start, before any rank leaves; torchrun's report repeats it."""
+    """Print on one rank why the job cannot start, before any rank leaves; torchrun's report has it too."""
     if len(message) > MOST_CHARACTERS:
         message = f"{message[:MOST_CHARACTERS]}… ({len(message)} characters)"
     _tell_torchrun(message)
@@ -171,7 +170,7 @@ def _print(message: str) -> None:
 
 
 def _tell_torchrun(message: str) -> None:
-    """Write the message where torchrun's final report takes a rank's error from (torch 2.6 to 2.13)."""
+    """Write the message to the file from which torchrun's final report takes a rank's error (torch 2.6 to 2.13)."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         report = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:  # the message is printed anyway

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all: written beside their place, then put there at once."""
+"""Files and folders that appear whole or not at all: written under another name, then renamed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ log = logging.getLogger(__name__)
 
 
 def replace_text(path: pathlib.Path, text: str, *, synced: bool = False) -> None:
-    """Replace a small file at once: a reader sees the old text or the new.
+    """Replace a small file at once: a reader sees the old text or the new text.
 
-    synced: the text is on the disk before it takes the file's place, so that a host that loses
-        power shows no less.
+    synced: whether the new text is flushed to the disk before the renaming, so that a power loss
+        leaves one of the two.
     """
     unfinished = path.with_name(f"{path.name}.tmp")
     with unfinished.open("w", encoding="utf-8") as file:
@@ -29,7 +29,7 @@ def replace_text(path: pathlib.Path, text: str, *, synced: bool = False) -> None
 
 @contextlib.contextmanager
 def replacing_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield a new folder that takes the place of ``path`` when the block ends, and vanishes where it raises."""
+    """Yield a new folder that replaces ``path`` when the block ends; if the block raises, it is removed."""
     partial = path.with_name(f"{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

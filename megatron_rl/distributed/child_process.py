@@ -9,7 +9,7 @@ import re
 import signal
 from collections.abc import Mapping
 
-# Variables of torchrun, MPI and SLURM: a child that inherited them would join the trainer's world.
+# Variables of torchrun, MPI and SLURM. A child that inherited them would join the trainer's world.
 LAUNCHER_VARIABLES = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_RANK|ROLE_NAME|ROLE_WORLD_SIZE|"
     r"MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*|TORCH_NCCL_.*|PMI_.*|PMIX_.*|OMPI_.*|SLURM_(PROCID|NTASKS|LOCALID)"
@@ -31,13 +31,13 @@ def environment(inherited: Mapping[str, str]) -> dict[str, str]:
 def end_with_parent(parent: int) -> None:
     """End this process when its rank is killed, but not when the rank is asked to leave.
 
-    parent: process id of the rank, which finishes its step after a request to leave and needs this
-        process until then.
+    parent: the rank's process id. After a request to leave the rank finishes its step, and needs
+        this process until then.
 
-    Linux sends SIGKILL when the *thread* that started this process ends: start it from a thread
-    that lives as long as the rank. The requests to leave get an empty handler here and the default
-    one after a fork: a process started from here would inherit ignored signals and could not be
-    terminated.
+    Linux sends SIGKILL when the *thread* that started this process ends, so start it from a thread
+    that lives as long as the rank. Requests to leave are signals that get an empty handler here, and
+    the default handler after a fork. If they were ignored instead, a process started from here would
+    inherit that, and could not be terminated.
     """
     for number in _ASKS_TO_LEAVE:
         signal.signal(number, _stay)
@@ -48,9 +48,9 @@ def end_with_parent(parent: int) -> None:
 
 
 def end_with_launcher() -> None:
-    """End this process when torchrun, whose child it is, is killed; torchrun ends its ranks at any other end itself.
+    """End this process when torchrun, its parent, is killed; torchrun ends its ranks itself if it ends otherwise.
 
-    A process without torchrun lives on when its parent ends, which may be a login shell.
+    Without torchrun the parent may be a login shell, so the process lives on when its parent ends.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signal_at_parents_end(signal.SIGKILL)
@@ -62,7 +62,7 @@ def signal_at_parents_end(number: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Have the kernel make this process the parent of every process below it whose own parent ends (Linux)."""
+    """Have the kernel make this process the parent of each descendant whose own parent ends (Linux)."""
     _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -1,8 +1,8 @@
-"""Collectives over the whole world on values of the host: JSON, small arrays, one rank's error.
+"""Collectives over the whole world on host values: JSON, small arrays, one rank's error.
 
-They travel as tensors in host memory by gloo, beside NCCL too: NCCL's kernels spin on the GPU until
-the last rank has come, while an engine may be decoding there, and a rank that waits in one cannot
-say where it waits.
+The values travel as tensors in host memory by gloo, also if the world's backend is NCCL. NCCL's
+kernels spin on the GPU until the last rank has come, and an engine may be decoding there. A rank
+that waits in NCCL cannot report where it waits.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from megatron_rl.errors import PeerError
 
-_beside_nccl: list[dist.ProcessGroup] = []  # the world's gloo group, where the world's own is NCCL's
+_beside_nccl: list[dist.ProcessGroup] = []  # a gloo group of the world, if the default group is NCCL's
 _num_gathers = 0
 
 
 def open_host_group(deadline_s: float) -> None:
-    """Make the group for host tensors where the world's own cannot take them; a collective, done once in a world.
+    """Make a group for host tensors if the default group takes none; a collective that acts once per world.
 
     deadline_s: seconds, the time-out of each collective.
     """
@@ -31,7 +31,7 @@ def open_host_group(deadline_s: float) -> None:
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """Return the group of all ranks that takes host tensors; None for the world's own."""
+    """Return the group of all ranks that takes host tensors; None if it is the default group."""
     if dist.get_backend() == "gloo":
         return None
     assert _beside_nccl, "topology.initialize opens the group for host tensors"
@@ -45,7 +45,7 @@ def reduce_on_host(values: torch.Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) 
 
 
 def num_gathers() -> int:
-    """Return how often this process has called ``gather_json``: two waits in it are two, though they look alike."""
+    """Return how often this process has called ``gather_json``; the number tells two waits in it apart."""
     return _num_gathers
 
 
@@ -69,21 +69,22 @@ def gather_json(value: object) -> list:
 def broadcast_from_rank0(values: np.ndarray) -> np.ndarray:
     """Return rank 0's float64 array on every rank, bit for bit.
 
-    Plans depend on the values, and exp and log may round differently on another CPU.
+    Plans depend on the values, and exp and log may round differently on different CPUs.
     """
     return broadcast_on_host(torch.from_numpy(np.array(values, dtype=np.float64))).numpy()
 
 
 def broadcast_on_host(values: torch.Tensor) -> torch.Tensor:
-    """Overwrite a host tensor by rank 0's, and return it."""
+    """Overwrite a host tensor by rank 0's tensor, in place, and return it."""
     dist.broadcast(values, src=0, group=host_group())
     return values
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:
-    """Raise one rank's error on every rank, before the others wait for it in a collective.
+    """Raise on every rank if one rank has an error, before the others wait for that rank; a collective.
 
-    error: this rank's, None where all is well. Ranks without an error of their own raise PeerError.
+    error: this rank's error, which it raises; None if it has none. Ranks without an error raise
+        PeerError with another rank's message.
     """
     messages = gather_json(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:

@@ -1,7 +1,7 @@
-"""Variables and switches that CUDA, NCCL and Transformer Engine read when they start, set for a run before that.
+"""Environment variables that CUDA, NCCL and Transformer Engine read when they start, and torch's switches.
 
-A variable that the user has set stays, unless ``run.deterministic`` needs another value: that is an
-error.
+A run sets them before that. A variable that the user has set is kept. It is an error if
+``run.deterministic`` needs another value.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from megatron_rl.config import MegatronConfig, ParallelConfig, RolloutConfig, Ru
 from megatron_rl.errors import ConfigError
 
 DRIVER = "/proc/driver/nvidia/version"
-ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the older name, which every version reads, first
-# What bitwise repetition needs, each with the values that give it. cuBLAS: its documentation on
-# reproducibility. Transformer Engine: attention's backward (pytorch/attention). NCCL: NVLink SHARP
-# adds in the order of arrival, and Megatron-LM's --deterministic-mode asks for one of the others.
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # every version of torch reads the first, older name
+# Variables that bitwise repetition needs, with the values that give it. cuBLAS: by its documentation
+# on reproducibility. Transformer Engine: for attention's backward (pytorch/attention). NCCL: NVLink
+# SHARP adds in the order of arrival; Megatron-LM's --deterministic-mode asks for another algorithm.
 DETERMINISTIC: Mapping[str, tuple[str, ...]] = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
     "NCCL_ALGO": ("^NVLS", "Ring", "Tree", "CollnetDirect", "CollnetChain"),
 }
-_added: dict[str, str] = {}  # the variables that this process added, which its engines shall not inherit
+_added: dict[str, str] = {}  # variables that this process added; its engines must not inherit them
 
 
 def added_variables() -> dict[str, str]:
-    """Return the variables that this process has added to its environment, with their values."""
+    """Return the variables that ``set_variables`` has added to this process's environment, with their values."""
     return dict(_added)
 
 
 def opens_device_memory(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> bool:
-    """Tell whether engines on the trainer's GPUs are to open its memory, where its allocator lets them."""
+    """Return whether engines on the trainer's GPUs should open its memory, if its allocator lets them."""
     channel = weight_sync.channel
     return channel == "cuda_ipc" or (channel == "auto" and rollout.engine == "vllm" and not rollout.servers)
 
@@ -45,44 +45,44 @@ def wanted_variables(
     rollout: RolloutConfig,
     weight_sync: WeightSyncConfig,
 ) -> dict[str, tuple[str, ...]]:
-    """Return the variables that a run wants on a GPU, each with the values that do, the one to set first."""
+    """Return the variables that a run wants on a GPU, each with its accepted values; the first value is set."""
     wanted: dict[str, tuple[str, ...]] = {}
     if parallel.tensor > 1 or parallel.context > 1:
         # One hardware queue keeps the order in which Megatron-Core launches a collective and the
-        # product that shall hide it (0.16.1 tensor_parallel/layers.py warns without it;
-        # Megatron-LM's arguments.py asks for it under context parallelism too, up to Hopper).
+        # matrix product that overlaps with it. Without it 0.16.1 tensor_parallel/layers.py warns.
+        # Megatron-LM's arguments.py asks for it under context parallelism too, up to Hopper.
         wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = ("1",)
     if not opens_device_memory(rollout, weight_sync) and not megatron.ddp.get("nccl_ub"):
-        # Micro-batches differ in size, and blocks of fixed size fragment; a handle on a segment
-        # that grows would ask the engine's process for more rights, and NCCL registers fixed buffers.
+        # Micro-batches differ in size, so blocks of fixed size would fragment. Not with engines that
+        # open this memory, which would need more rights, nor with NCCL's registered buffers.
         wanted[ALLOCATOR[0]] = ("expandable_segments:True",)
     return {**wanted, **(DETERMINISTIC if run.deterministic else {})}
 
 
 def prepare_cuda(wanted: Mapping[str, tuple[str, ...]], *, deterministic: bool) -> None:
-    """Set what a run wants before CUDA starts, and torch's switches; may be called again.
+    """Set the variables that a run wants before CUDA starts, and torch's switches; may be called again.
 
-    wanted: by ``wanted_variables``. deterministic: ``run.deterministic``.
+    wanted: the result of ``wanted_variables``. deterministic: ``run.deterministic``.
 
-    Raises ConfigError where ``run.deterministic`` needs a variable that the user set otherwise, or
-    that CUDA, which has started already, did not find.
+    Raises ConfigError if ``run.deterministic`` needs another value than the user's, or a variable
+    that is missing although CUDA has started.
     """
     if os.path.exists(DRIVER):
         set_variables(wanted, os.environ, has_started=torch.cuda.is_initialized())
-    # cuDNN builds a plan for each shape that it has not seen, in half a second and more under torch
-    # 2.11 (reported, not measured here), and every decoding step of the embedded engine has one;
-    # flash attention takes any length.
+    # For each new shape cuDNN builds a plan, which takes half a second and more under torch 2.11
+    # (reported, not measured here). Every decoding step of the embedded engine has a new shape.
+    # Flash attention takes any length.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if deterministic:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory that nobody wrote
+        torch.utils.deterministic.fill_uninitialized_memory = False  # no code here reads uninitialised memory
         torch.backends.cudnn.benchmark = False
 
 
 def set_variables(wanted: Mapping[str, tuple[str, ...]], environment: dict[str, str], *, has_started: bool) -> None:
     """Add the wanted variables that are not set.
 
-    has_started: whether CUDA has started, which reads them no more.
+    has_started: whether CUDA has started; it would not read new variables.
 
     Raises ConfigError as ``prepare_cuda`` does.
     """

@@ -1,8 +1,8 @@
-"""Messages between a rank and a process of its own (an engine, a reward worker): a JSON header and plain arrays.
+"""Messages between a rank and its child process (an engine, a reward worker): a JSON header and plain arrays.
 
-A frame is two little-endian uint64, the header's and the body's length, then the header (JSON,
-UTF-8) and the body. Arrays travel as their bytes; the header's ``arrays`` lists [name, dtype,
-shape] in order. Nothing is ever unpickled.
+A frame is two little-endian uint64 (the header's and the body's length), the header (JSON, UTF-8)
+and the body. The body is the arrays' bytes. The header's ``arrays`` lists their [name, dtype, shape]
+in order. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Mapping
 import numpy as np
 
 _LENGTHS = struct.Struct("<QQ")
-MAX_BYTES = 1 << 33  # a length above it is a broken stream, not a message
+MAX_BYTES = 1 << 33  # a larger length means a broken stream
 DTYPES = ("int16", "int32", "int64", "float32")
 
 
 class Closed(ConnectionError):
-    """Raised where the other side is gone."""
+    """Reports that the other side has closed the connection."""
 
 
 def encode(header: Mapping[str, object], arrays: Mapping[str, np.ndarray] | None = None) -> bytes:
-    """Return a frame as bytes; numpy's numbers in the header become numbers. Raises TypeError for what is not JSON."""
+    """Return a frame as bytes; numpy numbers in the header become JSON numbers. Raises TypeError for other values."""
     arrays = arrays or {}
     listed = [[name, str(array.dtype), list(array.shape)] for name, array in arrays.items()]
     text = json.dumps({**header, "arrays": listed}, default=_number, check_circular=False).encode()
@@ -39,7 +39,7 @@ def _number(value: object) -> object:
 
 
 def is_json(value: object) -> bool:
-    """Return whether ``value`` arrives unchanged: no tuple, no key that is not a text, nothing of numpy."""
+    """Return whether ``value`` arrives unchanged: it has no tuple, no key other than str, and nothing of numpy."""
     if value is None or type(value) in (bool, int, float, str):
         return True
     if type(value) is list:
@@ -55,14 +55,14 @@ def send(
 
 
 def receive(connection: socket.socket) -> tuple[dict, dict[str, np.ndarray]]:
-    """Return the next frame. Raises Closed where the stream ends, ValueError for bytes that are no frame."""
+    """Return the next frame. Raises Closed if the stream ends, ValueError for bytes that are no frame."""
     text_bytes, body_bytes = _lengths(_exactly(connection, _LENGTHS.size))
     text = _exactly(connection, text_bytes)
     return _decode(text, _exactly(connection, body_bytes))
 
 
 class Inbox:
-    """Cuts a stream into frames, however its bytes are divided into pieces."""
+    """Cuts a stream into frames; the stream may arrive in any pieces."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -83,7 +83,7 @@ class Inbox:
 
 
 def _lengths(start: bytes | bytearray) -> tuple[int, int]:
-    """Return the bytes of a frame's header and of its body."""
+    """Return the lengths of a frame's header and body, in bytes."""
     text_bytes, body_bytes = _LENGTHS.unpack_from(start)
     if max(text_bytes, body_bytes) > MAX_BYTES:
         raise ValueError(f"a frame of {text_bytes} + {body_bytes} bytes: the stream is not one of frames")

@@ -1,4 +1,4 @@
-"""The access rule of a run's HTTP servers: clients with a key, and requests that name this host."""
+"""The access rule of a run's HTTP servers: which keys and which Host headers are accepted."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from megatron_rl.errors import ConfigError
 
 
 def keys_in(variable: str | None, *, setting: str) -> tuple[str, ...]:
-    """Return the keys, between commas, in an environment variable; none where ``variable`` is None.
+    """Return the comma-separated keys in an environment variable; () if ``variable`` is None.
 
-    Raises ConfigError for a variable that holds none; ``setting`` names it in the configuration.
+    setting: the setting that names the variable, for messages.
+
+    Raises ConfigError if the variable holds no key.
     """
     keys = tuple(key.strip() for key in os.environ.get(variable or "", "").split(",") if key.strip())
     if variable is not None and not keys:
@@ -22,13 +24,13 @@ def keys_in(variable: str | None, *, setting: str) -> tuple[str, ...]:
 
 
 def is_known(key: str, keys: Sequence[str]) -> bool:
-    """Return whether a client's key is one of ``keys``, or there are none."""
+    """Return whether a client's key is one of ``keys``; without keys every client is accepted."""
     given = key.encode(errors="surrogateescape")
     return not keys or any(hmac.compare_digest(given, known.encode(errors="surrogateescape")) for known in keys)
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address is this host's own loopback."""
+    """Return whether ``host`` is a loopback address, or "localhost"."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -36,6 +38,6 @@ def is_loopback(host: str) -> bool:
 
 
 def names_loopback(host: str) -> bool:
-    """Return whether a Host header names this host's loopback, with any port."""
+    """Return whether a Host header names a loopback address, with any port."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
     return is_loopback(name.removeprefix("[").removesuffix("]"))

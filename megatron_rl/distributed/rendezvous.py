@@ -1,4 +1,4 @@
-"""Joins the job's ranks at MASTER_ADDR:MASTER_PORT, in bounded time whoever listens there."""
+"""The meeting of the job's ranks at MASTER_ADDR:MASTER_PORT, in bounded time, whatever listens there."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megatron_rl.errors import PeerError
 def meet(deadline_s: float, url: str = "env://") -> tuple[dist.Store, int, int]:
     """Return the job's store, this process's rank, and the number of ranks. Every rank calls it.
 
-    url: of torch's rendezvous; ``env://``: by the launcher's MASTER_ADDR, MASTER_PORT, RANK and
-        WORLD_SIZE.
+    url: the address for torch's rendezvous; ``env://`` takes the launcher's MASTER_ADDR,
+        MASTER_PORT, RANK and WORLD_SIZE.
 
-    Raises PeerError where the port is another program's, nobody or a mute one listens, or a rank
+    Raises PeerError if another program holds the port, nothing listens or answers there, or a rank
     does not come.
     """
     met: queue.SimpleQueue[tuple | Exception] = queue.SimpleQueue()
@@ -36,7 +36,7 @@ def meet(deadline_s: float, url: str = "env://") -> tuple[dist.Store, int, int]:
             outcome = error
         met.put(outcome)
 
-    # In a thread of its own: torch 2.13 waits for ever for the first answer of a TCPStore (TCPStore.cpp, validate).
+    # In another thread: torch 2.13 waits without limit for a TCPStore's first answer (TCPStore.cpp, validate).
     threading.Thread(target=join, daemon=True, name="rendezvous").start()
     try:
         outcome = met.get(timeout=deadline_s + GRACE_S)
@@ -50,9 +50,10 @@ def meet(deadline_s: float, url: str = "env://") -> tuple[dist.Store, int, int]:
 
 
 def _wait_for_listener(deadline_s: float) -> None:
-    """Return when somebody listens at MASTER_PORT: torch tries for twice its time-out, and prints stacks meanwhile.
+    """Return when a program listens at MASTER_PORT; raise TimeoutError after ``deadline_s``.
 
-    Raises TimeoutError after ``deadline_s``. Rank 0 listens itself, unless torchrun does.
+    Torch itself would try for twice its time-out, and print stacks meanwhile. Rank 0 does not wait
+    if it will listen itself, which it does unless torchrun listens.
     """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -73,9 +74,9 @@ def _wait_for_listener(deadline_s: float) -> None:
 def join_world(backend: str, store: dist.Store, rank: int, world_size: int, deadline_s: float) -> None:
     """Make the default process group of ``world_size`` ranks, and its group for host tensors.
 
-    Raises PeerError where they do not reach one another.
-
     backend: "nccl" or "gloo".
+
+    Raises PeerError if the ranks do not reach one another.
     """
     try:
         with joining(backend, deadline_s):
@@ -87,7 +88,7 @@ def join_world(backend: str, store: dist.Store, rank: int, world_size: int, dead
                 timeout=group_timeout(backend, deadline_s),
             )
             open_host_group(deadline_s)
-    except RuntimeError as error:  # torch's DistError, and gloo's own
+    except RuntimeError as error:  # torch's DistError, or a plain RuntimeError of gloo
         raise _failure(error, deadline_s) from error
 
 

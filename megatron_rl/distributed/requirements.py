@@ -1,6 +1,6 @@
-"""The needs of a run on its host: a release of Megatron-Core that the seam was read and run on, a compiler for Triton.
+"""A run's needs on its host: a supported release of Megatron-Core, and a compiler for Triton.
 
-This module imports the standard library alone.
+This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MEGATRON_LEAST, MEGATRON_BELOW = "0.16.1", "0.20"
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return a version's numbers ("2.13.0+cpu" → (2, 13, 0)) without `packaging`, which may be missing here."""
+    """Return a version's numbers: "2.13.0+cpu" → (2, 13, 0). `packaging` is not used: it may be missing."""
     matched = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in matched.group().split(".")) if matched else ()
 
@@ -29,7 +29,7 @@ def older(version: str, bound: str) -> bool:
 
 
 def unsupported_megatron_core(version: str) -> str:
-    """Return the sentence that refuses a release of megatron-core outside the supported range, "" for one inside."""
+    """Return the message against a release of megatron-core outside the supported range; "" for a supported one."""
     if not older(version, MEGATRON_LEAST) and older(version, MEGATRON_BELOW):
         return ""
     return (
@@ -40,9 +40,9 @@ def unsupported_megatron_core(version: str) -> str:
 
 
 def check_megatron_core() -> None:
-    """Raise ImportError where the installed megatron-core is outside the supported range.
+    """Raise ImportError if the installed megatron-core is outside the supported range.
 
-    A missing one passes: its own import raises.
+    A missing megatron-core passes: importing it raises anyway.
     """
     try:
         fault = unsupported_megatron_core(importlib.metadata.version("megatron-core"))
@@ -54,10 +54,10 @@ def check_megatron_core() -> None:
 
 @functools.cache
 def compiler_fault() -> str:
-    """Return what Triton lacks here to build a kernel's launcher, or "" where it lacks nothing.
+    """Return what Triton lacks here to build a kernel's launcher; "" if it lacks nothing.
 
-    It runs a C compiler over Python's headers (read in Triton 3.6 and 3.7, runtime/build.py), as
-    torch.compile does.
+    Triton compiles C code with Python's headers (read in Triton 3.6 and 3.7, runtime/build.py);
+    torch.compile does so too.
     """
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"

@@ -1,18 +1,17 @@
-"""A lock on a run's folder: one run at a time, on one host or on several that share the file system.
+"""A lock on a run's folder: one run at a time, on one host or on several hosts that share the file system.
 
-The lock is a small JSON file that names its holder: host, machine (this boot of it, and the
-namespace that process ids count in), process id, the process's start in clock ticks since boot, and
-a token of its own. The holder touches it every BEAT_S. A process that finds one decides:
+The lock is a small JSON file that names its holder: host, machine (the host's current boot, and the
+namespace of its process ids), process id, the process's start in clock ticks since boot, and a
+random token. The holder touches the file every BEAT_S. A process that finds a lock decides:
 
-1. The same machine: the lock is stale iff no process of that id and start lives. A crash is seen at
-   once.
-2. Another machine: the lock is stale iff nothing touches it for STALE_S. No clocks are compared:
-   only changes count.
+1. The holder is on the same machine: the lock is stale if no process of that id and start lives. So
+   a crash is seen at once.
+2. The holder is on another machine: the lock is stale if nothing touches it for STALE_S. Clocks are
+   not compared; only changes of the file count.
 
-A stale lock is replaced. Two processes that replace it at once are told apart by reading it again
-after SETTLE_S: the last one holds it. A holder whose lock was replaced, since it was stopped for
-longer than STALE_S, learns so at its next beat and ends, so that two runs never write side by side
-for longer than a beat.
+A stale lock is replaced. If two processes replace it at once, the last one holds it: each reads the
+lock again after SETTLE_S. A holder that was stopped for longer than STALE_S may lose its lock. It
+learns so at its next beat, and ends. So two runs write side by side for one beat at most.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ MOST_BYTES = 1 << 16
 
 
 def machine() -> str | None:
-    """Name this boot of this host and the namespace of its process ids; None where the system does not say."""
+    """Return a name of this host's current boot and of its namespace of process ids; None if it is not known."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -46,9 +45,9 @@ def machine() -> str | None:
 
 
 def started_ticks(pid: int) -> int | None:
-    """Return the start of a living process of this machine, in clock ticks since boot; None where there is none."""
+    """Return the start of a process of this machine, in clock ticks since boot; None if it does not live."""
     try:
-        # the name, in parentheses, may hold spaces and parentheses itself
+        # the process's name, in parentheses, may itself hold spaces and parentheses
         after_name = pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return None if after_name[0] in "ZXx" else int(after_name[19])
     except (OSError, IndexError, ValueError):
@@ -58,13 +57,15 @@ def started_ticks(pid: int) -> int | None:
 class RunLock:
     """Holds the lock of one folder from ``acquire`` to ``release``. Not a collective: the main rank holds it.
 
-    key: the setting that names the folder, for messages. checkpoint/remote_lock.py has a store's.
+    key: the setting that names the folder, for messages.
+
+    checkpoint/remote_lock.py has the lock of a folder in object storage.
     """
 
     key = "run.dir"
 
     def __init__(self, folder: pathlib.Path, *, lost: Callable[[str], None] | None = None) -> None:
-        """``lost`` is called, in a thread, with a message where another run has replaced the lock."""
+        """Take the folder; if another run replaces the lock, ``lost`` is called with a message, in a thread."""
         self.path = folder / LOCK
         self.token = secrets.token_hex(16)
         self._lost = lost or _end_process
@@ -73,7 +74,7 @@ class RunLock:
     # ---- taking it -------------------------------------------------------------------------------------------------
 
     def acquire(self) -> None:
-        """Take the lock, or raise ConfigError with its holder's name. Raises OSError where it cannot be written."""
+        """Take the lock, or raise ConfigError with its holder's name. Raises OSError if it cannot be written."""
         while not self._created():
             holder, touched = self._read()
             if holder is None and touched is None:  # released meanwhile
@@ -102,7 +103,7 @@ class RunLock:
         return json.dumps({**facts, "started_ticks": started_ticks(os.getpid()), "token": self.token}).encode()
 
     def _created(self) -> bool:
-        """Create the file, which fails where there is one, on shared file systems too."""
+        """Create the file and return True; return False if it exists. This is atomic on shared file systems too."""
         try:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
@@ -118,9 +119,10 @@ class RunLock:
         return True
 
     def _read(self) -> tuple[dict | None, int | None]:
-        """Return (the holder, the file's last touch in ns); the former None where its text is none of a lock's.
+        """Return (the holder, the file's last touch in ns); the holder is None if the text is not a lock's.
 
-        The file is opened each time, so that a network file system asks its server.
+        Both are None if there is no file. The file is opened each time, so that a network file system
+        asks its server.
         """
         try:
             with self.path.open("rb") as file:
@@ -171,11 +173,11 @@ class RunLock:
         while not self._released.wait(BEAT_S):
             try:
                 self.beat()
-            except OSError as error:  # of a file system that is away for a while
+            except OSError as error:  # the file system may be away for a while
                 log.warning("%s cannot be touched: %s", self.path, error)
 
     def beat(self) -> None:
-        """Touch the lock; call ``lost`` where it is another run's, and make it again where it was removed."""
+        """Touch the lock; create it again if it was removed, and call ``lost`` if it is another run's."""
         holder, touched = self._read()
         if self._released.is_set():
             return
@@ -189,19 +191,19 @@ class RunLock:
         os.utime(self.path)
 
     def release(self) -> None:
-        """Remove the lock, if it is still this process's."""
+        """Remove the lock if it is still this process's."""
         self._released.set()
         try:
             if self._is_mine():
                 self.path.unlink(missing_ok=True)
-        except OSError as error:  # it is stale when this process has ended
+        except OSError as error:  # no harm: the lock is stale once this process has ended
             log.warning("%s cannot be removed: %s", self.path, error)
 
 
 class LockReader:
-    """Tells from a folder's lock whether its run lives; it waits for nothing and takes nothing.
+    """Tells from a folder's lock whether the folder's run lives, without waiting and without taking the lock.
 
-    clock: seconds, monotonic, of the silence that is waited for; wall: seconds since 1970.
+    clock: monotonic seconds, to measure the lock's silence. wall: seconds since 1970.
     """
 
     def __init__(
@@ -216,10 +218,10 @@ class LockReader:
         self._silent_since: float | None = None
 
     def look(self) -> tuple[bool, float] | None:
-        """Return whether the holder lives, and its last touch in seconds since 1970; None where there is no lock.
+        """Return whether the holder lives, and its last touch in seconds since 1970; None if there is no lock.
 
-        A holder of another machine lives if it has touched its lock within STALE_S. At the first
-        look the clocks of both machines say so; from then on only changes count.
+        A holder on another machine lives if it has touched its lock within STALE_S. The first look
+        compares the clocks of both machines; later looks count only changes.
         """
         holder, touched = self._lock._read()
         if touched is None:
@@ -235,7 +237,7 @@ class LockReader:
 
 
 def _lives_here(holder: dict | None) -> bool | None:
-    """Tell whether a holder of this machine lives; None for another machine's, and for one that names none."""
+    """Return whether a holder on this machine lives; None if it is on another machine or names no machine."""
     if holder is None or holder.get("machine") is None or holder["machine"] != machine():
         return None
     ticks = started_ticks(holder["pid"])

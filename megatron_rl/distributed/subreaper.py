@@ -1,9 +1,9 @@
 """A subreaper: a small process between a rank and its worker, which ends everything that the worker started (Linux).
 
-A worker's children outlive a SIGKILL of the worker, and those in a session of their own outlive one
-of its group. So the worker is the child of a subreaper, to which the kernel gives every orphan
-below it. The subreaper ends them all, and then itself, as soon as the worker has ended, the rank
-has ended, or the rank says so by END.
+If a worker gets SIGKILL, its children live on. If its process group gets SIGKILL, children with a
+session of their own live on. So the worker is the child of a subreaper, which the kernel makes the
+parent of every orphan below it. The subreaper ends all of them, and then itself, when the worker or
+the rank has ended, or when the rank sends END.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ import psutil
 from megatron_rl.distributed.child_process import adopt_orphans, end_with_parent, signal_at_parents_end
 
 END = signal.SIGHUP
-PATIENCE_S = 5.0  # for killed processes to be gone, unless the kernel holds them
+PATIENCE_S = 5.0  # longest wait until killed processes are gone; the kernel may hold some
 
 
 def go_on_in_a_child(parent: int, descriptors: Collection[int]) -> None:
-    """Return in a child of this process, which becomes its subreaper.
+    """Fork: return in the child, the worker, while this process becomes its subreaper and never returns.
 
     parent: process id of the rank, which started this process.
-    descriptors: those of the worker alone, which the subreaper closes: a reader at their other end
-        sees the worker's
-    end.
+    descriptors: the worker's file descriptors, which the subreaper closes, so that a reader at their
+        other end sees the worker's end.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {END, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
     adopt_orphans()
@@ -40,7 +39,7 @@ def go_on_in_a_child(parent: int, descriptors: Collection[int]) -> None:
     subreaper = os.getpid()
     worker = os.fork()
     if worker == 0:
-        os.setsid()  # a signal to its group does not reach the subreaper
+        os.setsid()  # then a signal to the worker's group does not reach the subreaper
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         end_with_parent(subreaper)
         return
@@ -55,9 +54,9 @@ def _keep(worker: int) -> NoReturn:
         _reap(ended)
     _end_descendants(ended)
     code = os.waitstatus_to_exitcode(ended.get(worker, 0))
-    if code < 0:  # the rank learns how the worker ended
+    if code < 0:  # end by the worker's signal, so that the rank sees how the worker ended
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with contextlib.suppress(OSError):  # SIGKILL has no disposition
+        with contextlib.suppress(OSError):  # SIGKILL takes no handler
             signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         os.kill(os.getpid(), -code)

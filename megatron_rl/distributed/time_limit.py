@@ -1,4 +1,4 @@
-"""A limit on the time of what runs before the watch is open: user's code, and the building of process groups."""
+"""A time limit for work before the watchdog is open: a user's code, and the building of process groups."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ OWN = "mend the function that does not return, or raise run.deadline_s"
 
 @contextlib.contextmanager
 def time_limit(what: str, deadline_s: float | None, *, grace_s: float = 0.0, way_out: str = OWN) -> Iterator[None]:
-    """End this process where the body takes longer than ``deadline_s``, and say what, and where it stood.
+    """End this process, with a message, if the block takes longer than ``deadline_s + grace_s``.
 
-    what: names the body, for the message.
-    deadline_s: ``run.deadline_s``, in seconds; None: no limit. grace_s: beyond it, for the body's
-        own time-out.
-    way_out: for the message, which goes on with the stack of user's code.
+    what: names the block in the message.
+    deadline_s: ``run.deadline_s``, in seconds; None sets no limit.
+    grace_s: seconds beyond it, so that a time-out within the block comes first.
+    way_out: the advice in the message. After the default advice, for a user's code, the message
+        shows the code's stack.
 
-    Nothing can interrupt a user's function. A call that never gives the interpreter's lock back is
-    not ended.
+    The process ends because nothing can interrupt a user's function. A call that never releases the
+    interpreter's lock is not ended.
     """
     ended = threading.Event()
     given = (threading.get_ident(), ended, what, deadline_s, grace_s, way_out)

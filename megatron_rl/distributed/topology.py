@@ -1,4 +1,4 @@
-"""Ranks and process groups, frozen. No other module imports Megatron-Core's parallel_state."""
+"""This process's ranks and process groups. No other module imports Megatron-Core's parallel_state."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class Topology:
 
     data_group: the replicas of this shard, without context ranks (``data_size`` counts replicas,
         not processes).
-    expert_group: the ranks that together hold one layer's experts, the expert's tensor ranks first.
+    expert_group: the ranks that together hold all experts of a layer; ranks of one expert's tensor
+        group are neighbours.
     expert_tensor_group: the ranks that share one expert's matrices.
-    expert_data_rank: this rank's among those that hold the same shard of the same experts.
+    expert_data_rank: this rank's number among the ranks that hold the same shard of the same experts.
 
     Example: world 4, TP=1, PP=2, DP=2: global ranks 0, 1 are stage 0 of replicas 0, 1; ranks 2, 3
     their stage 1.
@@ -78,20 +79,20 @@ class Topology:
     def reports_loss(self) -> bool:
         """Return whether this rank's losses count: it is in the last stage and the first tensor rank.
 
-        Each context rank reports those of its own tokens; over a replica they add up to its loss.
+        Each context rank reports the losses of its own tokens; they add up to the replica's loss.
         """
         return self.is_last_stage and self.tensor_rank == 0
 
     @property
     def degrees(self) -> str:
-        """Return the degrees for logs and tables: TP, PP and DP always, the others where they are above 1."""
+        """Return the degrees for logs and tables: TP, PP and DP always, the others if they are above 1."""
         named = [f"TP {self.tensor_size}", f"PP {self.pipeline_size}", f"DP {self.data_size}"]
         rarer = (("VPP", self.virtual_size), ("CP", self.context_size), ("EP", self.expert_size))
         return ", ".join(named + [f"{name} {size}" for name, size in rarer if size > 1])
 
     @property
     def lockstep_replicas(self) -> int:
-        """Return the number of neighbouring data-parallel replicas that share experts and every all-to-all."""
+        """Return the number of neighbouring replicas that split experts among them and join the same all-to-alls."""
         return max(1, self.expert_size * self.expert_tensor_size // (self.tensor_size * self.context_size))
 
     def data_rank_of(self, rank: int) -> int:
@@ -121,13 +122,13 @@ def initialize(
     seed: int = 0,
     init_method: str | None = None,
 ) -> Topology:
-    """Join the world (where that has not happened) and build Megatron's groups.
+    """Join the world if this process has not done so, and build Megatron-Core's groups.
 
     parallel: the degrees of parallelism.
-    deadline_s: seconds, the time-out of every group.
+    deadline_s: the time-out of every group, in seconds.
 
-    Raises ConfigError where the degrees do not divide the world or one another, PeerError where the
-    ranks do not meet.
+    Raises ConfigError if the degrees do not divide the world or one another, PeerError if the ranks
+    do not meet.
     """
     if not dist.is_initialized():
         _make_world(init_method, deadline_s)
@@ -143,7 +144,7 @@ def initialize(
         parallel.expert,
         expert_tensor,
     )
-    # Megatron's groups ignore init_process_group's time-out and would wait 30 minutes on a hang.
+    # Megatron-Core's groups ignore init_process_group's time-out; their own default is 30 minutes.
     with joining(HOST.backend, deadline_s):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
@@ -154,12 +155,12 @@ def initialize(
             expert_tensor_parallel_size=expert_tensor,
             distributed_timeout_minutes=group_timeout(HOST.backend, deadline_s).total_seconds() / 60,
         )
-    # A CPU has no CUDA generators and gets a tracker whose forks do nothing. Dropout is refused elsewhere.
+    # A CPU has no CUDA generators, so its tracker's forks do nothing. model/seam_fields.py refuses dropout there.
     if HOST.is_cuda:
         tensor_parallel_random.model_parallel_cuda_manual_seed(seed)
     else:
         tensor_parallel_random.initialize_rng_tracker(inference_rng_tracker=True)
-        # Activation recomputation saves and restores a CUDA generator's state too (0.16.1
+        # Activation recomputation would save and restore a CUDA generator's state (0.16.1
         # ``tensor_parallel/random.py:444``).
         tensor_parallel_random._get_cuda_rng_state = lambda *args, **kwargs: None
         tensor_parallel_random._set_cuda_rng_state = lambda *args, **kwargs: None
@@ -167,7 +168,7 @@ def initialize(
 
 
 def _make_world(init_method: str | None, deadline_s: float) -> None:
-    """Make the world; without a launcher this process is alone in it."""
+    """Make the world's process group; without a launcher it holds this process alone."""
     if "RANK" not in os.environ and init_method is None:
         dist.init_process_group(
             HOST.backend,
@@ -184,9 +185,9 @@ def _make_world(init_method: str | None, deadline_s: float) -> None:
 
 
 def _record() -> dict[str, object]:
-    """Return all that parallel_state remembers of the grid of ranks.
+    """Return parallel_state's record of the grid of ranks, by name.
 
-    In 0.16.1 and 0.19.2 it is kept in module globals that begin with an underscore.
+    In 0.16.1 and 0.19.2 the record is the module's globals that begin with an underscore.
     """
     code = (types.FunctionType, types.ModuleType, type)
     return {
@@ -203,9 +204,9 @@ def _no_grid() -> dict[str, object]:
 
 @contextlib.contextmanager
 def undone_on_failure() -> Iterator[None]:
-    """Undo what ``initialize`` did in the body where the body raises: the groups, parallel_state's record, the world.
+    """If the block raises, undo what ``initialize`` did in it: the groups, parallel_state's record, the world.
 
-    Not a collective. A world that existed before stays.
+    Not a collective. A world that existed before the block stays.
     """
     had_world = dist.is_initialized()
     record = {name: value.copy() if isinstance(value, dict | list) else value for name, value in _record().items()}
@@ -223,16 +224,16 @@ def undone_on_failure() -> Iterator[None]:
 
 
 class Grid:
-    """Keeps a grid of the same ranks with other degrees, beside the one that parallel_state holds."""
+    """Keeps a second grid of the same ranks, with other degrees than parallel_state's current grid."""
 
     def __init__(self) -> None:
         self._own = _no_grid()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Give parallel_state this grid within the body. Not a collective.
+        """Give parallel_state this grid within the block. Not a collective.
 
-        ``initialize`` in the body builds the grid; all of Megatron-Core that runs in the body uses it.
+        ``initialize`` in a block builds the grid; Megatron-Core's code in later blocks uses it.
         """
         outer = _record()
         vars(parallel_state).update(self._own)
@@ -244,7 +245,7 @@ class Grid:
 
 
 def check_degrees(world: int, tensor: int, context: int, pipeline: int, expert: int, expert_tensor: int) -> None:
-    """Raise ConfigError where the dense or the experts' grid does not fill the world, or the two do not nest."""
+    """Raise ConfigError if the dense or the experts' grid does not divide the world, or neither divides the other."""
     dense, sparse = tensor * context, expert * expert_tensor
     if world % (dense * pipeline):
         names = f"parallel.tensor={tensor} x parallel.context={context} x parallel.pipeline={pipeline}"
@@ -267,7 +268,7 @@ def check_degrees(world: int, tensor: int, context: int, pipeline: int, expert: 
 
 
 def current() -> Topology:
-    """Return the topology that Megatron's parallel_state holds now."""
+    """Return the topology that Megatron-Core's parallel_state holds now."""
     return Topology(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -296,9 +297,9 @@ def current() -> Topology:
 
 
 def destroy(*, leave_world: bool = False) -> None:
-    """Destroy Megatron's groups, each by itself, and with ``leave_world`` the world's too.
+    """Destroy Megatron-Core's groups one by one, and with ``leave_world`` the world's group too.
 
-    ``destroy_model_parallel`` alone leaks 84 descriptors and 51 threads per call.
+    ``destroy_model_parallel`` alone leaks 84 file descriptors and 51 threads per call.
     """
     world = dist.distributed_c10d._get_default_group()
     for group in list(dist.distributed_c10d._world.pg_map):

@@ -1,30 +1,28 @@
 """The watchdog: every rank reports its stage, and a failure on any rank ends the run on all with a named cause.
 
-Rank 0 keeps the watch: a thread with one connection to every rank's watch thread. It is not torch's
-TCPStore, since a closed connection tells of a killed process at once and without a heartbeat that a
-busy interpreter would miss (TCP keepalive tells of a lost host after about 25 s), and since a
-broken store prints C++ stacks before the named error.
+Each rank has a watch thread, with a connection to rank 0's server thread. Why not torch's TCPStore: a
+closed connection reports a killed process at once, without a heartbeat that a busy interpreter would
+miss. TCP keepalive reports a lost host after about 25 s. A broken store would print C++ stacks
+before the named error.
 
-1. A rank that raises tells its error and its stage before its process groups close.
-2. A rank whose connection closes without a word was killed. If it is rank 0, every rank sees it for
-   itself.
-3. A rank whose collective fails or runs into ``run.deadline_s`` asks for the cause. If no rank
-   raised or died within SETTLE_S, every rank is asked for its main thread's position: the guilty
-   rank is one that is not waiting for others, else one that is behind. gloo raises at the deadline;
-   NCCL ends the process without a word, so its groups have NCCL_GRACE_S more, and the watch thread
-   of a rank that waits in one place for the deadline asks in time.
-4. A user's function that a rank calls in its main thread (``own_code``, ``own_call``) may take
-   ``run.deadline_s``: longer, and its watch thread names it as the cause. A world of one has that
-   thread too. A function that waits for other ranks is not to blame: its collective has a deadline.
-5. The first cause is told to all, once. A rank whose main thread has not ended END_S after that (it
-   waits in a collective that nothing will end, or sleeps) is ended by its watch thread with
-   ``os._exit``: Python cannot interrupt a thread that is in C.
-6. Once a stage has taken ``run.slow_stage_s``, rank 0 says which stage each rank is in, and for how
-   long.
+1. A rank that raises reports its error and its stage before its process groups close.
+2. A rank whose connection closes without a good-bye was killed. If it is rank 0, every rank sees the
+   closed connection itself.
+3. A rank whose collective fails or reaches ``run.deadline_s`` asks for the cause. If no rank raised
+   or died within SETTLE_S, every rank is asked for its main thread's position. The guilty rank is
+   one that does not wait for others, else one that is behind. gloo raises at the deadline. NCCL ends
+   the process without an error, so its groups have NCCL_GRACE_S more. Meanwhile the watch thread of a
+   rank that waits in one place until the deadline asks for the cause.
+4. A user's function in a rank's main thread (``own_code``, ``own_call``) may take
+   ``run.deadline_s``. If it takes longer, the rank's watch thread reports it as the cause, in a world
+   of one too. A function that waits for other ranks is not blamed: its collective has a deadline.
+5. The first cause is sent to all ranks, once. A rank's main thread then has END_S to end. If it does
+   not (it sleeps, or waits in a collective that nothing will end), the watch thread ends the process
+   with ``os._exit``: Python cannot interrupt a thread that is in C.
+6. Once a stage has taken ``run.slow_stage_s``, rank 0 reports each rank's stage and its duration.
 
-The run before ``open_watchdog`` (building groups, loading weights) is not watched:
-distributed/lost_rank.py names whom a collective misses there. Neither NCCL nor a second host has
-been tried.
+The time before ``open_watchdog`` (building groups, loading weights) is not watched;
+distributed/lost_rank.py names lost ranks there. Neither NCCL nor a second host has been tried.
 """
 
 from __future__ import annotations
@@ -73,21 +71,21 @@ log = logging.getLogger(__name__)
 
 ASK_S = SETTLE_S + ANSWER_S + 5.0  # the main thread waits this long for the cause
 END_S = 5.0  # after the cause, the main thread has this long to end by itself
-LOOK_S = 0.5  # between two looks at the time that the main thread's stage has taken
-STACK_FRAMES = 12  # of a main thread that is ended, in its last words
-# These errors name their cause already.
+LOOK_S = 0.5  # time between two looks at the duration of the main thread's stage
+STACK_FRAMES = 12  # frames of an ended main thread that are printed
+# errors that name their cause already
 KNOWN_EVERYWHERE = (CheckpointError, ConfigError, EngineError, LockstepError, NonFiniteGradient, RewardError)
 
 
 class Watchdog:
     """Watches this rank: ``stage`` notes its main thread's work, and a thread keeps the connection to rank 0.
 
-    In a world of one there is no connection, and the thread says by itself which stage is slow.
+    In a world of one there is no connection, and the thread itself reports slow stages.
 
     deadline_s: seconds that a user's function may take in the main thread.
-    slow_stages: of a world of one; None where rank 0's server has it.
-    times_waits: whether a wait of ``deadline_s`` in one place counts as a collective that failed
-        (rule 3, NCCL).
+    slow_stages: reports slow stages in a world of one; None in a larger world, whose rank 0 does so.
+    times_waits: whether a wait of ``deadline_s`` in one place counts as a failed collective (rule 3,
+        NCCL).
     """
 
     def __init__(
@@ -102,7 +100,7 @@ class Watchdog:
     ) -> None:
         self.rank, self.who, self.deadline_s = rank, who, deadline_s
         self._slow_stages = slow_stages
-        self._own: tuple[str, float] | None = None  # the user's function that runs, and since when
+        self._own: tuple[str, float] | None = None  # the running user's function, and its start
         self._server = RankState(rank=0, who=server_who)
         self._stage, self._number, self._since = BETWEEN, 0, time.monotonic()
         self._main = threading.get_ident()
@@ -115,7 +113,7 @@ class Watchdog:
         self._left = threading.Event()
 
     def start(self) -> None:
-        """Begin to watch, in a thread."""
+        """Start the watch thread."""
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def join(self, line: JsonConnection, token: str) -> None:
@@ -128,12 +126,12 @@ class Watchdog:
 
     @property
     def doing(self) -> tuple[str, float]:
-        """Return the main thread's stage, and the seconds since it began; any thread may ask."""
+        """Return the main thread's stage, and the seconds since it began; any thread may call it."""
         return self._stage, time.monotonic() - self._since
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Name the main thread's stage within the body; an error does not reset the name, so that its report has it."""
+        """Name the main thread's stage within the block. After an error the name stays, for the report."""
         outer = self._stage
         self._enter(name)
         yield
@@ -143,16 +141,16 @@ class Watchdog:
     def own_code(self, name: str) -> Iterator[None]:
         """Name the main thread's stage within a call of a user's function, which ``run.deadline_s`` bounds.
 
-        Nothing can interrupt it: where it takes longer, this rank ends, and with it the run.
+        Nothing can interrupt the function. If it takes longer, this rank ends, and the run with it.
         """
         with self.stage(name), self.own_call(name):
             yield
 
     @contextlib.contextmanager
     def own_call(self, name: str) -> Iterator[None]:
-        """Bound a call as ``own_code`` does, within a stage that stays the same; it costs microseconds.
+        """Bound a call as ``own_code`` does, without naming a stage; it costs microseconds.
 
-        Other ranks learn of it where it takes too long.
+        Other ranks hear of the call only if it takes too long.
         """
         outer, self._own = self._own, (name, time.monotonic())
         try:
@@ -161,13 +159,13 @@ class Watchdog:
             self._own = outer
 
     def _enter(self, name: str) -> None:
-        self._number += self._stage == BETWEEN  # nested ones do not count: not every rank enters them
+        self._number += self._stage == BETWEEN  # nested stages do not count: not every rank enters them
         self._stage, self._since = name, time.monotonic()
         if self._line is not None:
             self._line.send(**{"is": "stage", "stage": name, "number": self._number})
 
     def failed(self, error: BaseException) -> None:
-        """Tell the other ranks this rank's error; raise PeerError from it where another rank is to blame."""
+        """Report this rank's error to the other ranks; raise PeerError from it if another rank caused it."""
         self._left.set()
         if self._line is None:
             return
@@ -187,7 +185,7 @@ class Watchdog:
         self._line.send(**{"is": "raised", "error": f"{type(error).__name__}: {error}"[:2000]})
 
     def leave(self) -> None:
-        """End the watch of this rank: nothing that happens afterwards is reported."""
+        """End the watch of this rank; nothing is reported afterwards."""
         self._left.set()
         if self._line is not None:
             self._line.send(**{"is": "bye"})
@@ -213,7 +211,7 @@ class Watchdog:
         self._end()
 
     def _look(self) -> None:
-        """Look at the time that the main thread's stage, and a user's function within it, have taken."""
+        """Check how long the main thread's stage, and a user's function within it, have taken."""
         now, own = time.monotonic(), self._own
         if self._slow_stages is not None and self._cause is None:
             state = RankState(rank=self.rank, who=self.who, stage=self._stage, number=self._number, since=self._since)
@@ -235,7 +233,7 @@ class Watchdog:
         self._learn(Cause(rank=self.rank, text=text))
 
     def _time_wait(self, now: float) -> None:
-        """Ask for the cause, once, where the main thread has waited in one place for ``deadline_s``."""
+        """Ask for the cause, once, if the main thread has waited in one place for ``deadline_s``."""
         if self._long_wait is None or self._line is None or self._cause is not None or self._left.is_set():
             return
         if position := self._long_wait.look(now, in_own_code=self._own is not None):
@@ -279,13 +277,14 @@ class Watchdog:
 def open_watchdog(
     topology: Topology, deadline_s: float, *, slow_stage_s: float = 0.0, say: Callable[[str], None] = log.warning
 ) -> Iterator[Watchdog]:
-    """Watch the body of the ``with`` statement. A collective over the world.
+    """Watch the block on every rank. A collective over the world.
 
     deadline_s: seconds for every rank to join, and for a user's function in a main thread.
-    slow_stage_s: seconds in one stage after which ``say`` gets every rank's, on rank 0; 0: never.
+    slow_stage_s: after this many seconds in one stage ``say`` gets every rank's stage, on rank 0; 0
+        never reports.
 
-    An error in the body of any rank ends every rank's. Where another rank is to blame, it leaves as
-    a PeerError that names that rank, its position and its stage.
+    An error in any rank's block ends all ranks' blocks. A rank that did not cause the error raises a
+    PeerError that names the guilty rank, its position and its stage.
     """
     who = topology.who(topology.rank)
     server: WatchdogServer | None = None
@@ -294,7 +293,7 @@ def open_watchdog(
     if topology.world_size == 1:
         watchdog = Watchdog(0, who, who, deadline_s, slow_stages)
         watchdog.start()
-    # Rank 0 offers its address, port and token; every rank connects.
+    # rank 0 offers its address, port and token; every rank connects
     else:
         from megatron_rl.distributed.watchdog_server import WatchdogServer, connect, listen, own_address
 
@@ -308,7 +307,7 @@ def open_watchdog(
         if listener is not None:
             server = WatchdogServer(listener, token, topology.world_size, slow_stages)
         watchdog.join(connect(address, port, who, deadline_s), token)
-    # A failure is reported before the watch ends.
+    # a failure is reported before the watch ends
     has_failed = True
     try:
         yield watchdog

@@ -1,13 +1,13 @@
-"""Rank 0's side of the watch: it hears every rank, finds the first cause of a failure and tells all ranks.
+"""Rank 0's side of the watchdog: it hears every rank, finds the first cause of a failure and tells all ranks.
 
-distributed/watchdog.py has the rules. A message is one line with a JSON object: rank → server:
-hello, stage, raised, overdue (a user's function takes too long), lost (a collective failed on this
-rank), answer, bye. server → rank: welcome (all ranks have joined), server (rank 0's stage, in case
-it dies), where (asks for the main thread's position), cause, bye.
+distributed/watchdog.py has the rules. A message is one line with a JSON object. From a rank to the
+server: hello, stage, raised, overdue (a user's function takes too long), lost (a collective failed
+on this rank), answer, bye. From the server to a rank: welcome (all ranks have joined), server (rank
+0's stage, in case rank 0 dies), where (asks for the main thread's position), cause, bye.
 
-Strangers may reach the port until every rank has joined, when it is closed. A connection is a
-rank's once it has said hello with the run's token; until then it may send HELLO_BYTES in HELLO_S,
-and only so many may be open. Whatever else arrives closes it.
+Other programs may reach the port until every rank has joined; then the port is closed. A connection
+belongs to a rank once it has said hello with the run's token. Until then it may send HELLO_BYTES
+within HELLO_S, and the number of such connections is limited. Any other message closes it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import psutil
 from megatron_rl.distributed.rank_state import ANSWER_S, BETWEEN, SETTLE_S, Cause, RankState, SlowStages
 from megatron_rl.errors import PeerError
 
-HELLO_BYTES, HELLO_S = 4096, 10.0  # of a connection before it has said hello
-MESSAGE_BYTES = 1 << 20  # a rank's longest line; the longest that it sends has about 20 kB
-STRANGERS = 16  # connections without a hello, beyond those of ranks that are still to come
-PAUSE_S = 0.5  # after a connection that could not be accepted, for want of descriptors
+HELLO_BYTES, HELLO_S = 4096, 10.0  # limits of a connection that has not said hello
+MESSAGE_BYTES = 1 << 20  # limit of a rank's line; the longest line that a rank sends has about 20 kB
+STRANGERS = 16  # connections without a hello, beyond one for each rank that has not joined
+PAUSE_S = 0.5  # pause after a connection could not be accepted, for example without free descriptors
 
-# A forked child would hold a connection open beyond its parent's death.
+# Forked children close these sockets: they would keep a connection open after their parent's death.
 _OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [connection.close() for connection in list(_OPEN)])
 
@@ -48,22 +48,22 @@ class JsonConnection:
         self._buffer = b""
         self._lock = threading.Lock()
         _OPEN.add(connection)
-        connection.settimeout(ANSWER_S)  # bounds a send to a process that is stopped and reads nothing
+        connection.settimeout(ANSWER_S)  # bounds a send to a stopped process, which reads nothing
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, vars(socket)[name], value)
 
     def send(self, **message: object) -> None:
-        """Send one message, and leave a broken connection for ``receive`` to find."""
+        """Send one message. A broken connection raises nothing here; ``receive`` reports it."""
         with contextlib.suppress(OSError), self._lock:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, wait_s: float = 0.0) -> list[dict] | None:
-        """Return the messages that arrive within ``wait_s`` seconds, [] where no whole line does.
+        """Return the messages that arrive within ``wait_s`` seconds; [] if no whole line arrives.
 
-        Returns None where the other side is gone, or sends anything else than messages of
-        ``most_bytes`` at most.
+        Returns None if the other side is gone, or sends something else than messages of at most
+        ``most_bytes``.
         """
         ready = select.poll()  # not select.select, which refuses a descriptor above 1023
         try:
@@ -73,7 +73,7 @@ class JsonConnection:
             arrived = self.socket.recv(65536)
         except TimeoutError:
             return []
-        except (OSError, ValueError):  # the latter of a socket that is closed here
+        except (OSError, ValueError):  # ValueError: the socket was closed on this side
             return None
         if not arrived:
             return None
@@ -82,17 +82,17 @@ class JsonConnection:
             return None
         try:
             messages = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):  # a stranger at the port
+        except (ValueError, RecursionError):  # another program at the port
             return None
         are_whole = all(isinstance(message, dict) and isinstance(message.get("is"), str) for message in messages)
         return messages if are_whole else None
 
 
 def find_culprit(peers: Mapping[int, RankState]) -> Cause:
-    """Return the cause of a failed collective where no rank raised or died: a rank that kept the others waiting.
+    """Return the cause of a failed collective if no rank raised or died: a rank that kept the others waiting.
 
-    The first that exists of: a rank whose watch thread does not answer; one that is busy outside
-    every collective; one that is behind by stages; else no known rank.
+    It is a rank whose watch thread does not answer. If all answer, it is a rank that is busy outside
+    any collective. If none is busy, it is a rank that is stages behind. Otherwise no rank is named.
     """
     error_note = "".join([f" ({peer.who} met {peer.lost})" for peer in peers.values() if peer.lost][:1])
     running = [peer for _, peer in sorted(peers.items()) if peer.lost is None and not peer.ended]
@@ -115,7 +115,7 @@ def find_culprit(peers: Mapping[int, RankState]) -> Cause:
 
 
 class WatchdogServer:
-    """Hears every rank, finds the first cause and tells all. All but ``close`` runs in its thread."""
+    """Hears every rank, finds the first cause and tells all. All methods but ``close`` run in its thread."""
 
     def __init__(self, listener: socket.socket, token: str, world_size: int, slow_stages: SlowStages):
         self.world_size = world_size
@@ -127,8 +127,8 @@ class WatchdogServer:
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = listener  # None once every rank has joined
         listener.setblocking(False)
-        self._accept_at = 0.0  # monotonic seconds, when connections are accepted again after one that failed
-        self._strangers: dict[JsonConnection, float] = {}  # connections that are yet to say hello, and when they came
+        self._accept_at = 0.0  # after a failed accept: monotonic seconds at which accepting goes on
+        self._strangers: dict[JsonConnection, float] = {}  # connections that have not said hello, and their arrival
         self._selector.register(listener, selectors.EVENT_READ)
         self._failed_at: float | None = None
         self._asked_at: float | None = None
@@ -150,7 +150,7 @@ class WatchdogServer:
             for key, _ in self._selector.select(timeout=0.2):
                 if key.fileobj is self._listener:
                     self._accept()
-                elif key.fileobj.fileno() != -1:  # not one that was dropped just now
+                elif key.fileobj.fileno() != -1:  # −1: it was dropped just now
                     self._read(key)
             self._tick()
         self._tell(**{"is": "bye"})
@@ -163,7 +163,7 @@ class WatchdogServer:
     def _accept(self) -> None:
         try:
             line = JsonConnection(self._listener.accept()[0])
-        except OSError:  # no descriptor is left, or the other side has gone again: the next may do better
+        except OSError:  # no descriptor is left, or the other side has gone again: try later
             self._selector.unregister(self._listener)
             self._accept_at = time.monotonic() + PAUSE_S
             return
@@ -174,7 +174,7 @@ class WatchdogServer:
             self._drop(next(iter(self._strangers)), None)
 
     def _admits(self, message: Mapping[str, object]) -> bool:
-        """Return whether this is the hello of a rank that is still to come, with the run's token."""
+        """Return whether the message is the hello of a rank that has not joined, with the run's token."""
         token, rank, who = message.get("token"), message.get("rank"), message.get("who")
         return (
             message["is"] == "hello"
@@ -193,7 +193,7 @@ class WatchdogServer:
         self.peers[rank] = RankState(rank=rank, who=who)
         if len(self.peers) < self.world_size:
             return
-        # Nobody else is awaited. No rank goes on before the welcome, so that all hear the later messages.
+        # all ranks have joined: close the port, then welcome; no rank goes on before, so all hear later messages
         if not self._accept_at:
             self._selector.unregister(self._listener)
         self._listener.close()
@@ -277,17 +277,17 @@ class WatchdogServer:
 
 
 def own_address() -> str:
-    """Return this host's address on the network that the ranks use; 127.0.0.1 where it has no other.
+    """Return this host's address on the network that the ranks use; 127.0.0.1 if it has no other.
 
-    That is the address of the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names (by its
-    beginning, as NCCL has it), else the one from which this host reaches MASTER_ADDR, else the one
-    of its name.
+    It is the address of the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, by its
+    beginning as for NCCL. Otherwise it is the address from which this host reaches MASTER_ADDR,
+    otherwise the address of the host's name.
     """
     names = [
         name.lstrip("=")
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         for name in os.environ.get(variable, "").split(",")
-        if name and not name.startswith("^")  # NCCL's way to leave interfaces out
+        if name and not name.startswith("^")  # in NCCL's variable "^" excludes interfaces
     ]
     addresses = [
         entry.address
@@ -303,19 +303,19 @@ def own_address() -> str:
         with contextlib.suppress(OSError):
             for family, kind, _, _, address in socket.getaddrinfo(host or None, 9, type=socket.SOCK_DGRAM):
                 with socket.socket(family, kind) as probe:
-                    probe.connect(address)  # of a datagram socket: finds the route and sends nothing
+                    probe.connect(address)  # a datagram socket's connect finds the route and sends nothing
                     addresses.append(probe.getsockname()[0])
     return next((address for address in addresses if not address.startswith("127.") and address != "::1"), "127.0.0.1")
 
 
 def listen(address: str, backlog: int) -> socket.socket:
-    """Listen at a port of one address, so that no other network reaches it."""
+    """Return a socket that listens at a free port of one address, so that other networks cannot reach it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=backlog)
 
 
 def connect(address: str, port: int, who: str, deadline_s: float) -> JsonConnection:
-    """Return this rank's line to the watch of rank 0; raise PeerError where it cannot be reached."""
+    """Return this rank's connection to rank 0's server; raise PeerError if it cannot be reached."""
     try:
         return JsonConnection(socket.create_connection((address, port), timeout=min(deadline_s, 10.0)))
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Choice of the channel by which the policy's weights reach the engines.
+"""The choice of the channel by which the policy's weights reach the engines.
 
-The trainer's allocator depends on it (distributed/cuda_environment.py): no other process may open
-memory in expandable segments without more rights.
+The trainer's allocator depends on it (distributed/cuda_environment.py): another process needs more
+rights to open memory in expandable segments.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 def choose_channel(
     rollout: RolloutConfig, weight_sync: WeightSyncConfig, *, on_gpu: bool, environment: Mapping[str, str]
 ) -> tuple[str, str]:
-    """Return the weights' channel, and why it is no direct one where the devices would allow that, else "".
+    """Return the channel, and "" or the reason why ``auto`` did not choose cuda_ipc on the trainer's GPUs.
 
-    environment: that of the trainer's process, whose variables settle how torch allocates.
+    environment: the trainer's environment variables, which decide how torch allocates.
 
     Raises ConfigError for a channel that the engines cannot use.
     """
+    # refuse a chosen channel that cannot work here
     channel = weight_sync.channel
     expandable = next((name for name in ALLOCATOR if EXPANDABLE.search(environment.get(name, ""))), "")
     if channel == "cuda_ipc" and (not on_gpu or rollout.servers):
@@ -45,6 +46,7 @@ def choose_channel(
             "weight_sync.channel=broadcast would put a rank and its engine, both on one GPU, into one NCCL group, and "
             'NCCL refuses that ("Duplicate GPU detected"); use weight_sync.channel=auto for engines of the run\'s own'
         )
+    # auto: device memory if engines can open it, else shared memory on one host, else broadcast
     if channel != "auto":
         return channel, ""
     if on_gpu and opens_device_memory(rollout, weight_sync):

@@ -40,6 +40,7 @@ def transformer_config(
     shape: ModelShape, hf_config: Any, settings: ModelSettings, topology: Topology
 ) -> TransformerConfig:
     """Return Megatron-Core's TransformerConfig: the seam's fields, the model's, then ``megatron.transformer``'s."""
+    # the user's fields
     extra = users_fields(settings.megatron.transformer, lora_rank=settings.lora.rank)
     if shape.router_bias and "moe_router_enable_expert_bias" in settings.megatron.transformer:
         raise ConfigError(
@@ -49,6 +50,7 @@ def transformer_config(
     shares = shape.layer_spec == "transformer_engine" and shares_prompts(
         settings.plan, settings.parallel, settings.megatron, shape.layer_spec
     )
+    # the model's sizes, the seam's fields, windows and fused functions
     fields: dict[str, Any] = dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -74,6 +76,7 @@ def transformer_config(
         **_window_fields(shape, topology),
         **_fusions(shape, extra, half=half_on_gpu(settings.model.dtype), shares=shares),
     )
+    # the family's own fields
     fields |= FAMILIES[shape.family].layer_fields(shape)
     if shape.kv_lora_rank:
         from megatron_rl.model.latent_attention import latent_fields
@@ -83,16 +86,16 @@ def transformer_config(
 
 
 def _scale(shape: ModelShape, hf_config: Any) -> float | None:
-    """Return ``softmax_scale`` of all layers; None where a layer or latent attention has its own."""
+    """Return ``softmax_scale`` for all layers; None if kinds of layers, or latent attention, set their own."""
     if shape.kv_lora_rank or None not in angle_kinds(hf_config):
         return None
     return softmax_scale(hf_config, shape.head_dim)
 
 
 def _window_fields(shape: ModelShape, topology: Topology) -> dict[str, Any]:
-    """Return the fields by which ``attention/packed.py`` and Transformer Engine's attention know each layer's window.
+    """Return the fields that give each layer's window to ``attention/packed.py`` and to Transformer Engine.
 
-    Raises ConfigError under Transformer Engine's context parallelism, whose ring has no window.
+    Raises ConfigError for windows with Transformer Engine's context parallelism, which has none.
     """
     if not any(shape.windows):
         return {}
@@ -107,11 +110,13 @@ def _window_fields(shape: ModelShape, topology: Topology) -> dict[str, Any]:
 
 
 def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelShape) -> TransformerConfig:
-    """Build the TransformerConfig; raise ConfigError where Megatron-Core refuses its fields. extra: the user's.
+    """Build the TransformerConfig; raise ConfigError if Megatron-Core refuses its fields.
 
-    Megatron-Core refuses to normalise the weight of a single expert, which leaves the router
-    without a gradient (0.16.1 ``transformer_config.py:1641``). A checkpoint may ask for just that,
-    p / p = 1, as transformers computes it: the field is set behind the check.
+    extra: the user's fields.
+
+    ``moe_router_pre_softmax`` is set after Megatron-Core's check. With one expert per token a
+    checkpoint may ask for the weight p / p = 1, as transformers computes it. Megatron-Core refuses
+    that, since it leaves the router without a gradient (0.16.1 ``transformer_config.py:1641``).
     """
     cls = MLATransformerConfig if shape.kv_lora_rank else TransformerConfig
     transformer = build_config(cls, fields, extra, shape.family)
@@ -120,17 +125,21 @@ def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelSha
 
 
 def _fusions(shape: ModelShape, extra: dict[str, Any], *, half: bool, shares: bool) -> dict[str, bool]:
-    """Return which of Megatron-Core's fused functions run. extra: the user's fields.
+    """Return which of Megatron-Core's fused functions run.
 
-    half: as ``half_on_gpu``. shares: whether Transformer Engine's layers may share prompts.
+    extra: the user's fields.
+    half: whether torch's layers take fused kernels (``half_on_gpu``).
+    shares: whether Transformer Engine's layers may share prompts.
 
-    Rotary angles: over packed sequences Megatron-Core's plain way asks the device for the lengths
-    four times in every layer (0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``); the
-    kernel does not, and rounds neither cos nor sin. Where prompts may be shared the attention
-    applies it (model/attention/transformer_engine.py). SwiGLU: compiled by torch, keeps its input
-    alone for backward; Megatron-Core refuses it beside Transformer Engine's own activation.
-    Weights' gradients are fused by model/weight_gradients.py: this field would want Apex.
-    docs/evidence/status.md says why the others are off.
+    - Rotary angles: over packed sequences Megatron-Core's plain code asks the device for the
+      lengths four times in every layer (0.16.1 and 0.19.2
+      ``models/common/embeddings/rope_utils.py``). The fused kernel does not, and rounds neither cos
+      nor sin. If prompts may be shared, model/attention/transformer_engine.py applies it instead.
+    - SwiGLU: compiled by torch, it keeps only its input for backward. Megatron-Core refuses it
+      beside Transformer Engine's own activation.
+    - Weight gradients: model/weight_gradients.py fuses them; Megatron-Core's field needs Apex.
+
+    docs/status.md says why the others are off.
     """
     engine, plain = shape.layer_spec == "transformer_engine", not (shape.gelu or shape.swiglu_limit)
     compiles = engine or (half and plain and not compiler_fault())
@@ -146,7 +155,7 @@ def _fusions(shape: ModelShape, extra: dict[str, Any], *, half: bool, shares: bo
 def settled_shape(
     settings: ModelSettings, hf_config: Any, topology: Topology, *, value_head: bool = False
 ) -> ModelShape:
-    """Return the shape of ``build_model``'s model; nothing is allocated."""
+    """Return the shape that ``build_model``'s model would have, without building it."""
     check_kernel(settings.model.logprob_kernel)
     parts = parts_of(settings)
     layer_spec = parts.layer_spec
@@ -157,10 +166,10 @@ def settled_shape(
 
 
 class Provider(Protocol):
-    """Makes Megatron-Core's config and model (``model.provider``)."""
+    """Makes Megatron-Core's config and the model's chunks; ``model.provider`` names one."""
 
     transformer_config: Callable[[ModelShape, Any, ModelSettings, Topology], TransformerConfig]
-    """(shape, Hugging Face config, settings, topology) → the fields of the seam, of the model and of the user."""
+    """(shape, Hugging Face config, settings, topology) → the config, with the seam's, model's and user's fields."""
 
     def chunk(
         self,
@@ -172,18 +181,18 @@ class Provider(Protocol):
         last: bool,
         number: int | None,
     ) -> GPTModel:
-        """Build one chunk of a stage, of the layers ``spec``.
+        """Build one chunk of a stage, with the layers ``spec``.
 
-        first, last: whether it holds the embedding, the output layer.
-        number: among the stage's chunks under the interleaved schedule, else None.
+        first: whether the chunk holds the embedding. last: whether it holds the output layer.
+        number: the chunk's number on its stage under the interleaved schedule, else None.
         """
 
     def check_angles(self, model: GPTModel, angles: Angles) -> None:
-        """Raise ConfigError where a chunk's own rotary angles are not those that it is to be given."""
+        """Raise ConfigError if the rotary angles that the provider made are not ``angles``."""
 
 
 class NativeProvider:
-    """Makes the families that are built here."""
+    """Makes models of the families in weights/families/ (``model.provider=native``)."""
 
     transformer_config = staticmethod(transformer_config)
 
@@ -215,7 +224,7 @@ class NativeProvider:
 
 
 def provider_of(name: str) -> Provider:
-    """Return what makes the models of ``model.provider``."""
+    """Return the provider that ``model.provider`` names."""
     match name:
         case "bridge":
             from megatron_rl.model.bridge.build import BridgeProvider
@@ -228,11 +237,12 @@ def provider_of(name: str) -> Provider:
 def build_model(
     settings: ModelSettings, hf_config: Any, topology: Topology, *, value_head: bool = False
 ) -> tuple[list[GPTModel], ModelShape]:
-    """Build this rank's chunks of the model (one, or ``parallel.virtual_pipeline`` under the interleaved schedule).
+    """Build this rank's chunks of the model and return them with the model's shape.
 
-    Return them with the model's shape. The weights hold no meaning until weights/export loads them.
+    There is one chunk, or ``parallel.virtual_pipeline`` under the interleaved schedule. The weights
+    are not set: weights/export.py loads them.
     """
-    # What all chunks share.
+    # Values that all chunks share.
     shape = settled_shape(settings, hf_config, topology, value_head=value_head)
     provider, parts = provider_of(settings.model.provider), parts_of(settings)
     transformer = provider.transformer_config(shape, hf_config, settings, topology)
@@ -271,9 +281,9 @@ def _make_chunk(
     chunk: int,
     extra: Mapping[str, Any],
 ) -> GPTModel:
-    """Build one chunk of this rank's stage. extra: the user's fields.
+    """Build one chunk of this rank's stage.
 
-    Raises ConfigError where Megatron-Core's layers refuse them.
+    extra: the user's fields. Raises ConfigError if Megatron-Core's layers refuse them.
     """
     first = topology.is_first_stage and chunk == 0
     last = topology.is_last_stage and chunk == topology.virtual_size - 1
@@ -292,12 +302,12 @@ def _make_chunk(
 
 
 def _freeze_router_bias(transformer: TransformerConfig, chunks: list[GPTModel]) -> None:
-    """Have the routers' correction bias stay what the checkpoint holds.
+    """Keep the routers' correction bias at the checkpoint's values; the routers go on choosing by it.
 
-    Megatron-Core's finalize moves it by the counts of tokens of a step, where the config asks for
-    it, and the routers count (0.16.1 ``distributed/finalize_model_grads.py``, ``moe/router.py``):
-    samples that were dropped, fillers and shared prompts would change it, and the engine would lack
-    the change. The routers go on choosing by it.
+    With ``moe_router_enable_expert_bias`` the routers count a step's tokens, and Megatron-Core's
+    finalize moves the bias by the counts (0.16.1 ``moe/router.py``,
+    ``distributed/finalize_model_grads.py``). Dropped samples, fillers and shared prompts would change
+    the counts, and the engine would not get the new bias. So the setting is off here.
     """
     transformer.moe_router_enable_expert_bias = False
     for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):
@@ -307,9 +317,9 @@ def _freeze_router_bias(transformer: TransformerConfig, chunks: list[GPTModel]) 
 def _mark_tensor_parallel(model: GPTModel) -> None:
     """Mark the weights that are split over tensor ranks.
 
-    Megatron-Core (0.16.1 ``tensor_parallel/layers.py``) marks them inside its initialisation, which
-    is skipped here. Without the mark the gradient norm counts tensor rank 0's shards alone, and
-    clipping scales by a wrong norm.
+    Megatron-Core (0.16.1 ``tensor_parallel/layers.py``) marks them in its initialisation of
+    weights, which is skipped here. Without the mark the gradient norm would count tensor rank 0's
+    shards alone, and clipping would scale by a wrong norm.
     """
     dimensions = {
         tensor_parallel.ColumnParallelLinear: 0,
@@ -318,7 +328,7 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
     }
     for module in model.modules():
         for kind, dimension in dimensions.items():
-            # a tied output layer on the embedding's stage has no weight of its own
+            # on the embedding's stage a tied output layer has weight None
             if (
                 isinstance(module, kind)
                 and module.weight is not None
@@ -329,12 +339,13 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
 
 
 def _mark_experts(model: GPTModel) -> None:
-    """Mark experts' parameters, to have their gradients reduced over the ranks that hold the same expert.
+    """Mark experts' parameters, so that their gradients are reduced over the ranks that hold the same expert.
 
-    Dense weights' gradients are reduced over the data-parallel ranks. Megatron-Core 0.16.1
-    (``tensor_parallel/layers.py``) marks experts only under expert parallelism: with experts on one
-    expert-parallel rank, split over fewer tensor ranks than the rest, each copy would keep the
-    gradient of its own tokens. 0.19.2 marks them as here.
+    Unmarked weights' gradients are reduced over the data-parallel ranks. Megatron-Core 0.16.1
+    (``tensor_parallel/layers.py``) marks experts only under expert parallelism. Without it, experts
+    may be split over fewer tensor ranks than the dense weights. Then several tensor ranks hold the
+    same expert, and each copy would keep the gradient of its own tokens. 0.19.2 sets this mark
+    itself.
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:

@@ -1,4 +1,4 @@
-"""The costs of a model: FLOPs of a token, and the division of its layers over pipeline stages by what each costs."""
+"""The costs of a model: FLOPs of a token, and the division of its layers over pipeline stages by their costs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_rl.weights.model_shape import ModelShape
 
 
 def layout_of(shape: ModelShape, settings: ModelSettings, hf_config: Any) -> tuple[int, ...]:
-    """Return the number of layers of each stage, chunks counted one by one, in the order of the layers.
+    """Return the number of layers of each stage, in the order of the layers; each chunk is a stage.
 
-    A sample is taken to be half as long as the limits allow; the LM head runs at loss positions
-    alone. Raises ConfigError for more stages than layers, and as planning/pipeline_layout.py
-    ``stage_layers`` does.
+    Samples are assumed to be half as long as the limits allow. The LM head runs only at loss
+    positions. Raises ConfigError if planning/pipeline_layout.py ``stage_layers`` does, for example
+    for more stages than layers, and if LoRA would have nothing to train on a stage.
     """
     prompt, response = settings.max_prompt_tokens, settings.max_response_tokens
-    # Logits are made twice. Under full recompute the layers are too, so that the head weighs less beside them.
+    # logits are computed twice, in forward and in backward; under full recompute so are the layers
     twice = 1.0 if full_recompute(settings.megatron.transformer) else 4 / 3
     counts = stage_layers(
         settings.parallel,
@@ -39,14 +39,14 @@ def layout_of(shape: ModelShape, settings: ModelSettings, hf_config: Any) -> tup
 
 
 def full_recompute(transformer: Mapping[str, Any]) -> bool:
-    """Return whether every layer is computed anew in backward. transformer: ``megatron.transformer``."""
+    """Return whether backward computes every layer again. transformer: ``megatron.transformer``."""
     return transformer.get("recompute_granularity") == "full"
 
 
 def layer_cost(shape: ModelShape, tokens: float, layer: int) -> int:
-    """Return a layer's cost per token: the weights that it passes, and the attention scores of a sample of ``tokens``.
+    """Return a layer's cost per token: the weights that the token passes, and attention's in a sample of ``tokens``.
 
-    The unit is 6 FLOPs, forward and backward, as simulator/machine.py counts them.
+    The unit is 6 FLOPs, forward and backward, as in simulator/machine.py.
     """
     seen = shape.windows[layer] if shape.windows else 0
     if shape.chunked is not None and layer in shape.chunked.chunked_layers:
@@ -55,23 +55,22 @@ def layer_cost(shape: ModelShape, tokens: float, layer: int) -> int:
 
 
 def adapter_parameters(shape: ModelShape) -> int:
-    """Return the number of adapter parameters that a token passes in all layers; 0 where every weight is trained.
+    """Return the number of adapter parameters that a token passes in all layers; 0 if every weight is trained.
 
-    Of a mixture's routed experts they are those of ``experts_per_token``.
+    In a mixture a token passes the adapters of ``experts_per_token`` routed experts.
     """
     passed = 0
     for layer in range(shape.num_layers):
-        for weight in target_entries(shape, layer, shape.num_experts or 1):  # of the experts, one
+        for weight in target_entries(shape, layer, shape.num_experts or 1):  # it lists one expert of each mixture
             times = 1 if weight.expert is None else shape.experts_per_token
             passed += times * sum(math.prod(hf_size(shape, entry.hf[0])) for entry in pair_entries(weight))
     return passed
 
 
 def flops_per_token(shape: ModelShape, mean_context: float) -> float:
-    """Return forward and backward FLOPs of one token: 6 per parameter it passes, 4 per frozen one, and attention's.
+    """Return forward and backward FLOPs of one token: 6 per trained parameter, 4 per frozen one, and attention's.
 
-    mean_context: tokens, the mean number that a token attends to in a layer that sees all before
-        it.
+    mean_context: the mean number of tokens that a token attends to in a layer with full attention.
     """
     linear = shape.num_layers * shape.layer_parameters + shape.vocab_size * shape.hidden_size
     if shape.lora_rank:

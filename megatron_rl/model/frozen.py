@@ -15,16 +15,14 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 def build_frozen(
     settings: ModelSettings, hf_config: Any, topology: Topology
 ) -> tuple[list[DistributedDataParallel], ModelShape]:
-    """Build this rank's frozen chunks in evaluation mode, to be run under ``torch.no_grad``; return their shape too.
+    """Build this rank's frozen chunks in evaluation mode and return them with their shape; a collective.
 
-    A collective.
-
-    Their weights hold no meaning yet. The chunks are wrapped as the schedule needs them: over
-    frozen parameters DistributedDataParallel (0.16.1) makes no buffer, no bucket and no hook,
-    whatever the policy's ``megatron.ddp`` asks for. Once wrapped, their parameters require a
-    gradient where the policy's do: without a graph that costs nothing, and for a weight that
-    requires none ``torch.matmul`` (2.13) computes one product per token wherever the activations'
-    strides cannot be folded, with other rounding.
+    Their weights are not set. Run them under ``torch.no_grad``. The schedule needs wrapped chunks:
+    DistributedDataParallel (0.16.1) makes no buffer, bucket or hook over frozen parameters,
+    whatever ``megatron.ddp`` says. After the wrapping, the parameters that the policy trains require
+    a gradient again, which costs nothing without a graph. Otherwise, for a weight that requires
+    none, ``torch.matmul`` (2.13) computes one product per token if the activations' strides cannot
+    be folded, and rounds differently from the policy.
     """
     models, shape = build_model(settings, hf_config, topology)
     if settings.lora.rank is not None:

@@ -1,8 +1,8 @@
-"""gpt-oss's parts beside Megatron-Core's: attention with sinks, norms that round once, and its gate's activation.
+"""The parts of gpt-oss that Megatron-Core lacks: attention with sinks, norms that round once, the gate's activation.
 
-A sink is a learned logit per head beside the scores of every query, in the softmax's denominator
-(transformers 5.19 ``modeling_gpt_oss.py``: the logit is one more column, whose probability is
-dropped). model/attention/flash.py computes them.
+A sink is a learned logit per head that each query's softmax has in its denominator, beside the
+scores. In transformers 5.19 (``modeling_gpt_oss.py``) it is one more column, whose probability is
+dropped. model/attention/flash.py computes attention with sinks.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint 
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """Return x · σ(1.702 x), as Megatron-Core's own, which torch compiles anew for every shape."""
+    """Return x · σ(1.702 x). Megatron-Core's own function is compiled, by torch, anew for every shape."""
     return x * torch.sigmoid(QUICK_GELU * x)
 
 
 class SinkAttention(TorchAttention):
     """Computes ``TorchAttention`` with sinks.
 
-    softmax_offset: [h], those of this tensor rank's heads, by Megatron-Core's own name (0.16.1
+    softmax_offset: [h], the sinks of this tensor rank's heads. The name is Megatron-Core's (0.16.1
         ``transformer/dot_product_attention.py``, ``softmax_type="learnable"``).
     """
 
@@ -45,9 +45,9 @@ class SinkAttention(TorchAttention):
 
 
 def put_gpt_oss_layers(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
-    """Make every layer of a block one of gpt-oss's, in place: sinks, and norms that round once, after the weight.
+    """Make a block's layers gpt-oss layers, in place: with sinks, and norms that round once, after the weight.
 
-    Raises ConfigError for Transformer Engine's layers, on which gpt-oss was not shown.
+    Raises ConfigError for Transformer Engine's layers, with which gpt-oss was not tested.
     """
     if layer_spec != "torch":
         raise ConfigError(

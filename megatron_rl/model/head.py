@@ -1,7 +1,7 @@
 """The head, taken out of GPTModel's forward: the model returns its output layer's input, the hidden states.
 
-Log-probs or values are made of them later, so logits exist for loss positions alone, a chunk at a
-time (model/logprob/linear.py), and never for a prompt's tokens.
+Log-probs or values are computed from the hidden states later. So logits exist only for loss
+positions, a chunk at a time (model/logprob/linear.py), and never for a prompt's tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 def _in_token_order(hidden: torch.Tensor) -> torch.Tensor:
     """Return hidden states [T, 1, H] whose gradient reaches the layers with the strides (H, H, 1).
 
-    GPTModel transposes its output, so that the gradient would come with (H, T·H, 1). Where the
-    weight is frozen torch.matmul then multiplies T rows one by one, and on a CPU copies the weight
-    for each of them (0.16.1 ``tensor_parallel/layers.py`` LinearWithFrozenWeight; torch 2.13.0
+    GPTModel transposes its output, so the gradient's strides would be (H, T·H, 1). With these
+    strides and a frozen weight torch.matmul multiplies T rows one by one, and on a CPU copies the
+    weight for each row (0.16.1 ``tensor_parallel/layers.py`` LinearWithFrozenWeight; torch 2.13.0
     ``LinearAlgebra.cpp`` should_fold).
     """
     return hidden.flatten(0, 1).unsqueeze(1)
@@ -28,8 +28,7 @@ def _in_token_order(hidden: torch.Tensor) -> torch.Tensor:
 def hand_out_hidden(model: GPTModel) -> None:
     """Make the output layer of a last stage return its input, whole: [T, 1, H] on every tensor rank.
 
-    The layer stays a module with its weight, so that names, hooks and tied embeddings stay the
-    same.
+    The layer keeps its weight, so names, hooks and tied embeddings do not change.
     """
     layer = model.output_layer
 
@@ -44,11 +43,11 @@ def hand_out_hidden(model: GPTModel) -> None:
 
 
 class ValueHead(torch.nn.Module):
-    """Replaces the output layer: has a weight [1, H], whole on every tensor rank, and returns the hidden states.
+    """Replaces the output layer: holds a weight [1, H], whole on every tensor rank, and returns the hidden states.
 
     Every tensor rank computes the same values and the same loss, so each has the whole gradient of
-    the weight and of the hidden states: nothing is summed over tensor ranks, and under sequence
-    parallelism backward keeps a rank's own part of the latter.
+    the weight and of the hidden states. Nothing is summed over tensor ranks. Under sequence
+    parallelism backward keeps the rank's own part of the hidden states' gradient.
     """
 
     def __init__(self, layer) -> None:
@@ -65,7 +64,7 @@ class ValueHead(torch.nn.Module):
 
 
 def put_value_head(model: GPTModel) -> None:
-    """Turn a policy's last stage into a critic's."""
+    """Replace the output layer of a last stage by a value head."""
     model.output_layer = ValueHead(model.output_layer)
 
 
@@ -75,7 +74,7 @@ def values_of(hidden: torch.Tensor, model: GPTModel) -> torch.Tensor:
 
 
 def head_weight(model: GPTModel) -> torch.Tensor:
-    """Return [V/TP, H], this tensor rank's rows of the output matrix: the embedding's where tied on this stage."""
+    """Return [V/TP, H], this tensor rank's rows of the output weight, which may be the embedding's."""
     return (
         model.shared_embedding_or_output_weight()
         if model.share_embeddings_and_output_weights

@@ -1,4 +1,7 @@
-"""A Hugging Face config read as a model's sizes; features that cannot be expressed are refused by name."""
+"""A model's sizes and rotary frequencies, read from a Hugging Face config.
+
+Features that the models here cannot express are refused by name.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,10 @@ SCALINGS = ("linear", "llama3", "yarn")
 
 
 def _check_divisible(hf_config: Any, shape: ModelShape, parallel: ParallelConfig, topology: Topology) -> None:
-    """Raise ConfigError where a degree of parallelism does not divide the size that it splits."""
+    """Raise ConfigError if a degree of parallelism does not divide the size that it splits."""
     name, family = hf_config.name_or_path or hf_config.model_type, FAMILIES[shape.family]
     experts, ffn, ffn_name = family.experts is not None, shape.ffn_hidden_size, family.ffn_field
+    # (setting, degree, the size's name, the size)
     split = [
         ("parallel.tensor", topology.tensor_size, field, hf_config.to_dict()[field])
         for field in ("num_attention_heads", "num_key_value_heads")
@@ -42,6 +46,7 @@ def _check_divisible(hf_config: Any, shape: ModelShape, parallel: ParallelConfig
     for key, degree, size_name, size in split:
         if size % degree:
             raise ConfigError(f"{key}={degree} does not divide {size_name}={size} of {name}; use a divisor")
+    # experts: biases, degrees without experts, and tokens that would be sent twice
     if shape.linear_bias and topology.expert_tensor_size > 1:
         raise ConfigError(
             f"the experts of {name} have biases, which Megatron-Core takes on whole experts alone, and they are split "
@@ -67,14 +72,13 @@ def model_shape(
 ) -> ModelShape:
     """Return the sizes of a Hugging Face config (see FAMILIES), checked against the degrees of parallelism.
 
-    value_head: whether the model has one in place of the LM head, as a critic's.
+    value_head: whether the model has a value head in place of the LM head, as a critic has.
 
-    A mixture's own ``router_aux_loss_coef`` is not read: that loss is no part of the token sum
-    (algorithm/signal.py), and in transformers too it is added only where ``output_router_logits``
-    asks for it.
+    A mixture's ``router_aux_loss_coef`` is not read: that loss is no part of the token sum
+    (algorithm/signal.py). Transformers adds it only under ``output_router_logits``.
 
-    Raises ConfigError with the name of a feature that cannot be expressed or of a size that cannot
-    be divided.
+    Raises ConfigError that names a feature that cannot be expressed, or a size that cannot be
+    divided.
     """
     provider = settings.model.provider
     shape = read_shape(hf_config, layer_spec=layer_spec, vocab_multiple=topology.tensor_size, provider=provider)
@@ -87,13 +91,12 @@ def model_shape(
 
 
 def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1, provider: str = "native") -> ModelShape:
-    """Return the shape, whatever the topology.
+    """Return the shape of a Hugging Face config, before any division over ranks.
 
-    vocab_multiple: the padded vocabulary is the next multiple of it.
+    vocab_multiple: the vocabulary is padded to a multiple of it.
     provider: ``model.provider``.
 
-    Raises ConfigError with the name of a feature that Megatron-Core, or the model built here,
-    cannot express.
+    Raises ConfigError that names a feature that Megatron-Core, or the model here, cannot express.
     """
     if provider == "bridge":
         from megatron_rl.model.bridge.family import bridged_shape
@@ -124,14 +127,14 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1, prov
 
 
 def angle_kinds(hf_config: Any) -> tuple[str | None, ...]:
-    """Return of each layer the kind whose rotary parameters it has (OLMo 3, Gemma 3); None where all layers share."""
+    """Return each layer's kind of rotary parameters (OLMo 3, Gemma 3); None for each layer if all share them."""
     if FULL in hf_config.rope_parameters:
         return tuple(hf_config.layer_types)
     return (None,) * hf_config.num_hidden_layers
 
 
 def rotary_tables(hf_config: Any, head_dim: int, *, turns_partly: bool = False) -> dict[str | None, torch.Tensor]:
-    """Return ``inverse_frequencies`` of each of ``angle_kinds``; raise ConfigError where it does."""
+    """Return the ``inverse_frequencies`` of each of ``angle_kinds``; ConfigError is raised as there."""
     return {
         kind: inverse_frequencies(hf_config, head_dim, kind, turns_partly=turns_partly)
         for kind in dict.fromkeys(angle_kinds(hf_config))
@@ -145,14 +148,13 @@ def _rope(hf_config: Any, kind: str | None) -> dict[str, Any]:
 def inverse_frequencies(
     hf_config: Any, head_dim: int, layer_kind: str | None = None, *, turns_partly: bool = False
 ) -> torch.Tensor:
-    """Return rotary inverse frequencies, float32, as transformers computes them: one for each pair that turns.
+    """Return the rotary inverse frequencies, float32, as transformers computes them: one for each pair that turns.
+
+    There are head_dim / 2 of them, or fewer under ``partial_rotary_factor``: the rest of each head
+    does not turn (Megatron-Core 0.16.1 ``rope_utils.py``).
 
     layer_kind: one of ``angle_kinds``.
-
-    They are head_dim / 2, or fewer under ``partial_rotary_factor``: the rest of each head does not
-    turn (Megatron-Core 0.16.1 ``rope_utils.py``).
-
-    turns_partly: whether another family than ours reads ``partial_rotary_factor``.
+    turns_partly: whether the model's family, also a bridged one, reads ``partial_rotary_factor``.
 
     Raises ConfigError for any scaling but default, linear, llama3 and yarn.
     """
@@ -179,14 +181,15 @@ def inverse_frequencies(
 
 
 def _turns_partly(hf_config: Any) -> bool:
-    """Return whether a config's family, if it is built here, reads ``partial_rotary_factor``."""
+    """Return whether the config's family is in FAMILIES and reads ``partial_rotary_factor``."""
     return hf_config.model_type in FAMILIES and FAMILIES[hf_config.model_type].turns_partly
 
 
 def _checked(frequencies: torch.Tensor, rope: dict[str, Any], head_dim: int) -> torch.Tensor:
     """Return transformers' frequencies in float32; raise ConfigError unless they are finite, and one for each pair.
 
-    Its functions read ``head_dim`` and ``partial_rotary_factor`` beside ``rope_parameters`` too.
+    There may be another number of them, since transformers' functions also read ``head_dim`` and
+    ``partial_rotary_factor``.
     """
     if not frequencies.isfinite().all():
         raise ConfigError(f"rope_parameters={quoted(dict(rope), 200)} give frequencies that are NaN or infinite")
@@ -199,16 +202,16 @@ def _checked(frequencies: torch.Tensor, rope: dict[str, Any], head_dim: int) -> 
 
 
 def _scaled(hf_config: Any, kind: str | None) -> tuple[torch.Tensor, float]:
-    """Return transformers' own inverse frequencies and attention factor of a config with one of ``SCALINGS``.
+    """Return transformers' inverse frequencies and attention factor of a config with one of ``SCALINGS``.
 
-    Raises ConfigError where it can compute none.
+    Raises ConfigError if transformers cannot compute them.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = _rope(hf_config, kind)
     try:
         return ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf_config, torch.device("cpu"), layer_type=kind)
-    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # of a number that others rule out
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # numbers that contradict each other
         raise ConfigError(
             f"rope_parameters={quoted(dict(rope), 200)} of {hf_config.model_type} give no frequencies in transformers "
             f"({type(error).__name__}: {error}); mend the number that it speaks of, or head_dim"
@@ -216,13 +219,15 @@ def _scaled(hf_config: Any, kind: str | None) -> tuple[torch.Tensor, float]:
 
 
 def softmax_scale(hf_config: Any, head_dim: int, kind: str | None = None) -> float | None:
-    """Return what attention's scores are multiplied by; None for 1 / sqrt(head_dim). kind: one of ``angle_kinds``.
+    """Return the factor on attention's scores; None for 1 / sqrt(head_dim).
 
-    Gemma's config class has ``query_pre_attn_scalar`` in place of head_dim; no other family's
+    kind: one of ``angle_kinds``.
+
+    Gemma's config class has ``query_pre_attn_scalar``, used in place of head_dim; no other family's
     module reads the field. Yarn (Peng et al., 2023, arXiv:2309.00071, section 3.4) multiplies
-    cosines and sines of q and of k by its attention factor, ``0.1 · ln(factor) + 1`` where none is
-    given: all of a head turns here, so that each score is multiplied by its square. Megatron-Core's
-    fused rotary kernel takes no factor (0.16.1 ``rope_utils.py``), and its scores do.
+    cosines and sines of q and of k by its attention factor (default ``0.1 · ln(factor) + 1``). Here
+    the whole head turns, so each score is multiplied by the factor's square. Megatron-Core's fused
+    rotary kernel takes no factor (0.16.1 ``rope_utils.py``), so the scores take it.
     """
     name = "query_pre_attn_scalar"
     scalar = hf_config.to_dict()[name] if name in class_fields(type(hf_config)) else None
@@ -237,7 +242,7 @@ def softmax_scale(hf_config: Any, head_dim: int, kind: str | None = None) -> flo
 def latent_angles(hf_config: Any, shape: ModelShape) -> tuple[torch.Tensor, float]:
     """Return multi-latent attention's inverse frequencies [rope_head_dim / 2], and the factor on cos and sin.
 
-    They are as transformers computes them, under yarn too. Raises ConfigError where they are not
+    Both are as transformers computes them, under yarn too. Raises ConfigError if they are not
     finite.
     """
     rope = hf_config.rope_parameters

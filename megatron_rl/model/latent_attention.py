@@ -1,16 +1,16 @@
-"""Multi-latent attention (DeepSeek-V3) on Megatron-Core's MLASelfAttention, its rotary angles by the tokens' positions.
+"""Multi-latent attention (DeepSeek-V3) on Megatron-Core's MLASelfAttention, with rotary angles by token positions.
 
-Read in 0.16.1 ``transformer/multi_latent_attention.py``. Megatron-Core makes rotary angles within
-each layer, from a table that begins at position 0, and turns neighbours in pairs, which is
-transformers' ``rope_interleave``. Here the layer's embedding gives the angles of the packed tokens'
-own positions (model/rotary.py), so that prompts may be shared.
+Rotary angles: Megatron-Core (read, 0.16.1 ``transformer/multi_latent_attention.py``) computes them
+within each layer, from a table that begins at position 0. It turns neighbours in pairs, as
+transformers does under ``rope_interleave``. Here each layer's rotary embedding gives the angles of
+the packed tokens' positions (model/rotary.py), so that prompts may be shared.
 
-Megatron-Core's local spec splits the projections to the latents over tensor ranks and gathers their
-outputs; backward of that gather takes a rank's own columns alone, so that the gradient of the
-turned part of k, of which each rank has its own heads', would lose the other ranks' share. Here
-these projections are whole on every rank, as in Transformer Engine's spec: under sequence
-parallelism each rank projects its own tokens, the gather along the sequence sums gradients, and
-finalize sums the weights'.
+Projections to the latents: Megatron-Core's local spec splits them over tensor ranks and gathers
+their outputs. Backward of the gather keeps only a rank's own columns. But all heads share the turned
+part of k, and each rank's gradient of it covers only its own heads, so the other ranks' share would
+be lost. Here these projections are whole on every rank, as in Transformer Engine's spec. Under
+sequence parallelism each rank projects its own tokens, the gather along the sequence sums gradients,
+and finalize sums the weights' gradients.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
 from megatron.core.transformer.transformer_config import MLATransformerConfig  # isort: skip
 
-# 0.16.1 takes stand-ins of Transformer Engine's classes for the classes, and asks whether a linear
-# is of one.
+# Without Transformer Engine 0.16.1 still asks whether a linear is of its classes, whose stand-ins are no
+# types.
 if not isinstance(multi_latent_attention.TELinear, type):
     multi_latent_attention.HAVE_TE = False
 
-LATENT_NORM_EPS = 1e-6  # whatever rms_norm_eps: transformers 5.19 ``DeepseekV3Attention`` and DeepSeek's own model.py
-# The names that Transformer Engine's spec gives to the latents' norms, and so a checkpoint of either.
+# independent of rms_norm_eps, as in transformers 5.19 ``DeepseekV3Attention`` and DeepSeek's own model.py
+LATENT_NORM_EPS = 1e-6
+# In checkpoints the norms have the names of Transformer Engine's spec, so that either spec loads them.
 _CHECKPOINT_NAMES = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
@@ -58,8 +59,8 @@ _BUILT_BY_SPEC = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_l
 def latent_fields(shape: ModelShape, hf_config: Any, extra: dict[str, Any]) -> dict[str, Any]:
     """Return MLATransformerConfig's fields of a shape with latents. extra: the user's fields.
 
-    The scores' scale is mscale² / sqrt(width of q), where mscale = 0.1 · mscale_all_dim ·
-    ln(factor) + 1 under yarn.
+    Megatron-Core scales the scores by mscale² / sqrt(width of q); under yarn mscale = 0.1 ·
+    mscale_all_dim · ln(factor) + 1.
     """
     if extra.get("apply_rope_fusion"):
         raise ConfigError(
@@ -91,7 +92,7 @@ def latent_fields(shape: ModelShape, hf_config: Any, extra: dict[str, Any]) -> d
 
 
 class LatentRotary(PackedRotary):
-    """Gives a latent attention its angles, and the factor on their cos and sin, by the tokens' positions."""
+    """Gives a latent attention its tokens' rotary angles, and the factor on cos and sin."""
 
     def __init__(self, inv_freq: torch.Tensor, factor: float):
         super().__init__(inv_freq)
@@ -114,17 +115,18 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 class SpecifiedLatentAttention(MLASelfAttention):
-    """Builds the norms and projections that its spec names.
+    """Builds the norms and projections that its spec names, and no others.
 
-    Megatron-Core 0.19.2 (``transformer/mla_qk_norm_config.py``) would have a norm before the
-    queries' projection too where queries have no latents, as in Moonlight, whose model has none;
-    0.16.1 takes the spec's as they are. It is built under ``rope_type="rope"``, since yarn's own
-    table asks for pinned memory, and computes under "yarn", under which an embedding returns a
-    factor on cos and sin beside the angles.
+    0.16.1 takes the spec's norms. If queries have no latents, Megatron-Core 0.19.2
+    (``transformer/mla_qk_norm_config.py``) would add a norm before their projection; Moonlight, such
+    a model, has none.
+
+    The class is built under ``rope_type="rope"``, since the table of "yarn" needs pinned memory. It
+    computes under "yarn": then the rotary embedding returns angles and a factor on cos and sin.
     """
 
     def __init__(self, config: MLATransformerConfig, *args, **kwargs):
-        super().__init__(copy.copy(config), *args, **kwargs)  # its own: other layers and chunks are still to be built
+        super().__init__(copy.copy(config), *args, **kwargs)  # a copy: later layers and chunks are built from config
         self.config.rope_type = "yarn"
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, ModuleSpec | type]:
@@ -132,17 +134,17 @@ class SpecifiedLatentAttention(MLASelfAttention):
 
 
 class EngineLatentAttention(SpecifiedLatentAttention):
-    """Computes Megatron-Core's multi-latent attention of Transformer Engine's modules; run on a stand-in, not on a GPU.
+    """Computes Megatron-Core's multi-latent attention with Transformer Engine's modules.
 
-    ``give_latent_rotary`` gives it its angles.
+    It was run on a stand-in of these modules, not on a GPU. ``give_latent_rotary`` sets its angles.
     """
 
     def __init__(self, config: MLATransformerConfig, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         for part in ("q", "kv") if config.q_lora_rank is not None else ("kv",):
             getattr(self, f"linear_{part}_up_proj").eps = LATENT_NORM_EPS  # TELayerNormColumnParallelLinear
-            # Transformer Engine marks any linear's weight as split; the gradient norm would count
-            # every rank's copy
+            # Transformer Engine marks every linear's weight as split; with the mark the gradient norm
+            # would count every rank's copy of this weight
             getattr(self, f"linear_{part}_down_proj").weight.tensor_model_parallel = False
 
     def get_query_key_value_tensors(
@@ -153,7 +155,10 @@ class EngineLatentAttention(SpecifiedLatentAttention):
         packed_seq_params: PackedSequences | None = None,
         **kwargs,
     ):
-        """Return q, k, v and the latents, each token's angles applied to it: bounds would have a table cut by them."""
+        """Return q, k, v and the latents; the sequences' bounds are hidden, so that each token gets its own angles.
+
+        With bounds Megatron-Core would take the angles for a table of positions, and cut it.
+        """
         unbounded = dataclasses.replace(
             packed_seq_params,
             cu_seqlens_q=None,
@@ -165,7 +170,7 @@ class EngineLatentAttention(SpecifiedLatentAttention):
 
 
 class LatentAttention(SpecifiedLatentAttention):
-    """Computes multi-latent attention of torch's modules: [T, 1, hidden] → the same."""
+    """Computes multi-latent attention with torch's modules: [T, 1, hidden] → the same."""
 
     def __init__(self, config: MLATransformerConfig, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
@@ -178,7 +183,7 @@ class LatentAttention(SpecifiedLatentAttention):
             self.q_layernorm.eps = LATENT_NORM_EPS
 
     def _run_core_attention(self, query, key, value, attention_mask, attn_mask_type=None, **given):
-        """Run torch's attention, which pads by itself; Megatron-Core 0.19.2 would cut values to the keys' width."""
+        """Run torch's attention, which pads values itself; Megatron-Core 0.19.2 would cut them to the keys' width."""
         return self.core_attention(query, key, value, attention_mask, attn_mask_type=attn_mask_type, **given)
 
 
@@ -222,7 +227,7 @@ def _engine_parts(plain: ModuleSpec) -> tuple[type, ModuleSpec]:
 
 
 def give_latent_rotary(model: GPTModel, frequencies: torch.Tensor, factor: float) -> None:
-    """Give every attention of a model its rotary angles, by the positions that come with the tokens."""
+    """Have every latent attention of a model take its rotary angles by the positions that come with the tokens."""
     for module in model.modules():
         if isinstance(module, MLASelfAttention):
             module.rotary_pos_emb = LatentRotary(frequencies, factor)

@@ -1,4 +1,4 @@
-"""The modules of a transformer layer: Transformer Engine's where they can be built, else torch's."""
+"""The modules of a transformer layer: Transformer Engine's if they can be built, else torch's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
-# 0.16.1's router asks whether this is None, and without Transformer Engine the name does not exist;
+# 0.16.1's router asks whether this name is None, but without Transformer Engine it is not defined;
 # 0.19.2 defines it.
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
@@ -28,9 +28,9 @@ if not hasattr(moe_utils, "te_general_gemm"):
 class RMSNorm(torch.nn.RMSNorm):
     """Computes the norm in float32 and casts it back, as Hugging Face's Qwen2RMSNorm and LlamaRMSNorm do.
 
-    On a GPU torch's fused kernel rounds once, after the weight, where these round before it too.
-    Megatron's torch norm refuses sequence parallelism; finalize needs no more than the mark on the
-    weight to sum its gradient.
+    Both round before the product with the weight, and after it. On a GPU torch's fused kernel rounds
+    only after it. Megatron-Core's wrapper of torch's norm refuses sequence parallelism. Here the mark
+    on the weight is enough for finalize to sum its gradient.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
@@ -47,7 +47,7 @@ def choose_layer_spec(setting: str, dtype: str) -> str:
     """Return "transformer_engine" or "torch" for ``model.layer_spec``.
 
     ``auto`` takes torch for float32: Transformer Engine's attention has kernels for packed sequences in half precision
-    only. Raises ConfigError where the spec asked for cannot be built.
+    only. Raises ConfigError if Transformer Engine is demanded and cannot be used.
     """
     if setting == "torch" or (setting == "auto" and dtype == "float32"):
         return "torch"
@@ -64,13 +64,15 @@ def choose_layer_spec(setting: str, dtype: str) -> str:
 def block_spec(
     config: TransformerConfig, kind: str, layers: Sequence[int], *, share_prompts: bool = False
 ) -> TransformerBlockSubmodules:
-    """Return the submodules of a stage's block of ``layers``, by their numbers: dense ones and mixtures of experts.
+    """Return the submodules of a stage's block: dense layers and mixtures of experts.
 
-    share_prompts: whether samples of a micro-batch may share their prompt, which torch's layers
-        always can.
-    Transformer Engine's experts are grouped linears, and its norm before a mixture stands alone;
-    both have run on a stand-in of its modules (tests/equality/test_transformer_engine.py), not on a
-    GPU.
+    layers: the layers' numbers in the whole model.
+    share_prompts: whether Transformer Engine's layers must take samples that share a prompt;
+        torch's layers always can.
+
+    Transformer Engine's experts are grouped linears, and the norm before a mixture is a module of
+    its own. Both have run on a stand-in of its modules (tests/equality/test_transformer_engine.py),
+    not on a GPU.
     """
     mixtures = config.moe_layer_freq  # Megatron-Core's default of 1 is every layer
     is_mixture = [isinstance(mixtures, int) or bool(mixtures[layer]) for layer in layers]
@@ -82,7 +84,10 @@ def block_spec(
 
 
 def _layer_spec(config: TransformerConfig, kind: str, is_mixture: bool, *, share_prompts: bool) -> ModuleSpec:
-    """Return the submodules of one layer. is_mixture: whether its MLP is a mixture where the model has experts."""
+    """Return the submodules of one layer.
+
+    is_mixture: whether its MLP is a mixture of experts; without experts in the model it is dense anyway.
+    """
     experts = config.num_moe_experts if is_mixture else None
     mixture = dict(num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm)
     if kind == "transformer_engine":
@@ -104,7 +109,7 @@ def _layer_spec(config: TransformerConfig, kind: str, is_mixture: bool, *, share
 
 
 def mlp_spec(module: type[MLP], linear_fc1: type, linear_fc2: type) -> ModuleSpec | Callable[..., MLP]:
-    """Return what a layer's ``mlp`` takes for an MLP of these linears: 0.16.1 a ModuleSpec, 0.19.2 a function."""
+    """Return an MLP with these linears as a layer's ``mlp`` field takes it: 0.16.1 a ModuleSpec, 0.19.2 a function."""
     parts = MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=linear_fc2)
     if hasattr(module, "as_mlp_submodule"):
         return functools.partial(module.as_mlp_submodule, submodules=parts)
@@ -112,14 +117,17 @@ def mlp_spec(module: type[MLP], linear_fc1: type, linear_fc2: type) -> ModuleSpe
 
 
 def settle_expert_biases(model: torch.nn.Module) -> None:
-    """Have each expert's down projection hand out its bias as the expert adds it, at each token's weight.
+    """Mend the biases of the experts' down projections: their product, and their marks.
 
     Experts with biases are whole on every rank (0.16.1 ``transformer_config.py``: expert tensor
-    size 1), so that there is nothing to reduce: where nothing is, Megatron-Core's linear returns a
-    view of the product, to which its MLP may not add. It also marks the bias as one of sequence
-    parallelism, whose gradients are summed over tensor ranks, though an expert's are reduced over
-    the ranks that hold the expert, and as the same on all tensor ranks, of which the gradient norm
-    counts one, though they hold different experts.
+    size 1), so a down projection has nothing to reduce. Then Megatron-Core's linear returns a view
+    of the product, and its MLP may not add the bias to a view. ``explicit_expert_comm`` avoids the
+    view. Two marks of the bias are wrong as well:
+
+    - ``sequence_parallel`` would sum its gradient over tensor ranks, but an expert's gradient is
+      reduced over the ranks that hold the expert.
+    - Without ``tensor_model_parallel`` the gradient norm would count one tensor rank's bias, but
+      the ranks hold different experts.
     """
     for module in model.modules():
         if isinstance(module, tensor_parallel.RowParallelLinear) and module.is_expert and module.bias is not None:

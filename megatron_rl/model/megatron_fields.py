@@ -1,9 +1,10 @@
-"""``megatron.{transformer,ddp,optimizer}.*``: a user's fields → values of the installed Megatron-Core's config classes.
+"""``megatron.{transformer,ddp,optimizer}.*``: a user's fields as values of the installed Megatron-Core's classes.
 
-Every field of the installed version is accepted, but those that the seam owns and those of features
-that cannot work here, each refused with its reason. YAML has no dtypes and no enums: "bfloat16"
-becomes torch.bfloat16 and an enum's name its member where the field's type asks for one. A value of
-another type is refused, and null leaves a field that lacks it as it is.
+Every field of the installed version is accepted, except the fields that the seam owns and the
+fields of features that cannot work here. Each refusal gives its reason. YAML has no dtypes and no
+enums, so the field's type decides: "bfloat16" becomes torch.bfloat16, and a name becomes an enum's
+member. A value of another type is refused. A field whose type has no null keeps its default under
+null.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from megatron_rl.errors import ConfigError, quoted
 
-OFF = (None, False, 0, "", "none")  # and empty lists: values that leave a feature of Megatron-Core off
+OFF = (None, False, 0, "", "none")  # values that leave a feature of Megatron-Core off; so do empty lists
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +29,8 @@ class Refusals:
     """Holds the fields of one class that may not be set, each with its reason.
 
     owned:       fields that the seam or another key sets; no value is accepted.
-    unsupported: features that do not work here; only the values that leave them off, and
-                 Megatron-Core's own, are accepted.
+    unsupported: features that do not work here; only values that leave the feature off, and
+                 Megatron-Core's default, are accepted.
     """
 
     owned: Mapping[str, str]
@@ -37,13 +38,13 @@ class Refusals:
 
     @classmethod
     def of(cls, config: type, *, owned: Mapping[str, str], unsupported: Mapping[str, str]) -> Refusals:
-        """Hold those of the fields that a class has: Megatron-Core's releases differ (0.16.1, 0.19.2)."""
+        """Return the refusals of the fields that ``config`` has: Megatron-Core's releases differ (0.16.1, 0.19.2)."""
         known = {field.name for field in dataclasses.fields(config)}
         owned, unsupported = ({x: why for x, why in part.items() if x in known} for part in (owned, unsupported))
         return cls(owned=owned, unsupported=unsupported)
 
     def refuse(self, name: str, value: Any, section: str, default: Any) -> None:
-        """Raise ConfigError where the field may not have this value. default: Megatron-Core's own."""
+        """Raise ConfigError if the field may not have this value. default: Megatron-Core's default."""
         off = value in OFF or value in ([], (), default)
         reason = self.owned.get(name) or ("" if off else self.unsupported.get(name))
         if reason:
@@ -51,13 +52,13 @@ class Refusals:
 
 
 def resolve_fields(users: Mapping[str, Any], cls: type, section: str, refusals: Refusals) -> dict[str, Any]:
-    """Return the fields with values of the types that ``cls`` wants.
+    """Return the user's fields with values of the types that ``cls`` declares.
 
     users: the user's fields and values.
     cls: a configuration class of the installed Megatron-Core.
     section: the key of ``users``, for messages.
-    Raises ConfigError for a field that ``cls`` lacks, that is refused, or whose value has no
-    meaning.
+
+    Raises ConfigError for an unknown field, a refused field, and a value of a wrong type.
     """
     known = {f.name: f.default for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
@@ -81,7 +82,7 @@ def resolve_fields(users: Mapping[str, Any], cls: type, section: str, refusals: 
 
 
 def _read(value: Any, hint: Any) -> list[Any]:
-    """Return a list of the value as a type hint wants it; an empty one if the hint has no such value."""
+    """Return [value], converted to the type that ``hint`` declares; [] if the type has no such value."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return next((found for part in parts if (found := _read(value, part))), [])
@@ -103,7 +104,7 @@ def _read(value: Any, hint: Any) -> list[Any]:
 
 
 def _words(hint: Any) -> list[str]:
-    """Return what a type hint admits, in words."""
+    """Return the values that a type hint admits, in words for a message."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return [word for part in parts for word in _words(part)]

@@ -1,4 +1,4 @@
-"""The parts that a model's layers are made of: plain ones here, or under ``rollout.bitwise`` row-invariant ones."""
+"""The parts of a model's layers: plain parts here, row-invariant parts under ``rollout.bitwise``."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 
 
 class Parts(Protocol):
-    """Gives what a model is built of."""
+    """Gives the modules and functions of which a model is built."""
 
     @property
     def layer_spec(self) -> str:
-        """Return "transformer_engine" or "torch"; raise ConfigError where the layers asked for cannot be built."""
+        """Return "transformer_engine" or "torch"; raise ConfigError if the wanted layers cannot be built."""
 
     @property
     def logprob_kernel(self) -> AskedKernel:
-        """Return what works on the model's logits."""
+        """Return the name of the kernel that computes on the model's logits (logprob/chunks.py)."""
 
     def require_shown(self, shape: ModelShape) -> None:
-        """Raise ConfigError for a model, or a host, that the parts were not shown on."""
+        """Raise ConfigError if the parts were not tested with this model, or on such a host."""
 
     def activation(self, shape: ModelShape) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the gate's activation."""
@@ -53,7 +53,7 @@ class Parts(Protocol):
         """Return the submodules of a stage's block of ``layers``. shares: whether prompts may be shared."""
 
     def give_inputs(self, model: GPTModel, shape: ModelShape, hf_config: Any, angles: Angles, *, shares: bool) -> None:
-        """Give a chunk its rotary angles, and its embedding's factor."""
+        """Give a chunk its rotary angles, and its embedding the factor that some families have."""
 
 
 def parts_of(settings: ModelSettings) -> Parts:
@@ -72,7 +72,7 @@ def parts_of(settings: ModelSettings) -> Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainParts:
-    """Gives torch's and Transformer Engine's parts, and those that a family has of its own.
+    """Gives torch's and Transformer Engine's parts, and the parts that some families add.
 
     may_turn: whether a core attention may apply the rotary angles itself.
     """
@@ -92,7 +92,7 @@ class PlainParts:
         pass
 
     def activation(self, shape: ModelShape) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return ``quick_gelu`` beside bounds of gate and up (gpt-oss), gelu (Gemma), else SiLU."""
+        """Return gelu (Gemma), ``quick_gelu`` (gpt-oss, whose gate and up are bounded), else SiLU."""
         if shape.gelu:
             return partial(F.gelu, approximate="tanh")
         if shape.swiglu_limit:
@@ -110,7 +110,7 @@ class PlainParts:
         *,
         shares: bool,
     ) -> TransformerBlockSubmodules:
-        """Return the submodules of a stage's block, with what the model's family has beside plain layers."""
+        """Return the submodules of a stage's block, changed as the model's family needs."""
         spec = block_spec(transformer, shape.layer_spec, layers, share_prompts=shares)
         if shape.sinks:
             from megatron_rl.model.gpt_oss import put_gpt_oss_layers
@@ -135,7 +135,7 @@ class PlainParts:
         return spec
 
     def give_inputs(self, model: GPTModel, shape: ModelShape, hf_config: Any, angles: Angles, *, shares: bool) -> None:
-        """Give a chunk its rotary angles, by the way that its layers and this host have, and its embedding's factor."""
+        """Give a chunk its rotary angles and its embedding its factor (model/positions.py ``give_inputs``)."""
         packed = shape.layer_spec == "torch" or shares
         half = half_on_gpu(self.model.dtype)
         turning = turning_attention(shape, half=half, shares=shares) if self.may_turn else None

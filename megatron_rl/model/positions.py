@@ -1,4 +1,4 @@
-"""Gives a model its rotary angles, by the way that its layers and this host have, and its embedding's factor."""
+"""A model's rotary angles and its embedding's factor, and the ways in which layers and hosts apply the angles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 
 
 def half_on_gpu(dtype: str) -> bool:
-    """Return whether torch's layers take fused kernels: in bfloat16 on a GPU. In float32 they are the reference."""
+    """Return whether torch's layers use fused kernels: in bfloat16 on a GPU. In float32 they are the reference."""
     return HOST.is_cuda and dtype == "bfloat16"
 
 
@@ -31,9 +31,9 @@ def angles_of(hf_config: Any, shape: ModelShape) -> Angles:
 
 
 def turning_attention(shape: ModelShape, *, half: bool, shares: bool) -> type[torch.nn.Module] | None:
-    """Return the core attention that applies the rotary angles itself; None where Megatron-Core does.
+    """Return the core attention class that applies the rotary angles itself; None if Megatron-Core applies them.
 
-    half: as ``half_on_gpu``. shares: whether prompts may be shared.
+    half: ``half_on_gpu``. shares: whether prompts may be shared.
     """
     if shape.layer_spec == "transformer_engine":
         if not shares:
@@ -55,8 +55,9 @@ def give_inputs(
 ) -> None:
     """Give a model its rotary angles, and a first stage's embedding its factor.
 
-    packed: the angles are by the positions that come with the tokens, as latent attention's are.
-    turning: the core attention that applies these itself; None where Megatron-Core does.
+    packed: whether angles follow the positions that come with the tokens, not Megatron-Core's table;
+        latent attention's angles and angles by kind of layer always do.
+    turning: the core attention class that applies the angles; None if Megatron-Core applies them.
     """
     if shape.scaled_embedding and model.pre_process:
         scale_embedding(model, model.config.params_dtype)
@@ -73,13 +74,13 @@ def give_inputs(
     elif packed:
         model.rotary_pos_emb = PackedRotary(tables[None])
     else:
-        model.rotary_pos_emb.inv_freq = tables[None]  # Megatron hard-codes llama3's four constants
+        model.rotary_pos_emb.inv_freq = tables[None]  # Megatron-Core's own would have fixed llama3 constants
 
 
 def scale_embedding(model: GPTModel, dtype: torch.dtype) -> None:
-    """Multiply a first stage's embeddings [T, 1, H] by sqrt(H), rounded to the weights' ``dtype`` as transformers does.
+    """Multiply a first stage's embeddings [T, 1, H] by sqrt(H), rounded to the weights' ``dtype`` as in transformers.
 
-    The weight itself, which a tied head shares, stays as it is.
+    The weight, which a tied head shares, is not changed.
     """
     factor = float(torch.tensor(model.config.hidden_size**0.5, dtype=dtype))
     model.embedding.register_forward_hook(lambda module, given, embedded: embedded * factor)

@@ -1,10 +1,10 @@
-"""Layers of Megatron-Core's parts with norms behind attention and MLP: OLMo 2 and 3, Gemma 3.
+"""Layers with norms after attention and MLP, made of Megatron-Core's parts: OLMo 2 and 3, Gemma 3.
 
-In OLMo nothing is normed before attention and MLP; what each gives is normed and added to the
-residual stream (OLMo 2, arXiv:2501.00656, section 2; transformers 5.19 ``Olmo2DecoderLayer``), and
-q and k are normed over all heads together. Gemma 3 norms before and behind, and multiplies by 1 +
-weight (transformers 5.19 ``Gemma3DecoderLayer``). Megatron-Core 0.16.1 has norms before both, and
-over each head of q and k.
+Megatron-Core 0.16.1 norms the inputs of attention and MLP, and each head of q and k. OLMo norms the
+outputs of attention and MLP instead, before they are added to the residual stream, and norms q and k
+over all heads together (OLMo 2, arXiv:2501.00656, section 2; transformers 5.19
+``Olmo2DecoderLayer``). Gemma 3 norms inputs and outputs, and multiplies by 1 + weight (transformers
+5.19 ``Gemma3DecoderLayer``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint 
 class WideRMSNorm(torch.nn.RMSNorm):
     """Computes the norm and its product with the weight in float32 and rounds once.
 
-    So do Hugging Face's Olmo2RMSNorm and GptOssRMSNorm.
+    Hugging Face's Olmo2RMSNorm and GptOssRMSNorm do the same.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
@@ -40,19 +40,19 @@ class WideRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_cuda:  # torch's fused kernel, which computes so itself
+        if x.is_cuda:  # torch's fused kernel rounds once, too
             return super().forward(x)
         return torch.nn.functional.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Return the weight, alike on all ranks, for ``dist_checkpointing``; MLP's method asks its parts for theirs."""
+        """Return the weight, the same on all ranks, for ``dist_checkpointing``; MLP's method calls this one."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets
         )
 
 
 class _SumOverTensorRanks(torch.autograd.Function):
-    """Sums over tensor ranks; each rank's output reads the sum, so that backward sums the gradients of all ranks."""
+    """Sums over tensor ranks; backward sums the gradients, since every rank's output depends on the sum."""
 
     @staticmethod
     def forward(ctx, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -69,9 +69,9 @@ class _SumOverTensorRanks(torch.autograd.Function):
 
 
 class ProjectionNorm(torch.nn.Module):
-    """Computes an RMS norm over all heads of q or k, of which a tensor rank holds its own: [T, 1, h, d] → the same.
+    """Computes an RMS norm over all heads of q or k, on all tensor ranks together: [T, 1, h, d] → the same.
 
-    weight: [h·d], this rank's shard of the projection's.
+    weight: [h·d], this rank's shard of the norm's weight.
     """
 
     def __init__(self, config: TransformerConfig, heads: int, head_dim: int, tp_group: dist.ProcessGroup):
@@ -101,7 +101,7 @@ class ProjectionNorm(torch.nn.Module):
 
 
 class ShiftedRMSNorm(WideRMSNorm):
-    """Computes the norm times 1 + weight in float32 and rounds once, as Hugging Face's norms of Gemma 1 and 3."""
+    """Computes the norm times 1 + weight in float32 and rounds once, as Hugging Face's norms of Gemma 1 and 3 do."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(
@@ -160,10 +160,9 @@ class ShiftedPostNormMLP(PostNormMLP):
 
 
 def put_norms_behind(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
-    """Make every layer of a block one of OLMo 2's, in place.
+    """Make a block's layers OLMo 2 layers, in place: norms after attention and MLP, and over all of q and k.
 
-    Raises ConfigError for Transformer Engine's layers, whose linears take the norms before them
-    into themselves.
+    Raises ConfigError for Transformer Engine's layers, whose linears contain the norms before them.
     """
     if layer_spec != "torch":
         raise ConfigError(
@@ -179,10 +178,9 @@ def put_norms_behind(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
 
 
 def put_norms_around(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
-    """Make every layer of a block one of Gemma 3's, in place: norms before and behind, times 1 + weight.
+    """Make a block's layers Gemma 3 layers, in place: norms before and after, times 1 + weight.
 
-    Raises ConfigError for Transformer Engine's layers, whose linears take the norms before them
-    into themselves.
+    Raises ConfigError for Transformer Engine's layers, whose linears contain the norms before them.
     """
     if layer_spec != "torch":
         raise ConfigError(

@@ -1,8 +1,9 @@
-"""Rotary angles of packed tokens, one row each, in place of Megatron-Core's table of positions.
+"""Rotary angles of packed tokens, a row for each token, in place of Megatron-Core's table of positions.
 
 Megatron-Core (read, 0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``) cuts its table
-anew for every sequence, twice in every layer, and asks the device for the lengths to do so. Without
-bounds it multiplies by the angles that it gets: [T, 1, d] beside q [T, h, d].
+for every sequence, twice in every layer, and asks the device for the lengths. If the packed
+parameters hold no bounds (cu_seqlens), it applies the angles that it is given: [T, 1, d] to
+q [T, h, d].
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Angles:
-    """Holds a model's rotary inverse frequencies, float32 [d / 2] on this device, and the factor on cos and sin.
+    """Holds a model's rotary inverse frequencies and the factor on cos and sin.
 
-    tables: by the kinds of the layers (hf_config.py ``angle_kinds``); under None alone where all
-        layers share.
-    factor: 1.0 but for latent attention's.
+    tables: float32 [d / 2] on this device, by kind of layer (hf_config.py ``angle_kinds``); the only
+        key is None if all layers share the frequencies.
+    factor: 1.0 except for latent attention.
     """
 
     tables: Mapping[str | None, torch.Tensor]
@@ -33,7 +34,7 @@ class Angles:
 
 
 class NoRotary(torch.nn.Module):
-    """Replaces GPTModel's RotaryEmbedding where the core attention applies the angles."""
+    """Replaces GPTModel's RotaryEmbedding by nothing: the core attention applies the angles."""
 
     def get_rotary_seq_len(self, *_) -> int:
         return 0
@@ -43,7 +44,7 @@ class NoRotary(torch.nn.Module):
 
 
 class PackedRotary(torch.nn.Module):
-    """Replaces GPTModel's RotaryEmbedding, and is called in the same two steps.
+    """Replaces GPTModel's RotaryEmbedding; GPTModel calls the same two methods of it.
 
     inv_freq: [d / 2] float32, not a parameter.
     """
@@ -55,23 +56,23 @@ class PackedRotary(torch.nn.Module):
     def get_rotary_seq_len(
         self, inference_context, transformer, transformer_input, transformer_config, packed: PackedSequences
     ):
-        """Return the tokens' positions for ``forward``, where Megatron-Core's own method returns a length."""
+        """Return the tokens' positions, which ``forward`` takes; Megatron-Core's method returns a length here."""
         return packed.position_ids
 
     def forward(self, position_ids: torch.Tensor, *_, **__) -> torch.Tensor:
-        """Return [T, 1, d], the angles of tokens at ``position_ids`` [T], the two halves alike."""
+        """Return [T, 1, d], the angles of tokens at ``position_ids`` [T]; both halves of d are the same."""
         angles = token_angles(position_ids, self.inv_freq)
         return torch.cat([angles, angles], dim=-1)[:, None]
 
 
 class RotaryByKind(PackedRotary):
-    """Gives the angles of layers of several kinds, of which each layer takes its own.
+    """Gives the angles of all kinds of layers; each layer takes the angles of its kind.
 
     inv_freq: [kinds, d / 2] float32.
     """
 
     def forward(self, position_ids: torch.Tensor, *_, **__) -> torch.Tensor:
-        """Return [kinds, T, 1, d], the angles of tokens at ``position_ids`` [T], the two halves alike."""
+        """Return [kinds, T, 1, d], the angles of tokens at ``position_ids`` [T]; both halves of d are the same."""
         angles = position_ids.to(self.inv_freq.dtype)[:, None] * self.inv_freq[:, None]
         return torch.cat([angles, angles], dim=-1)[:, :, None]
 
@@ -86,13 +87,15 @@ def give_angles_by_kind(
     tables: Mapping[str, torch.Tensor],
     scales: Mapping[str, float | None],
 ) -> None:
-    """Give each layer the rotary angles and the scale of the scores of its kind.
+    """Give each layer its kind's rotary angles and scale of attention scores.
 
-    kinds: of each layer over all pipeline stages. tables: inverse frequencies [d / 2]. scales: None
-        for 1 / sqrt(d).
+    kinds: each layer's kind, over all pipeline stages.
+    tables: each kind's inverse frequencies [d / 2].
+    scales: each kind's scale; None for 1 / sqrt(d).
 
-    Megatron-Core hands one tensor of angles to all layers (0.16.1 and 0.19.2
-    ``transformer_block.py``), to attention by name.
+    Megatron-Core passes one tensor of angles to all layers, and to attention as the keyword
+    ``rotary_pos_emb`` (0.16.1 and 0.19.2 ``transformer_block.py``). A hook on each attention picks
+    its kind's angles.
     """
     names = list(tables)
     model.rotary_pos_emb = RotaryByKind(torch.stack([tables[name] for name in names]))
@@ -103,7 +106,10 @@ def give_angles_by_kind(
 
 
 def turn_in_attention(model: GPTModel, inv_freq: torch.Tensor, kind: type[torch.nn.Module]) -> None:
-    """Have a model's attentions of this kind apply the rotary angles, in place of Megatron-Core; inv_freq: [d2 / 2]."""
+    """Have a model's core attentions of class ``kind`` apply the rotary angles, in place of Megatron-Core.
+
+    inv_freq: [d2 / 2].
+    """
     model.rotary_pos_emb = NoRotary()
     for module in model.modules():
         if isinstance(module, kind):

@@ -1,14 +1,15 @@
-"""Routing replay: a mixture's routers take experts that were chosen elsewhere, with gate weights by their own logits.
+"""Routing replay: a mixture's routers use experts that were chosen elsewhere, weighted by the routers' own logits.
 
 Megatron-Core's router (0.16.1 and 0.19.2, ``transformer/moe/router.py``, TopKRouter.routing) asks
-an object at ``router_replay`` for its top-k scores and experts, and goes on with them as with its
-own: softmax, sigmoid or pre-softmax, normalisation and scaling (``transformer/moe/moe_utils.py``,
-topk_routing_with_score_function). Here such an object is put at each router of a rank: it gathers
-the router's own scores at the experts that are replayed. So the gradient reaches the router through
-the gate weights, as ever, and the choice itself, which has none, is fixed.
+the object at its attribute ``router_replay`` for top-k scores and experts. It treats them as its own:
+softmax, sigmoid or pre-softmax, normalisation and scaling (``transformer/moe/moe_utils.py``,
+topk_routing_with_score_function). This module sets such an object on each router of a rank. The
+object returns the replayed experts and the router's own scores of these experts. So the gradient
+reaches the router through the gate weights as usual. The choice of experts, which has no gradient,
+is fixed.
 
-Method: Rollout Routing Replay (arXiv:2510.11370); of the old policy's own choice: arXiv:2507.18071,
-section 5.3.
+Method: Rollout Routing Replay (arXiv:2510.11370); replay of the old policy's choice:
+arXiv:2507.18071, section 5.3.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from megatron_rl.weights.model_shape import ModelShape
 import megatron.core  # isort: skip
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 
-# Fields of Megatron-Core's TransformerConfig under which a router does not take experts from
-# elsewhere, with the values at which it does, and the reason.
+# Fields of Megatron-Core's TransformerConfig that can keep a router from taking replayed experts:
+# the values that are allowed, and the reason against others.
 REFUSED_FIELDS: dict[str, tuple[tuple[object, ...], str]] = {
     "moe_router_fusion": ((False, None), "the fused kernel chooses experts itself"),
     "moe_expert_capacity_factor": ((None,), "it drops tokens of the experts that would be replayed"),
@@ -38,7 +39,7 @@ REFUSED_FIELDS: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 def check_routing_replay(replayed: str, transformer: Mapping[str, object], shape: ModelShape) -> None:
-    """Raise ConfigError for a model, or fields of Megatron-Core, that cannot replay experts.
+    """Raise ConfigError if the model, or a field of Megatron-Core, does not allow replayed experts.
 
     replayed: ``rollout.routing_replay``. transformer: ``megatron.transformer``.
     """
@@ -63,22 +64,22 @@ def check_routing_replay(replayed: str, transformer: Mapping[str, object], shape
 
 
 Recording = dict[int, tuple[Any, dict[int, torch.Tensor]]]
-"""By any key: a micro-batch, and by a layer's index among ``RoutingReplay.layers`` its experts, int64 [rows, top_k]."""
+"""By ``id``: a micro-batch, and its experts by a layer's index among ``RoutingReplay.layers``, int64 [rows, top_k]."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _RouterSeam:
-    """Stands at one router's ``router_replay``.
+    """Replays experts in one router, as its ``router_replay``.
 
-    index:    of its layer among those of this rank.
-    experts:  int16 [rows, top_k] of the micro-batch that is in its forward pass; None: the router's
-              own choice.
-    waiting:  the experts of micro-batches whose forward pass may be computed again for the
-              backward.
-    is_open:  whether a forward pass is under way; a call while none is comes from recomputation.
-    counts:   int64 [2], of rows that were replayed: those that the router itself would have sent
-              elsewhere, and all; None: not counted.
-    recorded: the experts of the micro-batch under way, by index; None: not recorded.
+    index:    the router's index among the routers of this rank.
+    experts:  int16 [rows, top_k], the experts of the micro-batch in its forward pass; None leaves
+              the choice to the router.
+    waiting:  the experts of micro-batches whose backward pass may recompute the forward pass.
+    is_open:  whether a forward pass is running; a call at another time comes from recomputation.
+    counts:   int64 [2]: how many replayed rows the router would have sent elsewhere, and how many
+              rows were replayed; None does not count.
+    recorded: the router's own choice for the running micro-batch, by ``index``; None does not
+              record.
     """
 
     index: int
@@ -96,7 +97,7 @@ class _RouterSeam:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores and experts, [rows, topk] each, by Megatron-Core's own name and arguments."""
+        """Return scores and experts, [rows, topk] each; name and arguments are Megatron-Core's."""
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         experts = self._experts()
         if self.is_open and self.recorded is not None:
@@ -107,7 +108,7 @@ class _RouterSeam:
             raise RuntimeError(
                 f"routing replay holds experts of shape {list(experts.shape)} for a router of {list(own.shape)}"
             )
-        known = experts[:, :1] >= 0  # pads, and tokens whose experts are not known, go where the router sends them
+        known = experts[:, :1] >= 0  # the router chooses for pads, and for tokens whose experts are not known
         chosen = torch.where(known, experts.to(own.dtype), own)
         if self.is_open and self.counts is not None:
             elsewhere = (chosen.sort(dim=1).values != own.sort(dim=1).values).any(dim=1)
@@ -117,8 +118,8 @@ class _RouterSeam:
     def _experts(self) -> torch.Tensor | None:
         """Return the experts of this call's micro-batch.
 
-        Backward passes of a chunk's micro-batches come in the order of their forward passes, in
-        every schedule.
+        A recomputing call takes the oldest of ``waiting``: in every schedule a chunk's backward
+        passes come in the order of its forward passes.
         """
         if self.is_open:
             self.waiting.append(self.experts)
@@ -127,16 +128,15 @@ class _RouterSeam:
 
 
 class RoutingReplay:
-    """Drives the routers of this rank's chunks, micro-batch by micro-batch.
+    """Gives each micro-batch's experts to the routers of this rank's chunks.
 
     layers: the number of each router's layer in the whole model, from 0, chunk by chunk.
-    counts: int64 [2] on the device, over layers and the forward passes that were counted: the
-            tokens that a router itself would have sent to other experts, and all that were
-            replayed.
+    counts: int64 [2] on the device, summed over layers and counted forward passes: how many replayed
+            tokens a router would have sent to other experts, and how many were replayed.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Put a seam at every router. Raises ConfigError where Megatron-Core's routers have no place for one."""
+        """Set a ``_RouterSeam`` on every router. Raises ConfigError if Megatron-Core's routers do not take one."""
         self._seams: list[list[_RouterSeam]] = []
         layers: list[int] = []
         for chunk in chunks:
@@ -159,11 +159,10 @@ class RoutingReplay:
     def forward(self, chunk: int, microbatch: Any, experts: torch.Tensor | None, *, counts: bool) -> Iterator[None]:
         """Have the chunk's routers take a micro-batch's experts within the block.
 
-        microbatch: any object that stands for it; the same for all chunks.
-        experts: int16 [layers of this rank, rows, top_k], −1 where a router chooses itself; None:
-            everywhere.
-        counts: whether to count the tokens that go elsewhere than their router would have sent
-            them.
+        microbatch: any object that identifies the micro-batch, the same for all chunks.
+        experts: int16 [layers of this rank, rows, top_k]; −1 leaves a row's choice to the router,
+            None leaves it all choices.
+        counts: whether the pass adds to ``self.counts``.
         """
         recorded = None
         if self._recorded is not None:
@@ -178,14 +177,14 @@ class RoutingReplay:
                 seam.is_open, seam.experts, seam.recorded = False, None, None
 
     def forget(self) -> None:
-        """Drop the experts of a run's micro-batches."""
+        """Drop the experts that wait for recomputation, at the end of a run of the schedule."""
         for seams in self._seams:
             for seam in seams:
                 seam.waiting.clear()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Recording]:
-        """Record the routers' own choice within the block, in the dict that it yields."""
+        """Record the routers' own choices within the block, in the yielded dict."""
         self._recorded = {}
         try:
             yield self._recorded

@@ -1,4 +1,4 @@
-"""The fields of Megatron-Core's TransformerConfig that the token-sum seam and the topology settle, for any family."""
+"""The fields of Megatron-Core's TransformerConfig that the token-sum seam and the topology set, for any family."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def users_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> dict[str, Any]:
-    """Return ``megatron.transformer``'s fields, typed; raise ConfigError for one that is refused on this host.
+    """Return ``megatron.transformer``'s fields, typed; raise ConfigError for a field that is refused on this host.
 
-    0, false and null of a loss that is not counted (algorithm/signal.py refuses the rest) go: to
-    Megatron-Core only its default means off.
+    A loss that the token sum does not count may only be set to 0, false or null (algorithm/signal.py
+    refuses other values). Such a field is left out, since for Megatron-Core only its default means
+    off.
     """
     extra = transformer_fields(users, lora_rank=lora_rank)
     extra = {name: value for name, value in extra.items() if name not in UNCOUNTED_FIELDS or value}
@@ -37,9 +38,9 @@ def users_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> dict[str
 def seam_fields(
     shape: ModelShape, topology: Topology, *, dtype: str, sequence_parallel: bool, deterministic: bool
 ) -> dict[str, Any]:
-    """Return parallel sizes, dtypes, the token sum's switches and the schedule's; of the layers, how stages hold them.
+    """Return the fields of parallel sizes, dtypes, the token sum, the schedule and the layers of each stage.
 
-    shape: the model's, of which the layers of each stage are read.
+    shape: the model's shape, for the layers of each stage.
     """
     of_weights = DTYPES[dtype]
     return dict(
@@ -59,10 +60,10 @@ def seam_fields(
         calculate_per_token_loss=True,
         deterministic_mode=deterministic,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # variable lengths insist on it, for dense models too (0.16.1)
+        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths demands it, for dense models too (0.16.1)
         pipeline_model_parallel_layout=notation(shape.stage_layers) if shape.num_stages > 1 else None,
         virtual_pipeline_model_parallel_size=topology.virtual_size if topology.virtual_size > 1 else None,
-        # interleaved at PP=2, batched p2p lets shapes arrive crossed (0.16.1)
+        # with batched p2p the interleaved schedule at PP=2 receives shapes in the wrong order (0.16.1)
         overlap_p2p_comm=topology.virtual_size > 1,
         batch_p2p_comm=topology.virtual_size == 1,
     )

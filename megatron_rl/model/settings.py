@@ -1,4 +1,4 @@
-"""The settings that a model is built by, taken from a configuration."""
+"""The settings that decide how a model is built, taken from a configuration."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatron_rl.config import Config, LoraConfig, MegatronConfig, ModelConfig, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """Holds what the shape, the layers and their division over ranks depend on.
+    """Holds the settings that decide a model's shape, its layers and their division over ranks.
 
-    seed: of the adapters' first weights. bitwise: whether log-probs are to be equal to the
-        engine's, bit by bit.
-    max_prompt_tokens, max_response_tokens: a sample's limits, by which layers are divided over
-        stages.
+    seed: draws the adapters' initial weights.
+    bitwise: whether log-probs must equal the engine's bit by bit (``rollout.bitwise``).
+    max_prompt_tokens, max_response_tokens: a sample's limits; the division of layers over stages
+        depends on them.
     """
 
     model: ModelConfig

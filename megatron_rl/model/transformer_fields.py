@@ -1,4 +1,4 @@
-"""``megatron.transformer.*``: the user's fields of Megatron-Core's TransformerConfig, and those that are refused."""
+"""``megatron.transformer.*``: the user's fields of Megatron-Core's TransformerConfig, and the refused fields."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ REFUSED_TRANSFORMER_FIELDS = Refusals.of(
     owned={name: reason for reason, names in _OWNED.items() for name in names},
     unsupported=_UNSUPPORTED_FIELDS,
 )
-# Settled here for every family, and the user's word wins: each changes the way of computing, or
-# adds dropout, which skip.mode judges.
+# Fields that are set here for every family, but a user's value wins. They change how numbers are
+# computed, or add dropout, which skip.mode judges.
 USERS_CHOICE = frozenset(
     (
         *("attention_dropout", "hidden_dropout", "use_cpu_initialization", "deterministic_mode", "attention_backend"),
@@ -124,7 +124,7 @@ FP8_RECIPES = ("tensorwise", "blockwise", "delayed")
 
 
 def transformer_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> dict[str, Any]:
-    """Return the user's fields, typed as TransformerConfig wants them. Raises ConfigError for one that is refused.
+    """Return the user's fields with TransformerConfig's types. Raises ConfigError for a refused field or value.
 
     users: ``megatron.transformer``.
     """
@@ -145,10 +145,12 @@ def transformer_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> di
 
 
 def overruled(settled: Mapping[str, Any], extra: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Return the settled fields under the user's; raise ConfigError for a value that would change the model.
+    """Return the settled fields, overruled by the user's.
 
     settled: the fields that the family, the topology and the token-sum seam need.
     extra: the user's fields.
+
+    Raises ConfigError for a user's value that would change the model.
     """
     for name in sorted((settled.keys() & extra.keys()) - USERS_CHOICE):
         if extra[name] != settled[name]:
@@ -160,10 +162,10 @@ def overruled(settled: Mapping[str, Any], extra: Mapping[str, Any], family: str)
 
 
 def build_config(cls: type, settled: dict[str, Any], extra: dict[str, Any], family: str) -> TransformerConfig:
-    """Build Megatron-Core's config of the settled fields under the user's; raise ConfigError that names the faulty one.
+    """Build Megatron-Core's config from the settled fields, overruled by the user's.
 
-    The faulty field makes the same fault by itself. If none does, each field whose removal mends is
-    named, or all.
+    Raises ConfigError if Megatron-Core refuses the fields. The message names the fields that alone
+    cause the same fault, else the fields whose removal mends it, else all of the user's fields.
     """
     fields = overruled(settled, extra, family)
     fault = _fault(cls, fields)
@@ -179,7 +181,7 @@ def build_config(cls: type, settled: dict[str, Any], extra: dict[str, Any], fami
 
 
 def _fault(cls: type, fields: Mapping[str, Any]) -> Exception | None:
-    """Return why no object of a class is made of the fields; None if one is."""
+    """Return the error of making an object of ``cls`` from the fields; None if there is none."""
     try:
         cls(**fields)
     except (AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
@@ -188,9 +190,9 @@ def _fault(cls: type, fields: Mapping[str, Any]) -> Exception | None:
 
 
 def require_installed(users: Mapping[str, Any], model: ModelConfig, layer_spec: str) -> None:
-    """Raise ConfigError for a field of ``megatron.transformer`` that needs layers or kernels which are not here.
+    """Raise ConfigError if a field of ``megatron.transformer`` needs layers or kernels that this host lacks.
 
-    layer_spec: of the layers that are built.
+    layer_spec: the spec of the layers that are built.
     """
     wanted = {name: value for name, value in users.items() if value not in OFF}
     for name in _ENGINE_LAYERS:
@@ -215,12 +217,14 @@ def require_installed(users: Mapping[str, Any], model: ModelConfig, layer_spec: 
 
 
 def _with_fp8(fields: dict[str, Any], lora_rank: int | None) -> dict[str, Any]:
-    """Return the fields with those that FP8 needs here; raise ConfigError where FP8 cannot work.
+    """Return the fields with ``tp_only_amax_red=True``, which FP8 needs here.
 
     Delayed scaling reduces its history of maxima at the end of every micro-batch (Transformer
     Engine 2.3 to 2.20, pytorch/quantization.py). Data-parallel ranks run different numbers of
-    micro-batches here, silent ones none, and would wait for each other for ever; tensor and context
-    ranks run the same, and only these take part.
+    micro-batches here, and would wait for each other for ever. Tensor and context ranks run the same
+    number, so the reduction is limited to them.
+
+    Raises ConfigError if FP8 cannot work under these settings.
     """
     recipe = fields.get("fp8_recipe", "delayed")
     if recipe not in FP8_RECIPES:

@@ -1,4 +1,4 @@
-"""Weights' gradients added to main_grad within the product itself: Transformer Engine's linears, and torch's."""
+"""Weight gradients that the matrix product itself adds to main_grad, in Transformer Engine's and torch's linears."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from megatron.core.tensor_parallel import layers as tensor_parallel  # isort: sk
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:
-    """Have Transformer Engine's linears add their weights' gradients to main_grad within the product itself.
+    """Have the products of Transformer Engine's linears add their weight gradients to main_grad.
 
-    Read in 2.3 and 2.20 (pytorch/module/linear.py, layernorm_linear.py, grouped_linear.py): the
-    field is read at each forward, and a weight with ``grad_added_to_main_grad``, which
-    Megatron-Core's DistributedDataParallel gives it, then hands autograd memory of any content, as
-    model/logprob/linear.py does for the output weight. Each micro-batch's gradient reaches a
-    float32 main_grad without a rounding to bfloat16. A module's very first micro-batch is written
-    over main_grad, which holds zeros then, and not added (``is_first_microbatch``). Under FP8
-    Megatron-Core sets that again at every call of the schedule, so that a second call before the
-    optimizer's step would lose the first one's
-    gradients: nothing is fused there.
+    So each micro-batch's gradient reaches a float32 main_grad without rounding to bfloat16. Read in
+    2.3 and 2.20 (pytorch/module/linear.py, layernorm_linear.py, grouped_linear.py):
+
+    - The field is read at each forward.
+    - If a weight has ``grad_added_to_main_grad``, autograd gets memory of any content as its
+      gradient, as in model/logprob/linear.py. DistributedDataParallel sets that attribute.
+    - A module's very first micro-batch overwrites main_grad instead of adding
+      (``is_first_microbatch``); main_grad holds zeros then.
+
+    Under FP8 Megatron-Core sets ``is_first_microbatch`` at every call of the schedule. A second call
+    before the optimizer's step would overwrite the first call's gradients, so nothing is fused under
+    FP8.
     """
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
@@ -29,7 +32,7 @@ def fuse_weight_gradients(model: torch.nn.Module) -> None:
 
 
 class WeightGradients:
-    """Stands for Apex's ``fused_weight_gradient_mlp_cuda``, which Megatron-Core's own linears call where they fuse."""
+    """Stands in for Apex's ``fused_weight_gradient_mlp_cuda``, which Megatron-Core's fusing linears call."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -39,12 +42,12 @@ class WeightGradients:
 
 
 def accumulate_weight_gradients(model: torch.nn.Module) -> None:
-    """Have torch's linears add their weights' gradients to main_grad within the product, as ``fuse_weight_gradients``.
+    """Have the products of Megatron-Core's own linears add their weight gradients to main_grad.
 
-    Megatron-Core's linears know how (0.16.1 and 0.19.2 ``tensor_parallel/layers.py``), but refuse
-    the field without Apex's kernel, whose name does not exist then: torch's product with a float32
-    output takes its place. The field is read at each forward. The output layer is left out:
-    model/logprob/linear.py adds its gradient.
+    The linears can do so (0.16.1 and 0.19.2 ``tensor_parallel/layers.py``), but their constructor
+    refuses the field without Apex's kernel. So the field is set afterwards; it is read at each
+    forward. In place of Apex's kernel, torch's product writes a float32 output. The output layer is
+    left out: model/logprob/linear.py adds its gradient.
     """
     if not hasattr(tensor_parallel, "fused_weight_gradient_mlp_cuda"):
         tensor_parallel.fused_weight_gradient_mlp_cuda = WeightGradients

@@ -1,1 +1,1 @@
-"""Core attention over packed sequences: which keys a query sees, and the kernels and layers that compute it."""
+"""Core attention over packed sequences: which keys a query sees, and kernels and layers that compute attention."""

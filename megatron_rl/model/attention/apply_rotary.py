@@ -1,10 +1,9 @@
-"""Turns queries and keys by rotary angles that come with the tokens, in few kernels, within the core attention.
+"""Rotary turning of queries and keys within the core attention, in few kernels, by each token's own angle.
 
-Megatron-Core's own way (0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``) takes cosine
-and sine anew in every layer, for queries and for keys, and turns in 24 kernels forward and as many
-backward: half of those of a layer, as tests/latest counts them on a device that is not there. Here
-it is three for each of the two, forward and backward, and cosine and sine are taken once a
-micro-batch.
+Megatron-Core (0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``) computes cosine and sine
+in every layer, for queries and again for keys. It turns with 24 kernels forward and 24 backward,
+which is half of a layer's kernels, as tests/latest counts them without a GPU. Here queries take three
+kernels, and so do keys, forward and backward. Cosine and sine are computed once per micro-batch.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int
 
 
 def turn(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return heads [T, n, d] turned: their first 2 h columns are two halves whose pairs turn, the rest stays.
+    """Return heads [T, n, d] turned: column i < h turns with column h + i; columns from 2 h on stay.
 
     cos, sin: [T, 1, h] in the heads' dtype, h ≤ d / 2. In bfloat16 the result is rounded twice.
     """

@@ -1,10 +1,10 @@
 """Llama 4's core attention: interleaved rotary angles in most layers and none in the others, and chunks of positions.
 
-Megatron-Core 0.16.1 turns pairs that lie side by side only in tensors of four dimensions
-(``models/common/embeddings/ rope_utils.py`` _rotate_half), of which packed input has three, norms q
-and k before it turns them, in every layer, and has neither chunks nor a scale by position. So its
-layers get no angles (``no_rope_freq``), and what they would do with them is done here (transformers
-5.19 ``Llama4TextAttention``).
+Megatron-Core 0.16.1 cannot compute it. It turns neighbouring pairs only in tensors of four
+dimensions (``models/common/embeddings/rope_utils.py`` _rotate_half), and packed input has three. It
+norms q and k before it turns them, in every layer. It has neither chunks nor a scale by position.
+So its layers get no angles (``no_rope_freq``), and the core attention here turns, norms and scales q
+and k as transformers does (5.19 ``Llama4TextAttention``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 
 class ChunkedAttention(TorchAttention):
-    """Computes attention as ``TorchAttention`` does, after what Llama 4 does to q and k by the layer's number.
+    """Turns, norms or scales q and k as Llama 4 does in this layer, then attends as ``TorchAttention`` does.
 
     frequencies: [d / 2] float32, the rotary embedding's inverse frequencies.
     """
@@ -47,7 +47,10 @@ class ChunkedAttention(TorchAttention):
         return packed.spans_cut(chunked_spans, self.chunk_tokens)
 
     def _turned(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-        """Return [T, h, d], of which each pair of neighbours is turned, complex64 [T, 1, d / 2], and normed."""
+        """Return x [T, h, d] with each pair of neighbours turned by ``turn``, complex64 [T, 1, d / 2], then normed.
+
+        Without ``l2_norm`` it is not normed.
+        """
         pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
         turned = torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
         if not self.shape.l2_norm:
@@ -58,8 +61,8 @@ class ChunkedAttention(TorchAttention):
 def put_chunked_attention(spec: TransformerBlockSubmodules, shape: ModelShape, frequencies: torch.Tensor) -> None:
     """Give every layer of a block Llama 4's attention, in place.
 
-    Raises ConfigError for Transformer Engine's layers, whose kernels know neither chunks nor these
-    angles.
+    Raises ConfigError for Transformer Engine's layers, whose kernels have neither chunks nor
+    interleaved angles.
     """
     if shape.layer_spec != "torch":
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Spans of a layer whose tokens see their own chunk of positions: position p sees those from p // chunk · chunk to p.
+"""Spans of a layer whose tokens see only their chunk: position p sees positions p // chunk · chunk to p.
 
-transformers 5.19 ``masking_utils.py`` chunked_overlay; chunks are counted from a sequence's first
-token.
+Chunks are counted from a sequence's first token, as in transformers 5.19 ``masking_utils.py``
+chunked_overlay.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron_rl.model.attention.spans import ContextShard, Span, own_parts
 
 
 def chunked_spans(layout: Layout, context: ContextShard, chunk_tokens: int) -> list[Span]:
-    """Return the spans of this rank's queries; the triangles, which hold every query once, come first.
+    """Return the spans of this rank's queries; triangles come first, and each query is in one triangle.
 
     Example: a sequence of 5 tokens in chunks of 2: triangles of the tokens 0 and 1, 2 and 3, and 4.
     """
@@ -25,7 +25,7 @@ def chunked_spans(layout: Layout, context: ContextShard, chunk_tokens: int) -> l
         for begin, end in _cut(first, first + tokens, offset, chunk_tokens):
             row, count = query + begin - first, end - begin
             triangles.append(Span(row, count, starts[segment] + begin, count, True))
-            # the chunk's part before the run, in this segment and in the prompt that it follows
+            # the chunk's keys before these queries, in this segment and in the shared prompt before it
             seen_from = (offset + begin) // chunk_tokens * chunk_tokens
             own = max(seen_from - offset, 0)
             if own < begin:
@@ -37,7 +37,10 @@ def chunked_spans(layout: Layout, context: ContextShard, chunk_tokens: int) -> l
 
 
 def _cut(first: int, stop: int, offset: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of first to stop, cut where the position, which is ``offset`` more, begins a chunk."""
+    """Yield (begin, end) of parts of [first, stop), cut wherever a chunk begins.
+
+    offset: the position in the sequence less the place in the segment.
+    """
     while first < stop:
         end = min(stop, ((first + offset) // chunk_tokens + 1) * chunk_tokens - offset)
         yield first, end

@@ -1,10 +1,10 @@
 """Attention over spans, by torch's own flash kernels: forward, merge and gradient.
 
-Each kernel call gives a span's output and log-sum-exp. With the weights w_i = exp(lse_i − lse), lse
-= log Σ exp(lse_i), a query's output is Σ w_i · out_i. The gradient needs no more than that: the
-flash backward of a span computes its probabilities as exp(score − lse), so that with the merged
-output and the merged lse it gives the span's own part of the whole gradient (as in Ring Attention,
-Liu et al., 2023, arXiv:2310.01889).
+Each kernel call gives a span's output out_i and log-sum-exp lse_i. The merged log-sum-exp is lse =
+log Σ exp(lse_i), and with the weights w_i = exp(lse_i − lse) a query's output is Σ w_i · out_i. The
+flash backward of a span computes probabilities as exp(score − lse). So if it is given the merged
+output and the merged lse, it gives the span's part of the whole gradient (as in Ring Attention, Liu
+et al., 2023, arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_rl.model.attention.spans import SpanBatch
 aten = torch.ops.aten
 Rows = slice | torch.Tensor
 EVERYTHING = slice(None)
-_LSE_MULTIPLE = 32  # to which the memory-efficient kernel pads its log-sum-exps (pytorch, attention.cu: kAlignLSE)
+_LSE_MULTIPLE = 32  # the memory-efficient kernel pads log-sum-exps to it (pytorch, attention.cu: kAlignLSE)
 
 
 def span_attention(
@@ -34,13 +34,14 @@ def span_attention(
 ) -> torch.Tensor:
     """Return [T, h, d], the attention of queries [T, h, d] over the keys that their spans name.
 
-    key, value: [K, g, d], where g divides h. scale: multiplies the scores.
-    batches: the first holds every query once.
-    forward: (query, key, value) → (output [T, h, d], log-sum-exp [h, T]) in place of the kernels'
-        own; they give the gradient all the same.
-    sinks: [h], a logit per head that every query's softmax has beside its scores, and no value
-        (gpt-oss; with a window and without, as "attention sinks" of Xiao et al., 2023,
-        arXiv:2309.17453, but learned); None without.
+    key, value: [K, g, d]; g divides h.
+    batches: the first batch holds every query once.
+    scale: multiplies the scores.
+    forward: (query, key, value) → (output [T, h, d], log-sum-exp [h, T]), in place of the kernels'
+        forward; the gradient still comes from the kernels.
+    sinks: [h], a logit per head that each query's softmax has in its denominator, without a value
+        (gpt-oss; the attention sinks of Xiao et al., 2023, arXiv:2309.17453, but learned). None
+        without sinks.
     """
     return _SpanAttention.apply(query, key, value, batches, scale, forward, sinks)
 
@@ -76,9 +77,10 @@ class _SpanAttention(torch.autograd.Function):
 
 
 def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output [T, h, d] and log-sum-exp [h, T] of softmaxes that have their head's sink beside their scores.
+    """Return output [T, h, d] and log-sum-exp [h, T] with each head's sink added to its softmaxes.
 
-    The output shrinks by exp(lse − logaddexp(lse, sink)), the share that the sink leaves.
+    The output shrinks by exp(lse − logaddexp(lse, sink)), the share of the probability that is not
+    the sink's.
     """
     together = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     return (out * (lse - together).exp().mT[..., None]).to(out.dtype), together
@@ -87,8 +89,7 @@ def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tu
 def _sinks_gradient(gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """Return [h], the gradient of the sinks: Σ over queries of −p · (gradient · out), p the sink's probability.
 
-    As for any score of a softmax, p · (value · gradient − out · gradient), the sink's value being
-    0.
+    The gradient of any score is p · (value · gradient − out · gradient); a sink's value is 0.
     """
     shares = (sinks.to(lse.dtype)[:, None] - lse).exp()
     return -(shares * (gradient.to(lse.dtype) * out.to(lse.dtype)).sum(-1).mT).sum(-1).to(sinks.dtype)
@@ -107,7 +108,7 @@ def _add(total: torch.Tensor, rows: Rows, part: torch.Tensor) -> None:
 
 
 def _merged(kernel, query, key, value, *, batches, scale) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the merged output [T, h, d] and log-sum-exp [h, T]."""
+    """Return the output [T, h, d] and log-sum-exp [h, T], merged over all spans."""
     first, *others = batches
     out = lse = None
     for rows, part, part_lse in kernel.forward(query, key, value, first, scale):
@@ -137,12 +138,12 @@ def _heads_first(x: torch.Tensor, rows: slice, mirrored: bool = False) -> torch.
 
 
 def _turned(x: torch.Tensor, mirrored: bool, dim: int = 0) -> torch.Tensor:
-    """Return x, or its copy from last to first where a span is mirrored."""
+    """Return x, or for a mirrored span a copy of it from last to first."""
     return x.flip(dim) if mirrored else x
 
 
 class _CpuFlash:
-    """Calls torch's flash kernel for CPUs, once for each span (grouped heads: torch 2.9 and later)."""
+    """Calls torch's flash kernel for CPUs, once for each span; grouped heads need torch 2.9 or later."""
 
     @staticmethod
     def forward(query, key, value, batch, scale) -> Iterator[tuple[Rows, torch.Tensor, torch.Tensor]]:
@@ -177,8 +178,8 @@ class _CpuFlash:
 class _CudaFlash:
     """Calls FlashAttention's variable-length kernel in torch, once for each batch of spans; bfloat16 and float16.
 
-    It is the one behind ``torch.nn.attention.varlen.varlen_attn`` (read, torch 2.11 and 2.13),
-    which gives no gradient for a merged log-sum-exp.
+    ``torch.nn.attention.varlen.varlen_attn`` calls the same kernel (read, torch 2.11 and 2.13), but
+    its backward takes no merged log-sum-exp.
     """
 
     @staticmethod
@@ -197,7 +198,7 @@ class _CudaFlash:
 
     @staticmethod
     def backward(gradient, query, key, value, out, lse, batch, scale) -> Iterator[tuple]:
-        unused = query.new_zeros(2, dtype=torch.uint64)  # the state of a dropout that there is not
+        unused = query.new_zeros(2, dtype=torch.uint64)  # dropout's random state, which is not read
         gradients = aten._flash_attention_backward(
             _take(gradient, batch.query_rows).contiguous(),
             _take(query, batch.query_rows),
@@ -242,7 +243,7 @@ class _CudaMemoryEfficient:
     @staticmethod
     def backward(gradient, query, key, value, out, lse, batch, scale) -> Iterator[tuple]:
         heads, groups = query.shape[1], key.shape[1]
-        unused = query.new_zeros((), dtype=torch.int64)  # the state of a dropout that there is not
+        unused = query.new_zeros((), dtype=torch.int64)  # dropout's random state, which is not read
         for span in batch.spans:
             pad = -span.num_queries % _LSE_MULTIPLE
             of_query, *of_keys, _ = aten._scaled_dot_product_efficient_attention_backward(
@@ -266,7 +267,7 @@ class _CudaMemoryEfficient:
 
 
 def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return [1, heads, n, d] of [1, g, n, d], each group's head as often as it has queries."""
+    """Return [1, heads, n, d] of [1, g, n, d]: each group's head is repeated for the query heads of the group."""
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 

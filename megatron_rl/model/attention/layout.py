@@ -1,11 +1,11 @@
 """The layout of a micro-batch: segments laid end to end, a prompt that several samples share laid once.
 
-A sample alone is one segment, prompt and response. Samples of one group, where prompts are shared,
-are a segment of the prompt and one for each response, which follow it: a response's queries see the
-prompt's keys and their own, at positions that go on from the prompt, and its first token is
-predicted by the prompt's last hidden state. So each number is that of the sample alone, and
-everything but attention is computed token by token. Of a response only the tokens before its last
-loss token are laid; one without any has no segment of its own.
+A sample that shares no prompt is one segment: prompt and response. Samples that share a prompt are a
+segment of the prompt, followed by a segment for each response. A response's queries see the prompt's
+keys and its own, at positions that continue from the prompt. The prompt's last hidden state predicts
+the response's first token. So each sample's numbers are the same as without sharing: attention gives
+it the same keys, and everything else is computed token by token. Only the response tokens before the
+last loss token are laid. A response without such tokens has no segment.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megatron_rl.planning.tokens import window_squares
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrompt:
-    """Names a segment of a prompt, and the segments of the responses that follow it.
+    """Names the segment of a shared prompt; the next ``num_responses`` segments are its responses.
 
-    tokens: of the prompt, without its pads.
+    tokens: the prompt's tokens, without its pads.
     """
 
     segment: int
@@ -34,11 +34,12 @@ class SharedPrompt:
 class Layout:
     """Places the tokens of K samples.
 
-    lengths:   padded tokens of each segment.
-    offsets:   position of each segment's first token in its own sequence: 0, or a shared prompt's
-               tokens.
+    lengths:   tokens of each segment, pads included.
+    offsets:   position of each segment's first token in its sequence: 0, or for a response to a
+               shared prompt the prompt's tokens.
     prompts:   int64 [K], the place of each sample's first prompt token.
-    responses: int64 [K], the place of each sample's first response token, where one is laid.
+    responses: int64 [K], the place of each sample's first response token; without meaning if none
+               is laid.
     shared:    the prompts that several samples share.
     """
 
@@ -50,13 +51,13 @@ class Layout:
 
     @classmethod
     def of(cls, lengths: tuple[int, ...]) -> Layout:
-        """Return the layout of sequences that stand alone; their responses' places are not known."""
+        """Return the layout of sequences of these lengths, without shared prompts; ``responses`` has no meaning."""
         starts = np.cumsum([0, *lengths])[:-1]
         return cls(lengths=lengths, offsets=(0,) * len(lengths), prompts=starts, responses=starts)
 
     @property
     def starts(self) -> np.ndarray:
-        """Return int64 [segments + 1], where each segment begins, and the end."""
+        """Return int64 [segments + 1]: the place where each segment begins, and the end."""
         return np.cumsum([0, *self.lengths])
 
     @property
@@ -65,24 +66,24 @@ class Layout:
 
     @property
     def longest(self) -> int:
-        """Return the tokens of the longest sequence, a shared prompt's with those of its longest response."""
+        """Return the tokens of the longest sequence; a response counts with its shared prompt."""
         return max(length + offset for length, offset in zip(self.lengths, self.offsets, strict=True))
 
     def squares(self, windows: tuple[int, ...]) -> float:
-        """Return the squared tokens of attention: Σ l² of the segments, and 2·p·r where r tokens see a prompt of p.
+        """Return attention's squared tokens: Σ l² over segments, plus 2·p·r for a response of r to a prompt of p.
 
-        windows: the model's (``window_squares``).
+        windows: the model's attention windows, which lower the squares (``window_squares``).
         """
         offsets = np.array(self.offsets)
         whole, prompts = (window_squares(x, windows) for x in (offsets + np.array(self.lengths), offsets))
         return float((whole - prompts).sum())
 
     def positions(self) -> np.ndarray:
-        """Return int64 [T], the position of each token in its own sequence."""
+        """Return int64 [T], the position of each token in its sequence."""
         return np.concatenate([np.arange(n) + offset for n, offset in zip(self.lengths, self.offsets, strict=True)])
 
     def spans(self, context: ContextShard = WHOLE) -> list[Span]:
-        """Return which queries of this rank see which keys; the triangles, which hold every query once, come first."""
+        """Return the spans of this rank's queries; triangles come first, and each query is in one triangle."""
         starts, spans = self.starts, causal_spans(self.lengths, context)
         for prompt in self.shared:
             responses = self.responses_of(prompt)
@@ -105,11 +106,12 @@ def lay_out(
     pad_multiple: int = 1,
     row_multiple: int = 1,
 ) -> Layout:
-    """Lay out K samples, in their order but for those that share a prompt, which come together.
+    """Lay out K samples in order, except that samples that share a prompt come together.
 
     prompt_tokens, response_tokens: int64 [K], the tokens to lay; a response may have none.
-    groups: int64 [K], equal where samples share their prompt, which is laid once; None shares none.
-    pad_multiple: each segment is padded to it. row_multiple: all tokens are, by the last segment.
+    groups: int64 [K]; samples with equal numbers share their prompt. None: no sample shares it.
+    pad_multiple: each segment is padded to a multiple of it.
+    row_multiple: the sum of all segments is padded to a multiple of it, in the last segment.
 
     Example: prompts of 3 tokens, responses of 2 and 1, one group: segments of 3, 2 and 1 tokens;
     responses at 3 and 5.
@@ -130,6 +132,7 @@ def lay_out(
         start += lengths[-1]
         return first
 
+    # a prompt and its responses at a time
     for key in dict.fromkeys(keys.tolist()):
         slots = np.flatnonzero(keys == key)
         tokens = int(prompt_tokens[slots[0]])

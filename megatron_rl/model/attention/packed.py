@@ -1,8 +1,8 @@
-"""Packed sequences for Megatron-Core, and a core attention over torch's flash kernels that takes them.
+"""Packed sequences for Megatron-Core, and a core attention that takes them, over torch's flash kernels.
 
-The sequences are whole or split over context-parallel ranks. Megatron-Core's own
-``DotProductAttention`` refuses packed (THD) input and leaves context parallelism to Transformer
-Engine (read, 0.16.1 ``transformer/dot_product_attention.py``).
+Sequences are whole or split over context-parallel ranks. Megatron-Core's ``DotProductAttention``
+refuses packed (THD) input and leaves context parallelism to Transformer Engine (read, 0.16.1
+``transformer/dot_product_attention.py``).
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ SpansOf = Callable[[Layout, ContextShard, int], list[Span]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeySegments:
-    """Says which keys each segment's queries see, for a kernel that aligns both at their ends.
+    """Describes which keys each segment's queries see, for a kernel that aligns queries and keys at their ends.
 
-    pieces: the lengths into which this micro-batch's keys are cut: segments, a shared prompt's pads
-        apart.
-    order:  the pieces that are gathered, segment after segment; None where each segment sees its
-            own alone.
-    query_bounds, key_bounds: int32 [segments + 1], of the queries and of the gathered keys.
+    pieces: the lengths of the pieces into which the micro-batch's keys are cut: a segment is a piece,
+        and a shared prompt's pads are a piece of their own.
+    order: the pieces that are gathered, segment after segment; None if each segment sees only its
+        own keys.
+    query_bounds, key_bounds: int32 [segments + 1], each segment's begin among the queries, and among
+        the gathered keys, and the end.
     """
 
     pieces: tuple[int, ...]
@@ -57,16 +58,17 @@ class KeySegments:
     def of(cls, layout: Layout, device: torch.device) -> KeySegments:
         """Return the segments of a layout.
 
-        Example: a prompt of 3 tokens with answers of 2 and 1: pieces 3, 2, 1 in the order 0, 0, 1,
-        0, 2; queries end at 3, 5, 6, and their keys at 3, 8, 12.
+        Example: a prompt of 3 tokens with responses of 2 and 1 has the pieces 3, 2, 1, gathered in
+        the order 0, 0, 1, 0, 2. Queries end at 3, 5, 6, and their keys at 3, 8, 12.
         """
         pieces: list[int] = []
-        own: list[list[int]] = []  # of each segment
+        own: list[list[int]] = []  # each segment's pieces
         tokens = {prompt.segment: prompt.tokens for prompt in layout.shared}
         for segment, length in enumerate(layout.lengths):
             parts = [x for x in (tokens.get(segment, length), length - tokens.get(segment, length)) if x]
             own.append(list(range(len(pieces), len(pieces) + len(parts))))
             pieces += parts
+        # a response sees its prompt's piece before its own
         seen = [list(x) for x in own]
         for prompt in layout.shared:
             for segment in layout.responses_of(prompt):
@@ -82,9 +84,10 @@ class KeySegments:
         )
 
     def gather(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the keys (or values) [T, g, d] of all segments, one after the other.
+        """Return the keys (or values) [·, g, d] that each segment sees, one segment after the other.
 
-        The gradient of a piece that several segments see is their sum, added up in one order.
+        keys: [T, g, d]. If several segments see a piece, backward adds up their gradients in a fixed
+        order.
         """
         if self.order is None:
             return keys
@@ -94,11 +97,10 @@ class KeySegments:
     def attend(
         self, key: torch.Tensor, value: torch.Tensor, attention: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return ``attention`` of the gathered keys and values, whose backward gathers them anew.
+        """Return ``attention`` of the gathered keys and values; its backward gathers them again.
 
-        A prompt of p tokens with n answers has n·p rows in each gathered tensor: kept for the
-        backward in every layer, they would outgrow all other activations. What is kept are key and
-        value themselves.
+        A prompt of p tokens with n responses has n·p rows in each gathered tensor. Kept for backward
+        in every layer, they would outgrow all other activations. Only key and value are kept.
         """
         gathered = self.gather(key), self.gather(value)
         if self.order is None:
@@ -121,18 +123,19 @@ class PackedSequences(PackedSeqParams):
     """Adds host-side lengths to Megatron-Core's packed-sequence parameters, so that attention asks the device nothing.
 
     layout: the places of all sequences, over all context ranks.
-
-    For ``TorchAttention``, and empty where Transformer Engine attends:
-    position_ids: int64 [T], the position of each of this rank's tokens in its own sequence, for the
+    position_ids: int64 [T], the position of each of this rank's tokens in its sequence, for the
         rotary embedding.
+    context: this rank among the context ranks that share the sequences.
+    segments: for Transformer Engine if prompts may be shared, in place of the bounds.
+    shared: values that the first layer makes of the layout and later layers reuse (``once``).
+    angles: inverse frequencies [d / 2], and the tensors that the first attention made of them, which
+        later attentions reuse.
+
+    For ``TorchAttention`` only:
+
     spans: which queries see which keys.
-    key_order: int64 [CP·T], the row of each of the micro-batch's tokens among those gathered from
-               all context ranks; None without them.
-    context: this rank among those that share the sequences.
-    segments: for Transformer Engine where prompts may be shared, in place of the bounds.
-    shared: what the first layer that needs it has made of the layout, for the others (``once``).
-    angles: inverse frequencies [d / 2] and what the first attention that applies them made of them,
-        for the others.
+    key_order: int64 [CP·T], each token's row among the keys gathered from all context ranks; None
+        without context parallelism.
     """
 
     layout: Layout | None = None
@@ -145,10 +148,10 @@ class PackedSequences(PackedSeqParams):
     angles: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
     def spans_cut(self, spans_of: SpansOf | None, tokens: int | None) -> tuple[SpanBatch, ...]:
-        """Return which queries see which keys within a window or a chunk of this many tokens; None sees all.
+        """Return the spans of a layer that sees a window or a chunk of ``tokens`` tokens; None sees everything.
 
-        spans_of: ``windowed_spans`` or ``chunked_spans``; None where all is seen. Layers of one
-            width share the spans.
+        spans_of: ``windowed_spans`` or ``chunked_spans``; None if tokens is None. Layers with the
+            same arguments share the spans.
         """
         if tokens is None or tokens >= self.layout.longest:
             return self.spans
@@ -159,7 +162,7 @@ class PackedSequences(PackedSeqParams):
         return batch_spans(spans, len(self.position_ids), self.layout.num_tokens, device)
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` gives, made by the first layer that asks for ``key``."""
+        """Return the value of ``make()``, which only the first call with ``key`` runs."""
         if key not in self.shared:
             self.shared[key] = make()
         return self.shared[key]
@@ -175,12 +178,13 @@ def pack(
 ) -> PackedSequences:
     """Return packed-sequence parameters for sequences laid one after the other.
 
-    layout: where the sequences lie.
-    for_transformer_engine: gives the bounds (cu_seqlens) that its kernels read, in place of the
-        spans. Without a fused kernel Megatron-Core asks the device for the lengths then, twice in
-        every layer; without bounds it applies rotary angles token by token (model/rotary.py).
-    share_prompts: prompts may be shared, so that Transformer Engine gets segments in place of the
-        bounds, whose positions all begin at 0.
+    layout: the places of the sequences.
+    for_transformer_engine: whether to give the bounds (cu_seqlens), which Transformer Engine's
+        kernels read, in place of spans. If it finds bounds and has no fused rotary kernel,
+        Megatron-Core asks the device for the lengths twice in every layer. Without bounds it applies
+        rotary angles token by token (model/rotary.py).
+    share_prompts: whether prompts may be shared. Then Transformer Engine gets segments, since with
+        bounds every position would count from 0.
 
     Example: sequences of 2 and 3 tokens make cu_seqlens [0, 2, 5], or one batch of two triangles.
     """
@@ -208,11 +212,11 @@ def _key_order(lengths: tuple[int, ...], context: ContextShard, device: torch.de
 
 
 def _bounds(lengths: tuple[int, ...], device: torch.device, context: ContextShard) -> dict[str, object]:
-    """Return the fields that Transformer Engine reads, of the whole sequences: int32 [S + 1] and the longest.
+    """Return the fields that Transformer Engine reads: the sequences' bounds, int32 [S + 1], and the longest length.
 
-    Under context parallelism its FlashAttention asserts on the padded bounds, FusedAttention alone
+    Under context parallelism its FlashAttention asserts that padded bounds are given; FusedAttention
     makes them itself (2.3 to 2.20, context_parallel.py and backends.py). No pad lies between
-    sequences here, and the very same tensor says so without a question to the device.
+    sequences here. Giving the same tensor for both bounds says so without asking the device.
     """
     cu_seqlens = send(_bounds_of(lengths), device)
     fields: dict[str, object] = dict(
@@ -226,7 +230,7 @@ def _bounds(lengths: tuple[int, ...], device: torch.device, context: ContextShar
 
 
 def _bounds_of(lengths: Sequence[int]) -> torch.Tensor:
-    """Return int32 [S + 1], where each of S sequences begins, and the end."""
+    """Return int32 [S + 1]: the place where each of S sequences begins, and the end."""
     bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     bounds[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
     return bounds
@@ -250,11 +254,10 @@ class _GatherContext(torch.autograd.Function):
 
 
 def window_of(config: TransformerConfig, layer_number: int) -> int | None:
-    """Return the tokens that a token of a layer sees, itself among them; None where it sees all before it.
+    """Return the number of tokens that a token sees in a layer, itself included; None if it sees all before it.
 
-    layer_number: the layer's over all pipeline stages, from 1 on. Megatron-Core's ``window_size``
-        counts the tokens
-    before the token alone (0.16.1 ``transformer/dot_product_attention.py``).
+    layer_number: the layer's number over all pipeline stages, from 1. Megatron-Core's
+        ``window_size`` leaves out the token itself (0.16.1 ``transformer/dot_product_attention.py``).
     """
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None
@@ -262,7 +265,7 @@ def window_of(config: TransformerConfig, layer_number: int) -> int | None:
 
 
 def _turns(packed: PackedSequences, inv_freq: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Return cosine and sine [T, 1, d2 / 2] of the tokens' angles; all layers share what the first one makes."""
+    """Return cosine and sine [T, 1, d2 / 2] of the tokens' angles; the first layer computes them for all layers."""
     if packed.angles is None or packed.angles[0] is not inv_freq:
         packed.angles = inv_freq, cos_and_sin(token_angles(packed.position_ids, inv_freq), dtype)
     return packed.angles[1]
@@ -271,14 +274,14 @@ def _turns(packed: PackedSequences, inv_freq: torch.Tensor, dtype: torch.dtype) 
 class TorchAttention(torch.nn.Module):
     """Computes causal attention over packed input: q [T, h, d], k [T, g, d] and v [T, g, e] → [T, h·e].
 
-    No token sees another sequence's tokens, nor those before its layer's window (``window_of``).
-    Where v is narrower than q and k (model/latent_attention.py) it is filled up with zeros, which
-    the kernels' outputs then hold too: they take one width. Takes the arguments with which
-    Megatron-Core builds a core attention.
+    A token sees earlier tokens of its own sequence, within its layer's window (``window_of``). The
+    kernels take q, k and v of one width. So the narrower of them (model/latent_attention.py) are
+    padded with zeros, and the output is cut to v's width. The constructor takes Megatron-Core's
+    arguments of a core attention.
 
-    softmax_offset: [h], sinks (model/gpt_oss.py); None without.
-    inv_freq: float32 [d2 / 2], d2 ≤ d, where it turns queries and keys; None where they come
-        turned.
+    softmax_offset: [h], sinks (model/gpt_oss.py); None without sinks.
+    inv_freq: float32 [d2 / 2], d2 ≤ d, by which it turns queries and keys; None if they are turned
+        already.
     """
 
     inv_freq: torch.Tensor | None = None
@@ -304,7 +307,7 @@ class TorchAttention(torch.nn.Module):
             cos, sin = _turns(packed_seq_params, self.inv_freq, query.dtype)
             query, key = turn(query, cos, sin), turn(key, cos, sin)
         scale, width = self.softmax_scale or query.shape[-1] ** -0.5, value.shape[-1]
-        short = key.shape[-1] - width  # latent attention's values and keys differ; zeros make them alike
+        short = key.shape[-1] - width  # latent attention's values and keys differ in width
         if short > 0:
             value = torch.nn.functional.pad(value, (0, short))
         elif short < 0:
@@ -316,5 +319,5 @@ class TorchAttention(torch.nn.Module):
         return span_attention(query, key, value, spans, scale, sinks=self.softmax_offset)[..., :width].flatten(1)
 
     def spans(self, packed: PackedSequences) -> tuple[SpanBatch, ...]:
-        """Return which of the micro-batch's keys this layer's queries see."""
+        """Return the spans of this layer's queries."""
         return packed.spans_cut(self.spans_of, self.window)

@@ -1,15 +1,15 @@
 """Spans: which tokens of a micro-batch see which, as ranges of queries that see ranges of keys.
 
-A span is one block of the attention matrix: queries in a row that all see the same keys, or a
-causal triangle, or the triangle above the diagonal that a sliding window leaves
+A span is one block of the attention matrix. It is a rectangle (all its queries see all its keys), a
+causal triangle, or the mirrored triangle that a sliding window leaves
 (model/attention/window_spans.py). A query may be in several spans; their softmaxes are merged by
-their log-sum-exp (model/attention/flash.py). So nothing here is of the size [queries, keys].
+their log-sum-exp (model/attention/flash.py). So nothing here has the size [queries, keys].
 
-Under context parallelism queries stay on their rank and keys and values are gathered: each sequence
-is cut in 2·CP chunks and rank r holds chunks r and 2·CP − 1 − r, so that causal work is the same on
-every rank (Megatron-Core's THD rotary embedding cuts alike, read, 0.16.1
-``models/common/embeddings/rope_utils.py``). A chunk sees itself by the triangle and all that lies
-before it whole.
+Under context parallelism queries stay on their rank, and keys and values are gathered. Each sequence
+is cut in 2·CP chunks, and rank r holds chunks r and 2·CP − 1 − r. So causal work is the same on
+every rank. Megatron-Core's THD rotary embedding cuts in the same way (read, 0.16.1
+``models/common/embeddings/rope_utils.py``). A chunk sees itself by a triangle, and all earlier
+tokens of its sequence by a rectangle.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_rl.distributed.platform import send
 class ContextShard:
     """Describes this rank among the context-parallel ranks that share each sequence.
 
-    group: None where this rank holds the sequences whole.
+    group: None if this rank holds the sequences whole.
     """
 
     rank: int = 0
@@ -42,11 +42,11 @@ WHOLE = ContextShard()
 
 
 def context_positions(lengths: tuple[int, ...], rank: int, size: int) -> np.ndarray:
-    """Return int64 [T / size], the positions that a context rank holds of the micro-batch's T, in its own order.
+    """Return int64 [T / size], the places among the micro-batch's T tokens that a context rank holds, in its order.
 
     Rank r holds chunks r and 2·size − 1 − r of each sequence's 2·size chunks.
 
-    Raises ValueError where a length does not split in 2·size chunks.
+    Raises ValueError if a length does not split in 2·size chunks.
 
     Example: lengths (4, 8), size 2: rank 0 holds [0, 3, 4, 5, 10, 11], rank 1 holds [1, 2, 6, 7, 8,
     9].
@@ -61,14 +61,14 @@ def context_positions(lengths: tuple[int, ...], rank: int, size: int) -> np.ndar
 
 
 class Span(NamedTuple):
-    """Names queries in a row, and the keys in a row that they see.
+    """Names a range of queries, and the range of keys that they see.
 
     first_query: place among this rank's tokens.
-    first_key:   place in the micro-batch, of which other context ranks hold a part.
-    causal:      whether there are as many queries as keys, and query i sees keys 0 to i; else it
-                 sees all of them.
-    mirrored:    whether causal holds with both read from their last to their first: query i sees
-                 key i and those after it.
+    first_key:   place in the whole micro-batch, over all context ranks.
+    causal:      True for a triangle: there are as many keys as queries, and query i sees keys 0 to
+                 i. False: each query sees all the keys.
+    mirrored:    True for a triangle in which query i sees key i and the keys after it; ``causal`` is
+                 then True as well.
     """
 
     first_query: int
@@ -88,9 +88,9 @@ class Span(NamedTuple):
 
 
 def own_parts(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (segment, place among this rank's tokens, first position in the segment, tokens) of this rank's parts.
+    """Yield each part of this rank's tokens: (segment, place on this rank, first position in the segment, tokens).
 
-    Each sequence is one part without context parallelism, and two of its 2·CP chunks with it.
+    Without context parallelism a segment is one part. With it, two of its 2·CP chunks are.
     """
     start = 0
     for segment, length in enumerate(lengths):
@@ -101,13 +101,13 @@ def own_parts(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> Iterat
 
 
 def causal_spans(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> list[Span]:
-    """Return the spans of this rank's queries, of sequences laid one after the other.
+    """Return the spans of this rank's queries, for sequences laid one after the other.
 
-    The triangles come first, and hold every query once.
+    Triangles come first, and each query is in one triangle.
 
     Example: length 8 on rank 1 of 2: chunks 1 and 2, of two tokens each. Their triangles are
-    Span(0, 2, 2, 2, True) and Span(2, 2, 4, 2, True), and they see all before them by Span(0, 2, 0,
-    2, False) and Span(2, 2, 0, 4, False).
+    Span(0, 2, 2, 2, True) and Span(2, 2, 4, 2, True). They see the earlier tokens by
+    Span(0, 2, 0, 2, False) and Span(2, 2, 0, 4, False).
     """
     starts, triangles, prefixes = [0, *itertools.accumulate(lengths)], [], []
     for segment, query, first, count in own_parts(lengths, context):
@@ -119,12 +119,12 @@ def causal_spans(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> lis
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SpanBatch:
-    """Holds spans that one call of a variable-length kernel computes: of one kind, and no query in two of them.
+    """Holds spans of one kind, with no query in two of them, so that one call of a variable-length kernel does all.
 
-    For such a kernel, and None on a CPU:
-    query_rows, key_rows:     int64, the spans' tokens, one span after the other; None where these
+    The tensors are for that kernel, and None on a CPU:
+    query_rows, key_rows:     int64, the spans' tokens, one span after the other; None also if these
                               are all tokens in order.
-    query_bounds, key_bounds: int32 [spans + 1], where each span begins and ends in those rows.
+    query_bounds, key_bounds: int32 [spans + 1], each span's begin in the rows, and the end.
     """
 
     spans: tuple[Span, ...]
@@ -143,9 +143,9 @@ class SpanBatch:
 
 
 def batch_spans(spans: Iterable[Span], num_queries: int, num_keys: int, device: torch.device) -> tuple[SpanBatch, ...]:
-    """Group spans in few batches, in their order, and send each batch's rows and bounds to the device.
+    """Group spans into few batches, in order, and send each batch's rows and bounds to the device.
 
-    num_queries, num_keys: all that there are on this rank, and in the micro-batch.
+    num_queries: all tokens of this rank. num_keys: all tokens of the micro-batch.
     """
     groups: list[list[Span]] = []
     for span in spans:

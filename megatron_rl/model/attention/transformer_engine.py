@@ -1,15 +1,16 @@
 """Transformer Engine's attention over shared prompts: each segment's queries see gathered keys, aligned at their ends.
 
-A prompt's queries see its own keys. A response's see the prompt's keys and then its own, so that
-its last query is its last key's: the causal mask is aligned bottom right. Read in Transformer
-Engine 2.3 and 2.18 (pytorch/attention/ dot_product_attention/utils.py ``get_attention_backend``):
-FlashAttention and FusedAttention both take ``padding_causal_bottom_right``, with bounds of the
-queries that differ from those of the keys. This module is imported where Transformer Engine is.
+A prompt's queries see the prompt's keys. A response's queries see the prompt's keys and then the
+response's. The last query and the last key are the same token, so the causal mask is aligned bottom
+right. FlashAttention and FusedAttention both take ``padding_causal_bottom_right``, with different
+bounds for queries and keys (read in Transformer Engine 2.3 and 2.18,
+pytorch/attention/dot_product_attention/utils.py ``get_attention_backend``). This module needs
+Transformer Engine.
 
-The rotary angles are applied here too, by the fused kernel: over packed sequences it counts
-positions from each bound (``thd``), where an answer's go on from its prompt's, but over one
-sequence (``sbhd``) it takes a row of angles for each token, and the micro-batch is laid as one
-(read in 2.3 and 2.20, pytorch/attention/rope.py, and run on an H100 in 2.20).
+The rotary angles are applied here too, by the fused kernel. Over packed sequences (``thd``) the
+kernel counts positions from each bound, but a response's positions continue from its prompt. Over
+one sequence (``sbhd``) it takes a row of angles for each token, so the whole micro-batch is passed
+as one sequence (read in 2.3 and 2.20, pytorch/attention/rope.py, and run on an H100 in 2.20).
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ MASK = "padding_causal_bottom_right"
 class SharedPromptAttention(TEDotProductAttention):
     """Computes causal attention over packed input: q [T, h, d], k and v [T, g, d] → [T, h·d].
 
-    It stands in for Megatron-Core's TEDotProductAttention where prompts may be shared, and takes
-    its arguments.
+    It replaces Megatron-Core's TEDotProductAttention if prompts may be shared, and takes its
+    arguments.
 
-    inv_freq: float32 [d2 / 2], d2 ≤ d, where it turns queries and keys; None where they come
-        turned.
+    inv_freq: float32 [d2 / 2], d2 ≤ d, by which it turns queries and keys; None if they are turned
+        already.
     """
 
     inv_freq: torch.Tensor | None = None
@@ -45,7 +46,7 @@ class SharedPromptAttention(TEDotProductAttention):
             angles = _angles(packed_seq_params, self.inv_freq)
             query, key = (self._turned(x, angles) for x in (query, key))
         segments = packed_seq_params.segments
-        whole = super(TEDotProductAttention, self).forward  # Megatron-Core's own knows no name of this mask
+        whole = super(TEDotProductAttention, self).forward  # Megatron-Core's forward does not know this mask
 
         def attention(keys, values):
             return whole(
@@ -69,7 +70,7 @@ class SharedPromptAttention(TEDotProductAttention):
 
 
 def _angles(packed: PackedSequences, inv_freq: torch.Tensor) -> torch.Tensor:
-    """Return float32 [T, 1, 1, d2], the angles of the tokens; all layers share what the first one makes."""
+    """Return float32 [T, 1, 1, d2], the tokens' angles; the first layer computes them for all layers."""
     if packed.angles is None or packed.angles[0] is not inv_freq:
         angles = token_angles(packed.position_ids, inv_freq)
         packed.angles = inv_freq, (torch.cat([angles, angles], dim=-1)[:, None, None],)

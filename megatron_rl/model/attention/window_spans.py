@@ -1,9 +1,8 @@
 """Spans of sliding-window attention: a token sees itself and the ``window - 1`` tokens before it in its sequence.
 
-A band of the attention matrix is cut in blocks of the window's length. A block sees itself by a
-causal triangle, and of what lies before it a rectangle and a mirrored triangle: later queries see
-fewer of the first keys. So the kernels compute no pair of a query and a key that the window leaves
-out, and no mask is ever made.
+The queries are cut in blocks of the window's length. A block sees itself by a causal triangle. It
+sees the keys before it by a rectangle and a mirrored triangle, since later queries see fewer of the
+earliest keys. So kernels compute only the pairs within the window, and no mask is made.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from megatron_rl.model.attention.spans import ContextShard, Span, own_parts
 
 
 def windowed_spans(layout: Layout, context: ContextShard, window: int) -> list[Span]:
-    """Return which queries of this rank see which keys within the window, by their positions in their own sequence.
+    """Return the spans of this rank's queries within the window, by their positions in their own sequence.
 
-    window: tokens that a token sees, itself among them; at least 1. The triangles, which hold every
-        query once, come
-    first.
+    Triangles come first, and each query is in one triangle.
+    window: the number of tokens that a token sees, itself included; at least 1.
 
-    Example: one sequence of 5 tokens, window 2: triangles of 2, 2 and 1 tokens, and queries 2 and 4
-    see keys 1 and 3 by mirrored triangles of one.
+    Example: one sequence of 5 tokens, window 2: triangles of 2, 2 and 1 tokens. Query 2 sees key 1,
+    and query 4 sees key 3, by mirrored triangles of one token.
     """
     triangles: list[Span] = []
     before: list[Span] = []
@@ -45,17 +43,19 @@ def windowed_spans(layout: Layout, context: ContextShard, window: int) -> list[S
 def _seen_before(query: int, count: int, position: int, key: int, num_keys: int, window: int) -> Iterator[Span]:
     """Yield the spans by which queries see keys that lie before all of them, in one sequence.
 
-    query, count: the queries. position: the first one's, counted from the first key. key, num_keys:
-        the keys.
+    query, count: the first query's place, and the number of queries.
+    position: the first query's position, counted from the first key.
+    key, num_keys: the first key's place, and the number of keys.
 
-    Query i sees key j from i + below on, where ``below`` is what lies outside the first query's
-    window.
+    Query i sees keys j ≥ i + below; ``below`` is the number of keys before the first query's window.
     """
     below = position - window + 1
-    whole = min(max(1 - below, 0), count)  # queries that see every key
+    # the first queries see every key
+    whole = min(max(1 - below, 0), count)
     if whole and num_keys:
         yield Span(query, whole, key, num_keys, False)
-    partly = min(count, num_keys - below) - whole  # queries that see the last keys alone
+    # the next queries see only the last keys: a mirrored triangle, and a rectangle after it
+    partly = min(count, num_keys - below) - whole
     if partly > 0:
         first = whole + below
         yield Span(query + whole, partly, key + first, partly, True, True)

@@ -1,9 +1,9 @@
-"""A chunk of the model built by Megatron-Bridge's provider, of the layers that packing and shared prompts need.
+"""Chunks of a model that Megatron-Bridge's provider builds, with the layers that packing and shared prompts need.
 
-The provider builds Megatron-Core's GPTModel, and what its family adds to it (Gemma scales its
-embeddings). Set here are the fields that the token-sum seam owns, the parallel sizes, and the
-layers' specification: Megatron-Core's plain layer with the attention of model/attention/packed.py
-and norms of torch, or Transformer Engine's.
+The provider builds Megatron-Core's GPTModel and adds its family's changes (Gemma scales its
+embeddings). This module sets the token-sum seam's fields, the parallel sizes and the layers'
+specification: Megatron-Core's plain layer with the attention of model/attention/packed.py and norms
+of torch, or Transformer Engine's layer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """Computes torch's layer norm in float32 and casts back; the weight counts from 0 where the config says so."""
+    """Computes torch's layer norm in float32 and casts back; under layernorm_zero_centered_gamma by 1 + weight."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -55,9 +55,9 @@ def norm_of(config: TransformerConfig) -> type[torch.nn.Module]:
 
 
 def bridged_config(shape: ModelShape, hf_config: Any, settings: ModelSettings, topology: Topology) -> TransformerConfig:
-    """Return Megatron-Bridge's provider, which is a TransformerConfig, with the seam's fields and the user's set.
+    """Return Megatron-Bridge's provider, which is a TransformerConfig, with the seam's and the user's fields set.
 
-    Raises ConfigError where Megatron-Core refuses its fields.
+    Raises ConfigError if Megatron-Core refuses the fields.
     """
     provider, _ = read_provider(hf_config)
     extra = users_fields(settings.megatron.transformer, lora_rank=settings.lora.rank)
@@ -86,7 +86,7 @@ def bridged_config(shape: ModelShape, hf_config: Any, settings: ModelSettings, t
         ),
     )
     if not engine:
-        fields["attention_backend"] = AttnBackend.auto  # whose variables of the environment torch's attention ignores
+        fields["attention_backend"] = AttnBackend.auto  # sets environment variables that torch's attention ignores
     for name, value in overruled(fields, extra, shape.family).items():
         setattr(provider, name, value)
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
@@ -101,7 +101,7 @@ def bridged_config(shape: ModelShape, hf_config: Any, settings: ModelSettings, t
 
 
 def put_norms(spec: TransformerBlockSubmodules, config: TransformerConfig, layer_spec: str) -> None:
-    """Give the layers of torch's specification the provider's norms, in place; Transformer Engine's read the config."""
+    """Give torch's layers the provider's norms, in place; Transformer Engine's layers read the config themselves."""
     if layer_spec != "torch":
         return
     norm = norm_of(config)
@@ -115,7 +115,7 @@ def put_norms(spec: TransformerBlockSubmodules, config: TransformerConfig, layer
 
 
 def check_frequencies(model: GPTModel, frequencies: torch.Tensor) -> None:
-    """Raise ConfigError where the provider's rotary frequencies are not transformers' own, which the chunk is given."""
+    """Raise ConfigError if the provider's rotary frequencies are not ``frequencies``, which are transformers'."""
     theirs = model.rotary_pos_emb.inv_freq.to(frequencies)
     if theirs.shape != frequencies.shape or not torch.allclose(theirs, frequencies, rtol=1e-5, atol=0.0):
         raise ConfigError(
@@ -125,7 +125,7 @@ def check_frequencies(model: GPTModel, frequencies: torch.Tensor) -> None:
 
 
 class BridgeProvider:
-    """Makes Megatron-Bridge's models, as ``Provider`` of model/build.py asks for them."""
+    """Makes Megatron-Bridge's models; a ``Provider`` of model/build.py."""
 
     transformer_config = staticmethod(bridged_config)
 
@@ -139,7 +139,7 @@ class BridgeProvider:
         last: bool,
         number: int | None,
     ) -> GPTModel:
-        """Have Megatron-Bridge's provider, the ``transformer``, build one chunk of a stage's layers ``spec``."""
+        """Have Megatron-Bridge's provider, ``transformer``, build one chunk with a stage's layers ``spec``."""
         put_norms(spec, transformer, shape.layer_spec)
         transformer.transformer_layer_spec = lambda _: spec
         model = transformer.provide(pre_process=first, post_process=last, vp_stage=number)

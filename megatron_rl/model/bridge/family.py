@@ -1,9 +1,9 @@
-"""A family as NVIDIA's Megatron-Bridge describes it: its provider read as a shape, its mapping as entries of ours.
+"""A family described by NVIDIA's Megatron-Bridge: its provider read as a ModelShape, its mapping as entries.
 
 Read in megatron-bridge 0.6.2 (``models/conversion/auto_bridge.py``, ``mapping_registry.py``,
-``param_mapping.py``, ``models/gpt_provider.py``) beside megatron-core 0.19.2. A family is taken
-where its layers are Megatron-Core's plain GPT layers, of which those built here differ in
-attention's kernel alone; any other is refused with the reason.
+``param_mapping.py``, ``models/gpt_provider.py``) beside megatron-core 0.19.2. A family is accepted
+if its layers are Megatron-Core's plain GPT layers; the layers here differ from these only in
+attention's kernel. Any other family is refused with the reason.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megatron_rl.weights.families.register import FAMILIES, PREFIX
 from megatron_rl.weights.mapping import EMBEDDING, FINAL_NORM, HEAD
 from megatron_rl.weights.model_shape import ModelShape
 
-RUN_WITH = {"megatron-bridge": "0.6", "megatron-core": "0.19"}  # the releases that this was run with
-INSTALL = "pip install 'megatron_rl[bridge]', in an environment of its own (docs/models.md)"
+RUN_WITH = {"megatron-bridge": "0.6", "megatron-core": "0.19"}  # the tested releases
+INSTALL = "pip install 'megatron_rl[bridge]', in an environment of its own (docs/bridge.md)"
 _FINAL_BIAS = Entry(megatron="decoder.final_layernorm.bias", hf=("model.norm.bias",), layout=Layout.REPLICATED)
 ROTARY = ("default", "linear", "llama3")  # others scale attention too, or depend on the length
-# Fields of a provider, the values that the layers built here have, and what another value would ask for.
+# A provider's fields: the values that the layers here can have, and the feature that another value means.
 PLAIN: dict[str, tuple[tuple[object, ...], str]] = {
     "multi_latent_attention": ((False,), "multi-latent attention"),
     "num_moe_experts": ((None, 0), "a mixture of experts (the families of docs/models.md have them)"),
@@ -55,13 +55,13 @@ PLAIN: dict[str, tuple[tuple[object, ...], str]] = {
 def read_provider(hf_config: Any) -> tuple[Any, Any]:
     """Return Megatron-Bridge's provider of a config, and its mapping registry; no weights are read.
 
-    Raises ConfigError where the package is missing or of another release, and for a family that it,
-    or the seam here, does not take.
+    Raises ConfigError if the package is missing or of another release, and for a family that
+    Megatron-Bridge or the seam does not take.
     """
     check_releases()
     try:
         from megatron.bridge import AutoBridge
-    except Exception as error:  # its imports reach through half a GPU's stack, and may fail in any of it
+    except Exception as error:  # it imports much of the GPU's software, which may fail in any way
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"model.provider=bridge: megatron-bridge cannot be imported: {type(error).__name__}: {reason}; {INSTALL}"
@@ -75,7 +75,7 @@ def read_provider(hf_config: Any) -> tuple[Any, Any]:
         bridge = AutoBridge.from_hf_config(named)
         provider = bridge.to_megatron_provider(load_weights=False)
         registry = bridge._model_bridge.mapping_registry()
-    except Exception as error:  # "not supported" is a ValueError, a config that lacks a field an error of any class
+    except Exception as error:  # ValueError if not supported; any class if the config lacks a field
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"model.provider=bridge: megatron-bridge makes no provider of a {hf_config.model_type!r} model: "
@@ -86,7 +86,7 @@ def read_provider(hf_config: Any) -> tuple[Any, Any]:
 
 
 def check_releases() -> None:
-    """Raise ConfigError unless megatron-bridge is installed, in a release that was run beside megatron-core's."""
+    """Raise ConfigError unless megatron-bridge and megatron-core are installed in the tested releases."""
     if importlib.util.find_spec("megatron.bridge") is None:
         raise ConfigError(f"model.provider=bridge needs NVIDIA's megatron-bridge, which is not installed: {INSTALL}")
     installed = {name: importlib.metadata.version(name) for name in RUN_WITH}
@@ -101,7 +101,7 @@ def check_releases() -> None:
 
 
 def refuse_other_layers(provider: Any, family: str) -> None:
-    """Raise ConfigError for a provider whose model is not of Megatron-Core's plain, dense GPT layers."""
+    """Raise ConfigError if the provider's layers are not Megatron-Core's plain, dense GPT layers."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider, default_layer_spec
 
     where = f"model.provider=bridge: megatron-bridge's provider of {family} ({type(provider).__name__})"
@@ -120,7 +120,7 @@ def refuse_other_layers(provider: Any, family: str) -> None:
 
 
 def refuse_other_angles(hf_config: Any) -> None:
-    """Raise ConfigError for rotary parameters of each kind of layer, and for a scaling beyond ``ROTARY``."""
+    """Raise ConfigError for a rotary scaling that is not in ``ROTARY``, or for rotary parameters by kind of layer."""
     kind = hf_config.rope_parameters.get("rope_type")
     if kind not in ROTARY:
         raise ConfigError(
@@ -129,10 +129,10 @@ def refuse_other_angles(hf_config: Any) -> None:
 
 
 def bridged_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int) -> ModelShape:
-    """Return the shape of a Hugging Face config by Megatron-Bridge's provider, and register its family.
+    """Return the shape that Megatron-Bridge's provider gives a Hugging Face config, and register its family.
 
-    The arguments are ``hf_config.read_shape``'s. Raises ConfigError as ``read_provider`` does, and
-    for a mapping with a layout that weights/entry.py lacks.
+    model/hf_config.py ``read_shape`` describes the arguments. Raises ConfigError as
+    ``read_provider`` does, and for a mapping with a layout that weights/entry.py lacks.
     """
     provider, registry = read_provider(hf_config)
     refuse_other_angles(hf_config)
@@ -159,11 +159,12 @@ def bridged_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int) -> Mo
 
 
 def _family(provider: Any, registry: Any, model_type: str, layer_spec: str, *, tied: bool) -> Family:
-    """Return the family of a provider: its layers' entries, by the mapping."""
+    """Return the provider's family, with the entries that the mapping gives its layers."""
     names = _parameters(provider, fused=layer_spec == "transformer_engine")
     entries = tuple(
         _entry(registry, name, kind, model_type, gated=provider.gated_linear_unit) for name, kind in names.items()
     )
+    # the mapping must give embedding, final norm and head the names that are read here
     ends = [(EMBEDDING, EMBEDDING.hf[0]), (FINAL_NORM, FINAL_NORM.hf[0])]
     ends += [] if tied else [(HEAD, HEAD.hf[0])]
     last = (_FINAL_BIAS,) if provider.normalization == "LayerNorm" else ()
@@ -186,9 +187,9 @@ def _family(provider: Any, registry: Any, model_type: str, layer_spec: str, *, t
 
 
 def _parameters(provider: Any, *, fused: bool) -> dict[str, str]:
-    """Return the parameters of a plain GPT layer, and how each is split: by "rows", by "columns" or "whole".
+    """Return the parameters of a plain GPT layer, each with its split over tensor ranks: "rows", "columns" or "whole".
 
-    fused: whether Transformer Engine's linears hold the norms before them.
+    fused: whether linears contain the norms before them, as Transformer Engine's do.
     """
     linear, bias = provider.add_bias_linear, provider.normalization == "LayerNorm"
     parts = ("weight", "bias") if bias else ("weight",)
@@ -209,17 +210,19 @@ def _parameters(provider: Any, *, fused: bool) -> dict[str, str]:
 
 
 def _entry(registry: Any, name: str, kind: str, model_type: str, *, gated: bool) -> Entry:
-    """Return the entry of a layer's parameter by the mapping's own kind. Raises ConfigError for one that has no layout.
+    """Return the entry of a layer's parameter; the mapping's class decides its layout.
 
-    The layouts of q, k, v and of gate and up are the same in both (tests/bridge_oracle.py,
-    tests/bridge).
+    Megatron-Bridge lays out q, k, v and gate, up as this package does (tests/bridge_oracle.py,
+    tests/bridge). Raises ConfigError for a mapping whose layout is not known here.
     """
     from megatron.bridge.models.conversion import param_mapping
 
+    # the mapping of layer 0 stands for all layers
     mapped = registry.megatron_to_hf_lookup(f"decoder.layers.0.{name}")
     where = f"model.provider=bridge: megatron-bridge's mapping of {model_type}"
     if mapped is None:
         raise ConfigError(f"{where} has no tensor for decoder.layers.0.{name}")
+    # the mapping's class: its layout here, and whether the file holds q, k and v as one tensor
     layouts: dict[type, tuple[Layout, bool]] = {
         param_mapping.QKVMapping: (Layout.QKV, False),
         param_mapping.GatedMLPMapping: (Layout.GATE_UP, False),
@@ -235,6 +238,7 @@ def _entry(registry: Any, name: str, kind: str, model_type: str, *, gated: bool)
     layout, joined = layouts[type(mapped)]
     if gated and name == "mlp.linear_fc1.weight" and layout is Layout.GATE_UP and isinstance(mapped.hf_param, str):
         raise ConfigError(f"{where} has gate and up in one tensor, {mapped.hf_param}, whose layout is not read here")
+    # the names of the file's tensors
     tensors = tuple(mapped.hf_param.values()) if isinstance(mapped.hf_param, dict) else (mapped.hf_param,)
     strange = [x for x in tensors if not x.startswith("model.layers.0.")]
     if strange:
@@ -248,7 +252,7 @@ def _entry(registry: Any, name: str, kind: str, model_type: str, *, gated: bool)
 
 
 def _sizes(entries: tuple[Entry, ...], shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of a layer's Hugging Face tensors, by the Megatron parameters that they make."""
+    """Return the sizes of a layer's Hugging Face tensors, by name; the entries' Megatron parameters decide them."""
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     heads = [x * shape.head_dim for x in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
     outputs: dict[str, Callable[[int], list[int]]] = {

@@ -1,13 +1,11 @@
-"""Attention whose result for a query has the same bits in a packed pass over whole sequences and beside a cache.
+"""Attention whose result for a query has the same bits in a packed pass over whole sequences and with a cache.
 
-A query reads its keys in blocks of ``KEY_BLOCK`` positions, counted from its own sequence's
-beginning, in order, with a running maximum and sum (the online softmax of Milakov and Gimelshein,
-2018, arXiv:1805.02867). Every product has one
-shape: ``ITEMS`` items of ``QUERIES`` queries each, an item's queries being of one sequence, against
-    one block of keys
-each; what is lacking is filled. A block that a query does not see multiplies its sums by exactly 1
-and adds exactly 0. Products are in float32. The gradient is the flash kernel's
-(model/attention/flash.py), by the output and the log-sum-exps of this forward.
+A query reads its keys in blocks of ``KEY_BLOCK`` positions, in order, from its sequence's first
+position. It keeps a running maximum and sum (the online softmax of Milakov and Gimelshein, 2018,
+arXiv:1805.02867). Every product has the same shape: ``ITEMS`` items, each of ``QUERIES`` queries of
+one sequence and one block of keys, filled up if there are fewer. A block that a query does not see
+multiplies its sums by exactly 1 and adds exactly 0. Products are in float32. The flash kernel
+(model/attention/flash.py) computes the gradient, from this forward's output and log-sum-exps.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention [T, h, d] of queries [T, h, d] over keys and values [K, g, d], and log-sum-exps [h, T].
 
-    Without a gradient.
+    No gradient passes through.
     """
     heads, groups, width = query.shape[1], key.shape[1], query.shape[2]
     out = torch.empty_like(query)
@@ -38,7 +36,7 @@ def attend(
     for start in range(0, len(sight.queries), ITEMS):
         part = slice(start, start + ITEMS)
         rows, real, seen = sight.queries[part], sight.real[part], sight.seen[part]
-        # [ITEMS · g, (h / g) · QUERIES, …], a group's heads one after the other
+        # [ITEMS · g, (h / g) · QUERIES, …]: a batched product per item and group, over the group's heads
         q = _grouped(query.index_select(0, rows.flatten()).float().view(ITEMS, QUERIES, groups, -1, width))
         limit = seen[:, None, None].expand(ITEMS, groups, heads // groups, QUERIES).reshape(ITEMS * groups, -1, 1)
         found, found_lse = _one_product(q, limit, key, value, sight.key_rows(part), scale)
@@ -58,8 +56,8 @@ def _one_product(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return float32 outputs [ITEMS · g, M, d] and log-sum-exps [ITEMS · g, M] of q [ITEMS · g, M, d].
 
-    limit: int64 [ITEMS · g, M, 1], the keys that each query sees. keys: int64 [ITEMS, blocks ·
-        KEY_BLOCK].
+    limit: int64 [ITEMS · g, M, 1], the number of keys that each query sees.
+    keys: int64 [ITEMS, blocks · KEY_BLOCK], each item's rows of ``key`` and ``value``.
     """
     groups = key.shape[1]
     highest = q.new_full(q.shape[:2], -torch.inf)
@@ -83,7 +81,7 @@ def _one_product(
 
 @dataclass(kw_only=True)
 class Cache:
-    """Holds the keys and values of sequences that are sampled: for each layer, by its number, two [rows, g, d]."""
+    """Holds keys and values of the sequences that are being sampled: by layer number, two tensors [rows, g, d]."""
 
     num_rows: int
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -91,8 +89,8 @@ class Cache:
     def write(
         self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put keys and values [T, g, d] in their rows; return all of the layer."""
-        if layer not in self.layers:  # zeros: rows that nobody sees yet are multiplied by 0
+        """Write keys and values [T, g, d] to ``rows``; return all keys and values of the layer."""
+        if layer not in self.layers:  # zeros: rows that no query sees yet are multiplied by 0
             self.layers[layer] = (
                 key.new_zeros(self.num_rows, *key.shape[1:]),
                 value.new_zeros(self.num_rows, *value.shape[1:]),
@@ -103,7 +101,7 @@ class Cache:
         return held
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Copy rows in every layer."""
+        """Copy the rows ``source`` to the rows ``target`` in every layer."""
         for held in self.layers.values():
             for memory in held:
                 memory[torch.from_numpy(target)] = memory[torch.from_numpy(source)]
@@ -111,10 +109,10 @@ class Cache:
 
 @dataclass(kw_only=True)
 class CachedSequences(PackedSequences):
-    """Describes the next tokens of sequences whose earlier ones are in a cache.
+    """Describes the next tokens of sequences whose earlier tokens are in a cache.
 
     rows: int64 [T], the cache's row of each token.
-    reach: what they see, in rows of the cache.
+    reach: the keys that each token sees, as rows of the cache.
     """
 
     cache: Cache
@@ -123,7 +121,7 @@ class CachedSequences(PackedSequences):
 
     @classmethod
     def of(cls, cache: Cache, parts: Sequence[tuple[np.ndarray, int, np.ndarray]]) -> CachedSequences:
-        """Describe tokens; parts: those of ``Sight.of``."""
+        """Return the description of ``parts``, which have the form that ``Sight.of`` takes."""
         positions = np.concatenate([first + np.arange(len(rows)) for rows, first, _ in parts])
         written = np.concatenate([keys[first : first + len(rows)] for rows, first, keys in parts])
         return cls(
@@ -136,10 +134,11 @@ class CachedSequences(PackedSequences):
 
 
 class InvariantAttention(TorchAttention):
-    """Computes causal attention over packed input, as TorchAttention does, and applies the rotary angles before.
+    """Applies the rotary angles, then computes causal attention over packed input, as TorchAttention does.
 
-    inv_freq: [d / 2] float32, set once the model is built.
-    parts: tensor ranks whose heads a model with all of them computes for, one after the other.
+    inv_freq: [d / 2] float32, set after the model is built.
+    parts: number of parts in which the heads are computed, one after the other. A whole model that
+        computes for several tensor ranks has one part per rank.
     """
 
     inv_freq: torch.Tensor
@@ -167,7 +166,7 @@ class InvariantAttention(TorchAttention):
     def _turned(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries and keys turned by the angles of their positions, their two halves being pairs."""
+        """Return queries and keys turned by the angles of their positions; column i turns with column i + d / 2."""
         angles = torch.outer(positions.to(self.inv_freq.dtype), self.inv_freq)
         cos, sin = (elementwise(f, angles).to(query.dtype).repeat(1, 2)[:, None] for f in (torch.cos, torch.sin))
 

@@ -1,4 +1,4 @@
-"""The modules of a transformer layer with a row-invariant forward, in place of torch's and Megatron-Core's."""
+"""A transformer layer's modules with a row-invariant forward, in place of torch's and Megatron-Core's modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 
 
 class InvariantNorm(torch.nn.Module):
-    """Computes the norm of model/layer_spec.py's RMSNorm."""
+    """Computes RMSNorm of model/layer_spec.py, row-invariantly."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__()
@@ -30,7 +30,7 @@ class InvariantNorm(torch.nn.Module):
 
 
 def _product(input, weight, bias=None, *, allreduce_dgrad=False, tp_group=None, **_) -> torch.Tensor:
-    """Compute what Megatron-Core's ColumnParallelLinear asks for (0.16.1 ``tensor_parallel/layers.py``)."""
+    """Compute the product of a ColumnParallelLinear, with Megatron-Core's arguments (0.16.1 ``layers.py``)."""
     result = invariant.linear(input, weight, tp_group if allreduce_dgrad else None)
     return result if bias is None else result + bias
 
@@ -38,8 +38,9 @@ def _product(input, weight, bias=None, *, allreduce_dgrad=False, tp_group=None, 
 class InvariantColumnLinear(ColumnParallelLinear):
     """Splits its output over tensor ranks.
 
-    shards: in a model that computes for several tensor ranks, each one's rows of the weight;
-        ``order``: int64, the place of each output among theirs.
+    A whole model may compute for several tensor ranks (``compute_for_ranks``). Then:
+    shards: each rank's rows of the weight; () otherwise.
+    order: int64, each output's place among the shards' joined outputs.
     """
 
     shards: tuple[torch.Tensor, ...] = ()
@@ -55,7 +56,8 @@ class InvariantColumnLinear(ColumnParallelLinear):
 class InvariantRowLinear(RowParallelLinear):
     """Splits its input over tensor ranks, and adds up their products in the order of the ranks.
 
-    shards: in a model that computes for several tensor ranks, each one's columns of the weight.
+    shards: in a whole model that computes for several tensor ranks, each rank's columns of the
+        weight; () otherwise.
     """
 
     shards: tuple[torch.Tensor, ...] = ()
@@ -82,7 +84,7 @@ def invariant_block_spec(config: TransformerConfig, num_layers: int) -> Transfor
 
 
 def give_angles(model: GPTModel, frequencies: torch.Tensor) -> None:
-    """Have the attentions of a model apply the rotary angles; frequencies: [d / 2] float32."""
+    """Have a model's attentions apply the rotary angles. frequencies: [d / 2] float32."""
     model.rotary_pos_emb = NoRotary()
     for module in model.modules():
         if isinstance(module, InvariantAttention):
@@ -90,11 +92,11 @@ def give_angles(model: GPTModel, frequencies: torch.Tensor) -> None:
 
 
 def compute_for_ranks(model: GPTModel, ranks: int) -> None:
-    """Have a whole model, whose weights are set, compute as so many tensor ranks together do, shard by shard.
+    """Have a whole model, whose weights are set, give the bits that ``ranks`` tensor ranks together give.
 
-    A product's order of summation may follow its width as well, so that each shard's is computed by
-    itself. Of the first linear of an MLP a rank holds a part of the gate's rows and one of the
-    others'. Without a gradient.
+    A product's order of summation may depend on its width, so each rank's shard is multiplied
+    separately. A rank's shard of an MLP's first linear has a part of the gate's rows and a part of up's
+    rows. No gradient passes through.
     """
     if ranks == 1:
         return

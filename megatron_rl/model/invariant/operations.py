@@ -1,13 +1,14 @@
-"""Row-invariant operations: a row's result has the same bits whatever rows stand beside it, and however many.
+"""Row-invariant operations: a row's result has the same bits whatever other rows are computed with it.
 
-A matrix product's order of summation may follow its number of rows, and an exponential's rounding
-the place of an element within a vector register. So every product and every sum runs over blocks of
-``BLOCK_ROWS`` rows, the last one padded, and every function of single elements over pieces whose
-length is a multiple of ``LANES``, small enough that torch does not split them over threads. What is
-left is that one kernel, called with one shape, treats all rows alike;
-tests/unit/model/test_invariant.py holds the kernels of this host to it. Gradients are those of the
-ordinary operations, which need no such care. The idea of fixed shapes is that of Thinking Machines
-Lab, "Defeating Nondeterminism in LLM Inference" (2025).
+A matrix product's order of summation may depend on its number of rows. An exponential's rounding may
+depend on the element's place within a vector register. So every product and every sum runs over
+blocks of ``BLOCK_ROWS`` rows, the last one padded. Every function of single elements runs over
+pieces whose length is a multiple of ``LANES``, too small for torch to split them over threads.
+
+One assumption remains: a kernel that is called with one shape treats all rows alike.
+tests/unit/model/test_invariant.py tests this for the kernels of its host. Gradients come from the
+ordinary operations. Fixed shapes are the idea of Thinking Machines Lab, "Defeating Nondeterminism in
+LLM Inference" (2025).
 """
 
 from __future__ import annotations
@@ -18,32 +19,32 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-BLOCK_ROWS = 32  # of every matrix product and every sum over a row
+BLOCK_ROWS = 32  # rows of every matrix product and of every sum over rows' elements
 PIECE = 16_384  # elements; torch splits functions of single elements over threads from 32,768 on
-LANES = 64  # elements, a multiple of what a loop of vector registers takes at once (32 in float32, 64 in bfloat16)
-ALIGNMENT = 64  # bytes, of the memory that torch itself allocates on a CPU
+LANES = 64  # elements; a loop of vector registers takes 32 at once in float32, 64 in bfloat16
+ALIGNMENT = 64  # bytes, to which torch aligns the memory that it allocates on a CPU
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return x in memory that is contiguous and aligned as a new tensor's is."""
+    """Return x contiguous and aligned to ``ALIGNMENT``, as a new tensor is; a copy if it is not."""
     x = x.contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
 def padded(block: torch.Tensor) -> torch.Tensor:
-    """Return [BLOCK_ROWS, K], a block of at most so many rows [r, K] and zeros."""
+    """Return [BLOCK_ROWS, K], a block [r, K] of at most BLOCK_ROWS rows filled up with zeros."""
     missing = BLOCK_ROWS - len(block)
     return torch.cat([block, block.new_zeros(missing, block.shape[1])]) if missing else block
 
 
 def in_blocks(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """Return function(x), [R, …], computed for ``BLOCK_ROWS`` rows of x [R, K] at a time; zeros fill the last block."""
-    blocks = aligned(x).split(BLOCK_ROWS)  # of no rows, one without any
+    blocks = aligned(x).split(BLOCK_ROWS)  # without rows: one empty block
     return torch.cat([function(padded(block))[: len(block)] for block in blocks])
 
 
 def elementwise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Return function(x) of single elements, each of which stands in a full vector register."""
+    """Return function(x) of single elements, computed in pieces that fill whole vector registers."""
     flat = aligned(x).view(-1)
     result = torch.empty_like(flat)
     whole = flat.numel() // LANES * LANES
@@ -58,7 +59,7 @@ def elementwise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tenso
 
 
 def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return x [R, K] times the transpose of weight [N, K], without a gradient."""
+    """Return x [R, K] times the transpose of weight [N, K]; no gradient passes through."""
     weight = aligned(weight).t()
     return in_blocks(lambda block: block @ weight, x)
 
@@ -84,13 +85,13 @@ class _Linear(torch.autograd.Function):
 def linear(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Return [..., N], x [..., K] times the transpose of weight [N, K].
 
-    group: adds up the gradient of x over its ranks; None leaves it.
+    group: ranks over which backward sums the gradient of x; None sums nothing.
     """
     return _Linear.apply(x, weight, group)
 
 
 def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of tensors in their order, added up in float32, in their dtype."""
+    """Return the sum of tensors, added up in order in float32, in their dtype."""
     if len(parts) == 1:
         return parts[0]
     total = parts[0].float()
@@ -112,7 +113,7 @@ class _RankSum(torch.autograd.Function):
 
 
 def rank_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum of x over a group's ranks, in their order; every rank has the sum's whole gradient."""
+    """Return the sum of x over a group's ranks, in their order; backward passes the sum's gradient to every rank."""
     return x if group.size() == 1 else _RankSum.apply(x, group)
 
 

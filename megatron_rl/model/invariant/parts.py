@@ -1,4 +1,4 @@
-"""The parts of a model under ``rollout.bitwise``: row-invariant ones, for models and hosts that they were shown on."""
+"""The row-invariant parts of a model under ``rollout.bitwise``, for the models and hosts that were tested."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 
 
 class InvariantParts:
-    """Gives torch's layers, row-invariantly, as ``Parts`` of model/parts.py asks for them."""
+    """Gives row-invariant versions of torch's layers; a ``Parts`` of model/parts.py."""
 
     layer_spec = "torch"
     logprob_kernel = "invariant"
@@ -48,7 +48,7 @@ class InvariantParts:
 
 
 def require_shown(shape: ModelShape) -> None:
-    """Raise ConfigError for a model, or a host, that ``rollout.bitwise`` was not shown on."""
+    """Raise ConfigError if ``rollout.bitwise`` was not tested with this model, or on such a host."""
     if shape.num_experts:
         raise ConfigError(
             f"rollout.bitwise=true is for dense models, and this one mixes {shape.num_experts} experts, whose "

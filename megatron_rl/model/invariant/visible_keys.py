@@ -1,6 +1,6 @@
-"""The keys that each query of a micro-batch, or of a step beside a cache, sees, by position in its own sequence.
+"""The keys that each query sees, by position in its sequence: in a packed micro-batch, or in a step with a cache.
 
-model/invariant/attention.py reads them in blocks, a few queries of one sequence at a time.
+model/invariant/attention.py reads these keys in blocks, for a few queries of one sequence at a time.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import torch
 
 from megatron_rl.model.attention.layout import Layout
 
-KEY_BLOCK = 64  # positions
-QUERIES = 8  # of an item
-ITEMS = 16  # of a product
+KEY_BLOCK = 64  # positions of one block of keys
+QUERIES = 8  # queries of one item
+ITEMS = 16  # items of one product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sight:
-    """Says which rows of the keys each query sees, in items of QUERIES queries; I items are a multiple of ITEMS.
+    """Describes which rows of the key tensor each query sees, in I items of QUERIES queries of one sequence.
 
-    queries: int64 [I, QUERIES], rows of the query tensor; 0 where ``real`` is False.
-    real:    bool [I, QUERIES], whether there is such a query.
-    seen:    int64 [I, QUERIES], how many keys it sees, from its sequence's first one on; at least
-             1.
+    I is a multiple of ITEMS; missing queries are filled up.
+    queries: int64 [I, QUERIES], rows of the query tensor; 0 if ``real`` is False.
+    real:    bool [I, QUERIES], False for a filled-up query.
+    seen:    int64 [I, QUERIES], how many keys the query sees, from its sequence's first key on; at
+             least 1.
     keys:    int64 [K], rows of the key tensor, one sequence after the other, each by position.
-    first:   int64 [I], where the keys of an item's sequence begin among ``keys``.
+    first:   int64 [I], the place in ``keys`` where the item's sequence begins.
     """
 
     queries: torch.Tensor
@@ -38,9 +39,10 @@ class Sight:
 
     @classmethod
     def of(cls, parts: Iterable[tuple[np.ndarray, int, np.ndarray]]) -> Sight:
-        """Return the sight of sequences, each of (query rows, position of the first, key rows by position).
+        """Return the sight of sequences, in which a query at position p sees the keys of positions 0 to p.
 
-        A query at position p sees the keys of positions 0 to p.
+        parts: for each sequence its query rows, the first query's position, and its key rows by
+            position.
         """
         items: list[tuple[np.ndarray, np.ndarray, int]] = []
         sequences: list[np.ndarray] = []
@@ -51,7 +53,7 @@ class Sight:
                 items.append((own, first + start + 1 + np.arange(len(own)), begin))
             sequences.append(keys)
             begin += len(keys)
-        items.sort(key=lambda item: item[1][-1])  # those that see about as many keys share a product
+        items.sort(key=lambda item: item[1][-1])  # items that see about as many keys share a product
         count = -(-len(items) // ITEMS) * ITEMS
         queries, real = np.zeros((count, QUERIES), dtype=np.int64), np.zeros((count, QUERIES), dtype=bool)
         seen_by, begins = np.ones((count, QUERIES), dtype=np.int64), np.zeros(count, dtype=np.int64)
@@ -64,8 +66,7 @@ class Sight:
     def key_rows(self, part: slice) -> torch.Tensor:
         """Return int64 [items, blocks · KEY_BLOCK], the key rows of the items ``part`` by position; 0 after the last.
 
-        They are made for one product at a time: for all items they would be as many as queries
-        times keys.
+        Call it for one product at a time: all items' rows would number about queries times keys.
         """
         last = self.seen[part].amax(1, keepdim=True)
         width = -(-int(last.max()) // KEY_BLOCK) * KEY_BLOCK
@@ -75,7 +76,7 @@ class Sight:
 
     @classmethod
     def of_layout(cls, layout: Layout) -> Sight:
-        """Return the sight of a packed micro-batch: a response to a shared prompt sees the prompt and itself."""
+        """Return the sight of a packed micro-batch; a response to a shared prompt sees the prompt, then itself."""
         starts = layout.starts
         prompts = {
             segment: np.arange(starts[prompt.segment], starts[prompt.segment] + prompt.tokens)

@@ -1,8 +1,8 @@
-"""Chunks of logits between the matrix products of linear.py: how many tokens, in which memory, by which kernel.
+"""The chunks of logits in linear.py: how many tokens a chunk has, its buffers, and the kernel that works on it.
 
-Torch's operations work on them, or, where ``model.logprob_kernel`` says so, the Triton kernels of
-kernels.py, which are held against torch's operations. Under ``rollout.bitwise`` the forward is
-row-invariant (row_invariant.py).
+``model.logprob_kernel`` chooses torch's operations or the Triton kernels of kernels.py, which tests
+compare with torch's operations. Under ``rollout.bitwise`` the forward is row-invariant
+(row_invariant.py).
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from megatron_rl.errors import ConfigError
 
 Kernel = Literal["torch", "triton", "invariant"]
 AskedKernel = Literal["auto", "torch", "triton", "invariant"]
-UNDERFLOW = -1e4  # e^x is 0 from it down, in float64 too; finite, so that 0 · x is 0 for a masked logit (−inf) as well
+# From here down e^x is 0, in float64 too. A masked logit (−inf) is raised to it, so that 0 · x is 0, not NaN.
+UNDERFLOW = -1e4
 
-# Every chunk adds a product [V/TP, H] to the weight's gradient, however few its tokens: it reads
-# and writes the float32 sum, 4.3 GB per chunk at V/TP = 151,936 and H = 3,584. So a GPU takes as
-# many tokens as leave a chunk's buffers within 1.25 GiB: by torch's operations 768 there in
-# bfloat16, by the Triton kernels, whose one buffer is the product's, 4,096. On one H100, 8,192
-# tokens forward and backward at H = 1,536 took the kernels 35.8 ms in chunks of 768, 29.1 of 2,048
-# and 27.2 of 4,096, torch's operations 74.7 and 66.2 of the first two (docs/evidence/performance.md). On the
-# CPU the buffers' place in its caches counts for more: 512 was measured.
+# Every chunk adds a product [V/TP, H] to the weight's gradient, however few its tokens. That reads
+# and writes the float32 sum, 4.3 GB per chunk at V/TP = 151,936 and H = 3,584. So on a GPU a chunk
+# has as many tokens as fit in 1.25 GiB of buffers: at these sizes in bfloat16 768 for torch's
+# operations, and 4,096 for the Triton kernels, which have one buffer. On one H100, 8,192 tokens
+# forward and backward at H = 1,536 took the kernels 35.8 ms in chunks of 768, 29.1 of 2,048 and 27.2
+# of 4,096. Torch's operations took 74.7 and 66.2 ms in chunks of the first two sizes
+# (docs/performance.md). On the CPU it counts more that the buffers fit in the caches: 512 was
+# measured.
 CPU_CHUNK_TOKENS = 512
 MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 512, 4096
 MAX_BUFFER_BYTES = 5 * 2**28
@@ -35,16 +37,16 @@ TILE_TOKENS = 128  # rows of a matrix product's tile on a GPU
 
 
 def bytes_per_logit(kernel: Kernel, size: int) -> int:
-    """Return the bytes of a chunk's buffers per logit, where the product's elements have ``size`` bytes."""
+    """Return the bytes of a chunk's buffers per logit. size: bytes of an element of the product."""
     if kernel == "triton":
         return size
     return 2 * max(size, 4) + (size if size < 4 else 0)
 
 
 def default_chunk_tokens(device_type: str, columns: int, kernel: Kernel, size: int) -> int:
-    """Return the tokens whose logits ``linear_logprob`` holds at a time, on a device of ``device_type``.
+    """Return the number of tokens in one chunk of ``linear_logprob``, on a device of ``device_type``.
 
-    columns: V/TP, of this tensor rank. size: the bytes of an element of the hidden states.
+    columns: V/TP, this tensor rank's columns. size: bytes of an element of the hidden states.
     """
     if device_type == "cpu":
         return CPU_CHUNK_TOKENS
@@ -53,9 +55,10 @@ def default_chunk_tokens(device_type: str, columns: int, kernel: Kernel, size: i
 
 
 def settled_kernel(setting: AskedKernel, device_type: str) -> Kernel:
-    """Return the kernel that ``setting`` means on a device: ``auto`` is Triton's on a GPU that it can build them for.
+    """Return the kernel that ``setting`` means on a device.
 
-    Raises ConfigError as ``check_kernel`` does.
+    ``auto`` is "triton" on a GPU if Triton can compile, else "torch". Raises ConfigError as
+    ``check_kernel`` does.
     """
     if setting == "auto":
         return "triton" if device_type == "cuda" and not compiler_fault() else "torch"
@@ -64,7 +67,7 @@ def settled_kernel(setting: AskedKernel, device_type: str) -> Kernel:
 
 
 def check_kernel(kernel: str) -> None:
-    """Raise ConfigError for a kernel (``model.logprob_kernel``) that is unknown or whose package is not installed."""
+    """Raise ConfigError if ``kernel`` (``model.logprob_kernel``) is unknown, or its package is not installed."""
     if kernel not in get_args(AskedKernel):
         raise ConfigError(
             f"kernel={kernel!r} must be one of auto, torch, triton (model.logprob_kernel), or invariant "
@@ -83,8 +86,8 @@ class Head:
 
     temperature: float
     start: int  # this rank's first column
-    num_valid: int  # its columns that are no pads
-    group: dist.ProcessGroup | None  # None: this rank has the whole vocabulary
+    num_valid: int  # number of this rank's columns that are not pads
+    group: dist.ProcessGroup | None  # None if this rank has the whole vocabulary
     train_entropy: bool
     reduce_hidden_grad: bool
     into_main_grad: bool
@@ -95,20 +98,20 @@ class Head:
         return [slice(start, min(start + self.chunk_tokens, tokens)) for start in range(0, tokens, self.chunk_tokens)]
 
     def buffer(self, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory [chunk, num_valid] that every chunk reuses.
+        """Return memory [chunk tokens, num_valid] that every chunk reuses.
 
-        Fresh memory costs the CPU a page fault per 4 KiB, as much as the exponential.
+        New memory would cost a CPU a page fault per 4 KiB, as much time as the exponential.
         """
         return hidden.new_empty((min(self.chunk_tokens, hidden.shape[0]), self.num_valid), dtype=dtype)
 
     def own(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return [N] columns of the targets on this rank, −1 for another rank's."""
+        """Return [N], the targets' columns on this rank; −1 if another rank has the target."""
         local = targets - self.start
         return torch.where((local >= 0) & (local < self.num_valid), local, -1)
 
 
 def own_columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int]:
-    """Return the first of this tensor rank's ``width`` padded columns, and the number of columns that are no pads."""
+    """Return the number of this tensor rank's first column, and how many of its ``width`` columns are not pads."""
     start = tensor_rank * width
     num_valid = max(0, min(width, vocab_size - start))
     if num_valid == 0:
@@ -122,16 +125,17 @@ def own_columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int
 class Chunks:
     """Works on chunks of logits, and adds up the statistics of the ranks that share the vocabulary.
 
-    ``statistics`` and ``gradient`` are the kernel's own.
+    Each kernel's subclass has ``statistics`` and ``gradient``.
     """
 
     head: Head
 
     def combined(self, peak: torch.Tensor, stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return statistics relative to this rank's maximum as those of all ranks relative to the greatest."""
+        """Return the maximum and the statistics over all ranks; the arguments are this rank's."""
         own_peak = peak.clone()
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=self.head.group)
         shift = own_peak - peak
+        # from this rank's maximum m to the overall m':
         # Σ (x−m') e^{x−m'} = e^{m−m'} (Σ (x−m) e^{x−m} + (m−m') Σ e^{x−m})
         stats[1] += shift * stats[0]
         stats[:2] *= shift.exp()
@@ -139,15 +143,15 @@ class Chunks:
         return peak, stats
 
     def log(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logarithms of a row's numbers."""
+        """Return log x of one number per row."""
         return x.log()
 
 
 class TorchChunks(Chunks):
-    """Works on chunks of logits by torch's operations, in two buffers of float32 and one of hidden's dtype.
+    """Works on chunks of logits by torch's operations, in two float32 buffers and one of hidden's dtype.
 
-    The latter, the product's, is left out where hidden is float32, and the second in a backward
-    that needs none.
+    ``product`` has hidden's dtype, and is ``x`` if that is float32. ``e`` is ``x`` in a backward
+    without an entropy gradient.
     """
 
     def __init__(self, head: Head, hidden: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> None:
@@ -158,9 +162,9 @@ class TorchChunks(Chunks):
         self.product = self.x if hidden.dtype == precise else head.buffer(hidden, hidden.dtype)
 
     def scaled_logits(self, rows: slice) -> torch.Tensor:
-        """Return one chunk's logits over the temperature, in ``x``.
+        """Return one chunk's logits, divided by the temperature, in the buffer ``x``.
 
-        The product is rounded to hidden's dtype, as the output layer's is.
+        The product is rounded to hidden's dtype, as in the output layer.
         """
         hidden = self.hidden[rows]
         logits = torch.mm(hidden, self.weight.t(), out=self.product[: hidden.shape[0]])
@@ -168,10 +172,10 @@ class TorchChunks(Chunks):
         return x if self.head.temperature == 1.0 else x.div_(self.head.temperature)
 
     def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
-        """Fill one chunk's ``peak`` and ``stats``, as kernels.py ``statistics`` does; all are of the chunk's rows."""
+        """Fill ``peak`` and ``stats`` of one chunk's rows, as kernels.py ``statistics`` does."""
         x = self.scaled_logits(rows)
         stats[2] = x.gather(1, column.clamp(min=0)[:, None])[:, 0].masked_fill_(column < 0, 0)
-        # not below the lowest float: −inf − (−inf) of a rank whose logits are all masked would be NaN
+        # clamped to the lowest float: if a rank's logits are all masked, −inf − (−inf) would be NaN
         peak.copy_(x.amax(-1).clamp_(min=torch.finfo(x.dtype).min))
         x.sub_(peak[:, None])
         e = torch.exp(x, out=self.e[: x.shape[0]])
@@ -187,7 +191,7 @@ class TorchChunks(Chunks):
         at_logprob: torch.Tensor,
         at_entropy: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the gradient of one chunk's logits, in hidden's dtype, in a buffer; the tensors are of its rows."""
+        """Return the gradient of one chunk's logits, in hidden's dtype, in a buffer; arguments hold its rows."""
         x = self.scaled_logits(rows).sub_(log_z[:, None])
         e = torch.exp(x, out=self.e[: x.shape[0]])
         if self.head.train_entropy:  # −p (a + b (log p + H))
@@ -195,17 +199,17 @@ class TorchChunks(Chunks):
             x.add_(at_logprob[:, None]).mul_(e).neg_()
         else:
             x = e.mul_(-at_logprob[:, None])
-        # scatter_add_ over two dimensions raises under run.deterministic on CUDA; each row has one target
+        # not scatter_add_, which raises under run.deterministic on CUDA; each row has one target
         target = column.clamp(min=0)[:, None]
         x.scatter_(1, target, x.gather(1, target) + (at_logprob * (column >= 0))[:, None])
         return x if self.product is self.x else self.product[: x.shape[0]].copy_(x)
 
 
 class TritonChunks(Chunks):
-    """Works on chunks of logits by the kernels of kernels.py, in one buffer, of hidden's dtype."""
+    """Works on chunks of logits by the kernels of kernels.py, in one buffer of hidden's dtype."""
 
     def __init__(self, head: Head, hidden: torch.Tensor, weight: torch.Tensor) -> None:
-        # Triton is not everywhere, and decorates as it imports.
+        # Triton may not be installed, and its decorators run at import.
         from megatron_rl.model.logprob import kernels as logprob_kernels
 
         logprob_kernels.check_device(hidden.device)
@@ -219,7 +223,7 @@ class TritonChunks(Chunks):
         return torch.mm(hidden, self.weight.t(), out=self.product[: hidden.shape[0]])
 
     def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
-        """Fill one chunk's ``peak`` and ``stats``; all are of the chunk's rows."""
+        """Fill ``peak`` and ``stats`` of one chunk's rows."""
         self.kernels.statistics(self.logits(rows), column, peak, stats, **self.numbers)
 
     def gradient(
@@ -231,7 +235,7 @@ class TritonChunks(Chunks):
         at_logprob: torch.Tensor,
         at_entropy: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the gradient of one chunk's logits, in hidden's dtype, in a buffer; the tensors are of its rows."""
+        """Return the gradient of one chunk's logits, in hidden's dtype, in a buffer; arguments hold its rows."""
         logits = self.logits(rows)
         trained = at_entropy if self.head.train_entropy else None
         self.kernels.turn_into_gradient(logits, column, log_z, entropy, at_logprob, trained, **self.numbers)

@@ -1,9 +1,10 @@
-"""Triton kernels of model/logprob/linear.py: each reads a chunk's logits once, from the matrix product's own memory.
+"""Triton kernels for model/logprob/linear.py: each reads a chunk's logits once, from the matrix product's output.
 
-torch's operations read and write the chunk some ten times in float32. The statistics are those of
-the online softmax (Milakov and Gimelshein, arXiv:1805.02867, algorithm 3), carried on to Σ (x−m)
-e^{x−m}. The tests hold them to torch's operations by Triton's interpreter, which decorates what is
-imported while TRITON_INTERPRET=1; on an H100 they ran in Triton 3.6 (docs/evidence/performance.md).
+Torch's operations read and write the chunk about ten times in float32. The statistics are computed
+by the online softmax (Milakov and Gimelshein, arXiv:1805.02867, algorithm 3), extended to
+Σ (x−m) e^{x−m}. Tests compare the kernels with torch's operations in Triton's interpreter. It runs
+kernels that were imported under TRITON_INTERPRET=1. On an H100 they ran in Triton 3.6
+(docs/performance.md).
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_COLUMNS = 2048  # logits of a row that a program holds at a time, a power of two: 8 per thread of 8 warps
+BLOCK_COLUMNS = 2048  # logits of a row that a program holds at a time; a power of two, 8 per thread of 8 warps
 NUM_WARPS = 8
 
 
-# triton.language's own sum and max are decorated when triton is imported, before a test may ask for the interpreter.
+# triton.language's sum and max are decorated when triton is imported, which may be before a test sets TRITON_INTERPRET.
 @triton.jit
 def _added(a, b):
     return a + b
@@ -44,7 +45,7 @@ def _statistics_of_a_row(
 ):
     row = tl.program_id(0).to(tl.int64)
     dtype = peaks.dtype.element_ty
-    peak = tl.full((), LOWEST, dtype)  # finite: −inf − (−inf) of a row whose logits are all masked would be NaN
+    peak = tl.full((), LOWEST, dtype)  # finite: if a row's logits are all masked, −inf − (−inf) would be NaN
     total = tl.full((), 0.0, dtype)
     moment = tl.full((), 0.0, dtype)
     for start in range(0, num_columns, BLOCK):
@@ -52,6 +53,7 @@ def _statistics_of_a_row(
         x = tl.load(logits + row * stride + columns, mask=columns < num_columns, other=float("-inf"))
         x = x.to(dtype) / TEMPERATURE
         higher = tl.maximum(peak, tl.reduce(x, 0, _larger))
+        # from the maximum m so far to the new m':
         # Σ (x−m') e^{x−m'} = e^{m−m'} (Σ (x−m) e^{x−m} + (m−m') Σ e^{x−m})
         shift = tl.maximum(peak - higher, UNDERFLOW)
         factor = tl.exp(shift)
@@ -100,7 +102,7 @@ def _gradient_of_a_block(
 
 
 def check_device(device: torch.device) -> None:
-    """Raise ValueError where these kernels cannot run on ``device``: on a CPU they can as interpreted ones alone."""
+    """Raise ValueError if these kernels cannot run on ``device``: on a CPU they run only in Triton's interpreter."""
     if device.type == "cpu" and isinstance(_statistics_of_a_row, triton.runtime.JITFunction):
         raise ValueError(
             "kernel='triton' on the CPU needs Triton's interpreter: set TRITON_INTERPRET=1 before "
@@ -119,11 +121,12 @@ def statistics(
 ) -> None:
     """Fill ``peak`` with each row's maximum m of x = logits / temperature, and ``stats`` with its sums.
 
-    logits:     [N, columns] in any float dtype, its rows contiguous; pads left out. Read once.
-    own_column: int64 [N], the target's column, or −1 where another tensor rank has it.
+    logits:     [N, columns] in any float dtype, without pads; each row is contiguous. Read once.
+    own_column: int64 [N], the target's column; −1 if another tensor rank has it.
     peak:       [N] float32 (float64 for float64 logits), not below the lowest finite number.
     stats:      [3, N] in peak's dtype: Σ e^{x−m}, Σ (x−m) e^{x−m}, and the target's x or 0.
-    underflow:  a finite x−m from which e^{x−m} is 0; it stands in for −inf, so that 0 · (x−m) is 0.
+    underflow:  a finite number at and below which e^x is 0. Lower x−m, also −inf, are raised to it,
+                so that 0 · (x−m) is 0.
     """
     with torch.cuda.device_of(logits):
         _statistics_of_a_row[(logits.shape[0],)](
@@ -154,12 +157,12 @@ def turn_into_gradient(
     temperature: float,
     underflow: float,
 ) -> None:
-    """Replace a chunk's logits by their gradient, in place: read once and written once, in the logits' dtype.
+    """Replace a chunk's logits by their gradient, in place; they are read once and written once.
 
     logits, own_column, underflow: as in ``statistics``.
     log_z, entropy: [N], in nats, over all tensor ranks.
-    at_logprob, at_entropy: [N], the gradients of log-prob and entropy over the temperature; None
-                for the latter where the entropy carries no gradient.
+    at_logprob: [N], the gradient of the log-prob, divided by the temperature.
+    at_entropy: [N], the gradient of the entropy, divided by the temperature; None if there is none.
     """
     blocks = -(-logits.shape[1] // BLOCK_COLUMNS)
     with torch.cuda.device_of(logits):

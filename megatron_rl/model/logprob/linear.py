@@ -4,10 +4,10 @@ With x = logits / temperature, Z = Σ_v e^{x_v} over all tensor ranks: logprob_t
 H_t = log Z_t − Σ_v p_v x_v. Gradients: ∂logprob/∂x_v = 1[v = target] − p_v, ∂H/∂x_v = −p_v (log p_v + H).
 Two all-reduces of floats per token (the maximum, then three sums); float32 throughout.
 
-``linear_logprob`` takes the output layer's input and makes the logits chunk by chunk, in forward and again in
-backward: extra memory O(chunk · V/TP) for one more matrix product, four instead of three. tests/vocab_parallel.py
-has the same over whole logits, which it is held against. Between the products torch's operations work on the logits,
-or Triton kernels (chunks.py).
+``linear_logprob`` takes the output layer's input and computes the logits chunk by chunk, in forward and again in
+backward. The extra memory is O(chunk · V/TP), and the cost is a fourth matrix product beside three. Tests compare it
+with tests/vocab_parallel.py, which computes whole logits. Between the products, torch's operations or Triton kernels
+work on the logits (chunks.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_rl.model.logprob.chunks import (
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, head: Head):
-        # This rank's statistics, then those of all tensor ranks.
+        # This rank's statistics, then the statistics over all tensor ranks.
         chunks = _chunks(hidden, weight, head, backward=False)
         peak, stats = _own_statistics(chunks, targets)
         if head.group is not None and hidden.shape[0]:
@@ -43,7 +43,7 @@ class _LinearLogProb(torch.autograd.Function):
         entropy = log_sum - stats[1] / stats[0]
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.head = head
-        # itself: what saved_tensors_hooks give back is another tensor, without main_grad
+        # kept beside save_for_backward: saved_tensors_hooks give back another tensor, without main_grad
         ctx.parameter = weight if head.into_main_grad and weight.requires_grad else None
         if not head.train_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -76,7 +76,7 @@ class _LinearLogProb(torch.autograd.Function):
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor, head: Head, *, backward: bool) -> TorchChunks | TritonChunks:
-    """Return what works on the chunks of logits in one pass, with its buffers."""
+    """Return the object of ``head.kernel`` that works on the chunks of one pass, with its buffers."""
     match head.kernel:
         case "torch":
             return TorchChunks(head, hidden, weight, backward=backward)
@@ -91,7 +91,7 @@ def _chunks(hidden: torch.Tensor, weight: torch.Tensor, head: Head, *, backward:
 
 
 def _own_statistics(chunks: TorchChunks | TritonChunks, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's maximum m [N], and [3, N]: Σ e^{x−m}, Σ (x−m) e^{x−m} and x_target; chunk by chunk."""
+    """Return this rank's maximum m [N], and the sums [3, N]: Σ e^{x−m}, Σ (x−m) e^{x−m} and x_target."""
     head, hidden = chunks.head, chunks.hidden
     precise = torch.promote_types(hidden.dtype, torch.float32)
     tokens = hidden.shape[0]
@@ -104,9 +104,10 @@ def _own_statistics(chunks: TorchChunks | TritonChunks, targets: torch.Tensor) -
 
 
 def _weight_sum(weight: torch.Tensor, precise: torch.dtype, parameter: torch.nn.Parameter | None) -> torch.Tensor:
-    """Return memory [V/TP, H] to add up the chunks' products in: ``parameter.main_grad``, or zeros in ``precise``.
+    """Return memory [V/TP, H] in which the chunks' products are added up.
 
-    A main_grad narrower than ``precise`` is not taken: it would round every chunk's sum.
+    It is ``parameter.main_grad`` if that has the dtype ``precise``, else zeros in ``precise``: a narrower main_grad
+    would round the sum after every chunk.
     """
     if parameter is not None and parameter.main_grad.dtype == precise:
         return parameter.main_grad
@@ -116,14 +117,14 @@ def _weight_sum(weight: torch.Tensor, precise: torch.dtype, parameter: torch.nn.
 def _weight_gradient(
     weight: torch.Tensor, weight_sum: torch.Tensor, parameter: torch.nn.Parameter | None
 ) -> torch.Tensor | None:
-    """Return what autograd gets as the weight's gradient: its sum, or a stand-in where main_grad has it already.
+    """Return the weight's gradient for autograd: the sum, or a stand-in if main_grad has the sum already.
 
     DistributedDataParallel's hook (megatron-core 0.16.1 and 0.19.2 distributed/distributed_data_parallel.py
-    ``_make_backward_post_hook``) adds a gradient to main_grad unless ``grad_added_to_main_grad``, and under
-    overlap_grad_reduce asserts that there is one: hence memory of any content, as
-    LinearWithGradAccumulationAndAsyncCommunication (tensor_parallel/layers.py) returns. ``zero_out_wgrad`` marks the
-    output weight of a single stage that is the embedding too. For it the hook adds whatever autograd has, so that
-    autograd gets the embedding's gradient alone.
+    ``_make_backward_post_hook``) adds a gradient to main_grad unless ``grad_added_to_main_grad`` is set. Under
+    overlap_grad_reduce it asserts that there is a gradient. So the stand-in is memory of any content, as in
+    LinearWithGradAccumulationAndAsyncCommunication (tensor_parallel/layers.py). On a single stage with tied embeddings
+    the weight has ``zero_out_wgrad``. Then the hook adds autograd's gradient even so, which must be the embedding's
+    alone: None is returned.
     """
     if parameter is None or weight_sum is not parameter.main_grad:
         return weight_sum.to(weight.dtype)
@@ -134,10 +135,10 @@ def _weight_gradient(
 
 
 def add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add gradientᵀ hidden to ``total`` [V, H]; gradient: [N, V], hidden: [N, H], of one dtype.
+    """Add gradientᵀ · hidden to ``total`` [V, H]; gradient [N, V] and hidden [N, H] have one dtype.
 
-    On a GPU the product goes into a float32 total unrounded, in one kernel. On the CPU a product of bfloat16 is rounded
-    first.
+    On a GPU one kernel adds the product to a float32 total without rounding it. On the CPU a bfloat16 product is
+    rounded first.
     """
     if total.dtype == hidden.dtype:
         total.addmm_(gradient.t(), hidden)
@@ -172,26 +173,26 @@ def linear_logprob(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each target's log-probability and each row's entropy, [N] in nats, from the output layer's input.
 
-    hidden:     [N, H], equal on all tensor ranks; gathered already. Outputs are float32, or float64 for a float64 one.
+    hidden:     [N, H], the same on all tensor ranks: gathered already. Outputs: float64 if it is float64, else float32.
     weight:     [V/TP, H], this tensor rank's rows of the padded vocabulary, in hidden's dtype. Its gradient is added up
                 over the chunks in float32 and cast at the end.
     targets:    int64 [N], global token ids below ``vocab_size``.
-    vocab_size: true size; rows of ``weight`` past it are pads, take no probability and get a gradient of exactly zero.
+    vocab_size: the size without pads; ``weight``'s rows beyond it take no probability and get a gradient of exactly 0.
     train_entropy: whether the entropy carries gradient.
     reduce_hidden_grad: whether backward sums hidden's gradient over ``group``, as ColumnParallelLinear's
-                ``allreduce_dgrad`` does (megatron-core 0.16.1 tensor_parallel/layers.py). False where the caller's
-                gather of a sequence-parallel hidden sums it by reduce-scatter.
-    into_main_grad: whether backward adds the weight's gradient, not cast, to ``weight.main_grad``, the float32 buffer
-                of Megatron-Core's DistributedDataParallel, whose hook alone may read the stand-in that autograd gets.
-                Until ``zero_grad_buffer`` the weight may have no other use with a gradient than as a tied embedding.
-                Without a float32 main_grad autograd gets it.
-    chunk_tokens: rows of logits that exist at a time; None takes ``default_chunk_tokens``. Peak extra memory beside the
-                gradients: by torch's operations two float32 [chunk_tokens, V/TP], and one more in hidden's dtype where
-                that is not float32; by the Triton kernels one in hidden's.
-    kernel:     what works on the logits.
+                ``allreduce_dgrad`` does (megatron-core 0.16.1 tensor_parallel/layers.py). Pass False if the gather of a
+                sequence-parallel hidden sums the gradient in its own backward.
+    into_main_grad: whether backward adds the weight's gradient to ``weight.main_grad``, the float32 buffer of
+                Megatron-Core's DistributedDataParallel. Autograd then gets a stand-in, which only DDP's hook may read.
+                Until ``zero_grad_buffer`` the weight's only other use with a gradient may be as a tied embedding. If
+                main_grad is not float32, autograd gets the gradient.
+    chunk_tokens: rows of logits that exist at a time; None takes ``default_chunk_tokens``. Extra memory beside the
+                gradients: torch's operations take two float32 [chunk_tokens, V/TP], and one in hidden's dtype if that
+                is not float32; the Triton kernels take one in hidden's dtype.
+    kernel:     the kernel that works on the logits (chunks.py).
 
-    Raises ValueError for no tokens a chunk, a rank of pads alone, a missing main_grad, a kernel that cannot run here.
-    Collectives: two in forward and, with ``reduce_hidden_grad``, one in backward, however many chunks; none at N = 0.
+    Raises ValueError for chunk_tokens < 1, a rank with only pads, a missing main_grad, a kernel that cannot run here.
+    Collectives, for any number of chunks: two in forward, one in backward (``reduce_hidden_grad``); none if N = 0.
     """
     device, kernel = hidden.device.type, settled_kernel(kernel, hidden.device.type)
     if chunk_tokens is None:

@@ -1,7 +1,8 @@
-"""Log-probs of ``rollout.bitwise``: the rows have the same bits in any batch, and over any number of tensor ranks.
+"""Log-probs of ``rollout.bitwise``: a row has the same bits in any batch, in the trainer and in the engine.
 
-The trainer's kernel "invariant" works on blocks of logits, and the engine on the logits of a step
-(``rank_logprob``), to the same bits. Operations are those of model/invariant/operations.py.
+The trainer's kernel "invariant" works on blocks of logits. The engine works on the logits of a step
+(``rank_logits``, ``rank_logprob``), and gets the bits of the trainer's number of tensor ranks. The
+operations are from model/invariant/operations.py.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from megatron_rl.model.logprob.chunks import UNDERFLOW, TorchChunks, own_columns
 
 
 class InvariantChunks(TorchChunks):
-    """Works on blocks of logits; ``gradient`` alone works on whole chunks, as TorchChunks does."""
+    """Works on blocks of logits in forward; ``gradient`` works on whole chunks, as in TorchChunks."""
 
     def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
-        """Fill one chunk's ``peak`` and ``stats``, as TorchChunks does."""
+        """Fill ``peak`` and ``stats`` of one chunk's rows, block by block."""
         hidden, weight = aligned(self.hidden[rows]), aligned(self.weight).t()
         for start in range(0, len(hidden), BLOCK_ROWS):
             own = slice(start, min(start + BLOCK_ROWS, len(hidden)))
             block_statistics(padded(hidden[own]) @ weight, self.head.temperature, column[own], peak[own], stats[:, own])
 
     def combined(self, peak: torch.Tensor, stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the statistics of all tensor ranks, added up in their order."""
+        """Return the maximum and the statistics over all tensor ranks, added up in the order of the ranks."""
         own = torch.cat([peak[None], stats])
         gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(self.head.group))]
         dist.all_gather(gathered, own, group=self.head.group)
@@ -39,7 +40,7 @@ class InvariantChunks(TorchChunks):
 def block_statistics(
     logits: torch.Tensor, temperature: float, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor
 ) -> None:
-    """Fill ``peak`` [r] and ``stats`` [3, r] of a block's first r rows, row-invariantly; logits: [BLOCK_ROWS, V]."""
+    """Fill ``peak`` [r] and ``stats`` [3, r] of the first r rows of ``logits`` [BLOCK_ROWS, V], row-invariantly."""
     x, count = logits.to(peak.dtype) / temperature, len(peak)
     stats[2] = x[:count].gather(1, column.clamp(min=0)[:, None])[:, 0].masked_fill_(column < 0, 0)
     highest = x.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
@@ -50,7 +51,7 @@ def block_statistics(
 
 
 def combine_in_order(ranks: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do as ``Chunks.combined`` does, row-invariantly: add up the ranks' statistics in their order."""
+    """Return the maximum and the statistics over all ranks, as ``Chunks.combined`` does, added up in their order."""
     if len(ranks) == 1:
         return ranks[0]
     peak = torch.stack([own for own, _ in ranks]).amax(0)
@@ -63,10 +64,10 @@ def combine_in_order(ranks: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[to
 
 
 def rank_logits(hidden: torch.Tensor, weight: torch.Tensor, *, vocab_size: int, ranks: int) -> list[torch.Tensor]:
-    """Return what so many tensor ranks have as logits, one after the other, by the kernel "invariant".
+    """Return the logits that each of ``ranks`` tensor ranks would compute by the kernel "invariant".
 
-    hidden: [N, H]; weight: [≥ vocab_size, H], whole. Each [N, its share of the vocabulary], of the
-        last ones less.
+    hidden: [N, H]. weight: [≥ vocab_size, H], whole. Each result is [N, the rank's columns]; the last
+        ranks may have fewer.
     """
     width = -(-vocab_size // ranks)
     columns = [own_columns(width, rank, vocab_size) for rank in range(ranks)]
@@ -74,7 +75,7 @@ def rank_logits(hidden: torch.Tensor, weight: torch.Tensor, *, vocab_size: int, 
 
 
 def rank_logprob(ranks: Sequence[torch.Tensor], targets: torch.Tensor, *, temperature: float) -> torch.Tensor:
-    """Return each target's log-probability [N] from ``rank_logits``: to the bit, linear_logprob's on as many ranks."""
+    """Return each target's log-probability [N] from ``rank_logits``; its bits equal linear_logprob's on these ranks."""
     statistics, start = [], 0
     for logits in ranks:
         tokens, width = logits.shape

@@ -1,1 +1,1 @@
-"""LoRA adapters: their layers, and how a model gets, fills, turns off and merges them."""
+"""LoRA adapters: their layers, and functions that add, fill, turn off and merge a model's adapters."""

@@ -1,4 +1,4 @@
-"""The adapters of a model: put in place, started, filled, turned off and merged (model/lora/layer.py is one)."""
+"""The adapters of a model: added, initialised, filled, turned off and merged (model/lora/layer.py has one adapter)."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def put_adapters(
 ) -> ModelShape:
     """Freeze this rank's chunks, put adapters beside their linear layers and return the shape with adapters.
 
-    A starts as PEFT's does (kaiming uniform: uniform within ±1/√in), from ``seed`` and its own
-    name, so that every layout starts with the same; B starts at zero. Raises ConfigError where the
-    layers cannot take adapters. Not a collective.
+    A starts as in PEFT (kaiming uniform: uniform within ±1/√in). ``seed`` and A's name determine it,
+    so every layout starts with the same values. B starts at zero. Not a collective.
+
+    Raises ConfigError if the layers cannot take adapters.
     """
     shape = shape.with_adapters(lora)
     _check_place(shape, any(chunk.config.moe_shared_expert_overlap for chunk in chunks))
@@ -61,7 +62,10 @@ def put_adapters(
 def _put_beside(
     block: torch.nn.Module, name: str, weights: Sequence[Entry], shape: ModelShape, topology: Topology
 ) -> None:
-    """Put adapters beside the linear layer ``name`` of a block. weights: its own; of a grouped linear, all experts'."""
+    """Put adapters beside the linear layer ``name`` of a block.
+
+    weights: the linear's weight; for a grouped linear, the weights of all experts of this rank.
+    """
     linear = block.get_submodule(name)
     adapters = [Adapter(linear, weight, shape, topology) for weight in weights]
     grouped = not weights[0].megatron.endswith(".weight")
@@ -81,12 +85,12 @@ def start_adapters(
     rank: int | None = None,
     targets: Sequence[str] | None = None,
 ) -> None:
-    """Give this rank's adapters the values of untrained ones, and the scale of their rank. Not a collective.
+    """Give this rank's adapters the values of untrained adapters, and the scale of ``rank``. Not a collective.
 
-    rank: at most ``lora.rank``: rows of A and columns of B beyond it are zeros, and stay zeros,
-        since each is the other's gradient; None: ``lora.rank``.
-    targets: the linear layers whose adapters train; those of others are zeros, and stay so; None:
-        all that have one.
+    rank: at most ``lora.rank``; None takes ``lora.rank``. Rows of A and columns of B beyond it are
+        zeros. They stay zeros, since the gradient of each is a product with the other.
+    targets: the linear layers whose adapters train; None takes all. Other adapters are zeros and
+        stay zeros.
     """
     fill_adapters(chunks, shape, topology, _Start(shape, seed))
     rank = rank or shape.lora_rank
@@ -100,7 +104,7 @@ def start_adapters(
 
 
 def _starts_the_graph(_embedding: torch.nn.Module, _inputs: tuple, output: torch.Tensor) -> None:
-    """Make a frozen embedding's output require a gradient, for the recomputation of the layers after it.
+    """Make a frozen embedding's output require a gradient, so that recomputed layers train their adapters.
 
     Megatron-Core's recomputation gives no gradient to parameters inside it unless one of its inputs
     requires a gradient (0.16.1 ``tensor_parallel/random.py`` CheckpointFunction), and a frozen
@@ -111,7 +115,12 @@ def _starts_the_graph(_embedding: torch.nn.Module, _inputs: tuple, output: torch
 
 
 def _check_place(shape: ModelShape, overlaps: bool) -> None:
-    """Raise ConfigError for a target that takes no adapter. overlaps: the shared experts run beside the dispatcher."""
+    """Raise ConfigError for a target that takes no adapter.
+
+    overlaps: whether shared experts run while the dispatcher exchanges tokens
+        (``moe_shared_expert_overlap``).
+    """
+    # families that take adapters only on some layers
     targets = f"lora.targets={list(shape.lora_targets)}"
     named = [name for name in shape.lora_targets if name != "linear_proj"]
     if shape.kv_lora_rank and named:
@@ -125,6 +134,7 @@ def _check_place(shape: ModelShape, overlaps: bool) -> None:
             f"{targets} names {named[0]}, and adapters on experts were not shown for {shape.family}; set "
             "lora.targets=[linear_qkv,linear_proj]"
         )
+    # targets that the first and the last layer do not have, or that no adapter fits
     weights = [x for layer in (0, shape.num_layers - 1) for x in target_entries(shape, layer, shape.num_experts or 1)]
     for target in shape.lora_targets:
         if all(target_of(weight.megatron) != target for weight in weights):
@@ -147,7 +157,7 @@ def _check_place(shape: ModelShape, overlaps: bool) -> None:
 
 
 class _Start:
-    """Reads the values of untrained adapters; A is drawn whole on the host, whichever slice is read."""
+    """Reads the values of untrained adapters; A is drawn whole on the host, then the wanted slice is taken."""
 
     def __init__(self, shape: ModelShape, seed: int) -> None:
         self.shape, self.seed = shape, seed
@@ -175,7 +185,7 @@ def fill_adapters(
 
     reader: reads tensors by PEFT's names without ``base_model.model.``.
 
-    Raises ConfigError where a tensor has another shape.
+    Raises ConfigError if a tensor has another shape than the adapter.
     """
     for number, chunk in enumerate(chunks):
         parameters = dict(chunk.named_parameters())
@@ -195,17 +205,17 @@ def fill_adapters(
 
 
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[Adapter]:
-    """Return this rank's adapters, layer by layer; none where every weight is trained."""
+    """Return this rank's adapters, layer by layer; [] if every weight is trained."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
 
 
 @contextlib.contextmanager
 def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Turn the adapters off within the body: it computes with and exports the frozen model. Not a collective.
+    """Turn the adapters off within the block, which then computes with and exports the frozen model.
 
-    Under ``overlap_param_gather`` the gather of parameters must have ended before
-    (``Schedule.gather_parameters``): in the body no forward pass would wait for it. Raises
-    ValueError where the model has no adapters.
+    Not a collective. Under ``overlap_param_gather`` call ``Schedule.gather_parameters`` before: a
+    forward pass without adapters does not wait for their gather. Raises ValueError if the model has
+    no adapters.
     """
     adapters = adapters_of(chunks)
     if not adapters:
@@ -223,10 +233,10 @@ def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 class MergedParameters(Mapping[str, torch.Tensor]):
-    """Maps names to a chunk's weights and buffers, a weight with its adapter merged in on request (and not kept)."""
+    """Maps names to a chunk's weights and buffers; each access merges the adapter into a new tensor."""
 
     def __init__(self, chunk: torch.nn.Module, *, merges: bool = True) -> None:
-        """Take the chunk; without ``merges`` a weight is the frozen one."""
+        """Take the chunk; ``merges=False`` gives the frozen weights."""
         self.merges = merges
         adapters = {name: module for name, module in chunk.named_modules() if isinstance(module, Adapter)}
         inside = {f"{name}.{own}" for name, module in adapters.items() for own, _ in module.named_parameters()}

@@ -1,34 +1,34 @@
 """LoRA adapters of linear layers: y = W x + (alpha / rank) · B A x (Hu et al. 2021, arXiv:2106.09685, eq. 3).
 
 W and the rest of the model are frozen. A pair (A [rank, in], B [out, rank]) belongs to one Hugging
-Face projection, though Megatron-Core fuses q, k, v and gate, up: so a pair means the same under
+Face projection, although Megatron-Core fuses q, k, v and gate, up. So a pair means the same under
 every layout, and to PEFT. A forward hook on the linear adds the pairs' outputs.
 
-With p tensor ranks, each with its shard of W, a linear layer is:
+Each tensor rank holds a shard of W. A linear layer is split in one of two ways:
 
-- split by rows (linear_qkv, linear_fc1): A is whole on every rank, B has a rank's own rows. Every
-  rank computes A x; in backward the gradient of A x, ``rank`` numbers per token and pair, is summed
-  over ranks, so that the gradients of A and of x are whole on each of them. Under sequence
-  parallelism x holds a rank's own tokens: A x is gathered, its gradient is reduce-scattered, and
-  A's gradient, of its own tokens, is summed by finalize.
-- split by columns (linear_proj, linear_fc2): A has a rank's own columns, B is whole. A x is summed
-  over ranks (under sequence parallelism reduce-scattered); B's gradient is whole on every rank
-  (under sequence parallelism it is of the rank's own tokens, and summed by finalize).
+- By rows (linear_qkv, linear_fc1): A is whole on every rank, B has the rank's own rows. Every rank
+  computes A x. Backward sums the gradient of A x over ranks, ``rank`` numbers per token and pair.
+  So the gradients of A and of x are whole on each rank. Under sequence parallelism x holds the
+  rank's own tokens: A x is gathered and its gradient is reduce-scattered. Then A's gradient covers
+  the rank's tokens, and finalize sums it.
+- By columns (linear_proj, linear_fc2): A has the rank's own columns, B is whole. A x is summed over
+  ranks, and B's gradient is whole on every rank. Under sequence parallelism A x is reduce-scattered.
+  Then B's gradient covers the rank's tokens, and finalize sums it.
 
-A parameter that finalize sums carries the mark ``sequence_parallel``, and a split one
-``tensor_model_parallel``: without the latter the gradient norm counts tensor rank 0's part alone; a
-whole parameter is counted once (0.16.1 ``finalize_model_grads.py``, ``optimizer/optimizer.py``).
+A parameter that finalize sums has the mark ``sequence_parallel``, a split parameter the mark
+``tensor_model_parallel``. The gradient norm counts parameters without the second mark on tensor rank
+0 alone (0.16.1 ``finalize_model_grads.py``, ``optimizer/optimizer.py``).
 
-A routed expert's linear has pairs of its own, which take the tokens that the dispatcher brought to
-it; a grouped linear of Transformer Engine has a module of them (``GroupedAdapter``). The dispatcher
-gathers an expert's tokens over its tensor ranks, and sums the outputs and the gradients of the
-inputs (0.16.1 ``moe/token_dispatcher.py``): the adapter's term is a share of a sum as its linear's
-is, and what is left to sum is the gradient of the half that is whole on every expert tensor rank,
-in backward. Such a half bears the mark on the first of those ranks, so that the norm counts it
-there, whichever tensor rank that is.
+A routed expert's linear has its own pairs, which take the tokens that the dispatcher brought to the
+expert. A grouped linear of Transformer Engine has one module with all its experts' pairs
+(``GroupedAdapter``). The dispatcher gathers an expert's tokens over its tensor ranks. It sums their
+outputs, and in backward the gradients of their inputs (0.16.1 ``moe/token_dispatcher.py``). So the
+adapter's term needs no other sum. Only the gradient of the half that is whole on every expert tensor
+rank is summed here, in backward. That half has the mark ``tensor_model_parallel`` on the first
+expert tensor rank, so that the norm counts it there, whatever that rank's tensor rank is.
 
-Transformer Engine's fused layers take their input before its norm, which is within them: their
-adapters compute it once more from the layer's own frozen weight.
+Transformer Engine's fused layers contain the norm of their input. Their adapters compute that norm
+again, with the layer's frozen weight.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ MERGED_ROWS = 1024  # rows of a weight that are merged at a time, in float32
 class Adapter(torch.nn.Module):
     """Holds the pairs of one linear layer, as parameters ``<projection>_A`` and ``<projection>_B``.
 
-    The pairs are zeros until they are filled. enabled: False inside ``adapters_off``. target: the
-    linear layer's name.
+    The pairs are zeros until they are filled.
+    enabled: False inside ``adapters_off``.
+    target: the linear layer's name.
     """
 
     def __init__(self, linear: torch.nn.Module, weight: Entry, shape: ModelShape, topology: Topology) -> None:
@@ -82,7 +83,7 @@ class Adapter(torch.nn.Module):
             size = shard_size(entry, shape, self.tp_group.size())
             parameter = torch.nn.Parameter(torch.zeros(size, dtype=own.dtype, device=own.device))
             if self.of_expert:
-                parameter.allreduce = own.allreduce  # False: its gradient is reduced over the ranks with these experts
+                parameter.allreduce = own.allreduce  # False: reduced over the ranks that hold this expert
             if entry.layout is not Layout.REPLICATED:
                 self.split[name] = 0 if self.in_rows else 1
                 set_tensor_model_parallel_attributes(parameter, True, self.split[name], 1)
@@ -97,15 +98,14 @@ class Adapter(torch.nn.Module):
         return [(self.get_parameter(f"{name}_A"), self.get_parameter(f"{name}_B")) for name in self.projections]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the adapter's term of this rank's output of the linear.
+        """Return the adapter's term of this rank's output, in the shape of the linear's output.
 
-        x: [S, 1, in], what the linear's product takes, or [T, in], the tokens of an expert. The
-            term is [S', 1, out] or
-        [T, out], as the linear's output.
+        x: [S, 1, in], the input of the linear's product, or [T, in], the tokens of an expert. The
+            term is [S', 1, out] or [T, out].
         """
         pairs = self.pairs()
         a, b = torch.cat([a for a, _ in pairs]), [b for _, b in pairs]
-        if self.of_expert and self.in_rows:  # what is whole sums its gradient; x and the term are the dispatcher's
+        if self.of_expert and self.in_rows:  # the half that is whole on all ranks sums its gradient
             a = copy_to_tensor_model_parallel_region(a, group=self.tp_group)
         elif self.of_expert:
             b = [copy_to_tensor_model_parallel_region(each, group=self.tp_group) for each in b]
@@ -118,7 +118,7 @@ class Adapter(torch.nn.Module):
         return torch.cat([part.unflatten(-1, (self.groups, -1)) for part in parts], -1).flatten(-2)
 
     def _over_ranks(self, narrow: torch.Tensor) -> torch.Tensor:
-        """Return A x as B takes it, from this tensor rank's A and x."""
+        """Return the A x that B takes, from this tensor rank's part: gathered, reduced or as it is."""
         if self.in_rows and self.sequence_parallel:
             return gather_from_sequence_parallel_region(narrow, tensor_parallel_output_grad=True, group=self.tp_group)
         if self.in_rows:
@@ -131,8 +131,8 @@ class Adapter(torch.nn.Module):
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
         """Return W + (alpha / rank) · B A of this rank's shard in a new tensor.
 
-        Product and sum are computed in float32 and rounded to W's dtype once. The memory is that of
-        the result and of two float32 blocks of MERGED_ROWS rows.
+        Product and sum are computed in float32 and rounded to W's dtype once. Beside the result this
+        takes two float32 blocks of MERGED_ROWS rows.
         """
         merged = weight.detach().clone()
         grouped, start = merged.unflatten(0, (self.groups, -1)), 0
@@ -165,7 +165,7 @@ class GroupedAdapter(torch.nn.ModuleList):
         self.topology = topology
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Return the pairs with the expert's number as an axis, under the keys that separate experts' have."""
+        """Return the pairs with the expert's number as an axis, under the keys of experts with separate linears."""
         tensors, topology = {}, self.topology
         for number, adapter in enumerate(self):
             offset = (len(sharded_offsets), topology.expert_rank * len(self) + number, topology.expert_size * len(self))
@@ -178,9 +178,10 @@ class GroupedAdapter(torch.nn.ModuleList):
 
 
 def add_to(linear: torch.nn.Module, adapters: Sequence[Adapter]) -> None:
-    """Have a linear layer's (output, bias) hold its adapters' term, by a forward hook.
+    """Add the adapters' term to a linear layer's output, by a forward hook.
 
-    adapters: one; of a grouped linear, which is called with the numbers of tokens, one per expert.
+    adapters: one, or for a grouped linear one per expert. A grouped linear's second argument is each
+        expert's number of tokens.
     """
     fused = hasattr(linear, "layer_norm_weight")
 
@@ -196,6 +197,6 @@ def add_to(linear: torch.nn.Module, adapters: Sequence[Adapter]) -> None:
 
 
 def normed(linear: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Return the norm within Transformer Engine's fused layer: in float32 with its weight, and rounded once."""
+    """Return x normed as in Transformer Engine's fused layer: in float32 with the layer's weight, rounded once."""
     weight = linear.layer_norm_weight.float() + (1 if linear.zero_centered_gamma else 0)
     return F.rms_norm(x.float(), weight.shape, weight, linear.eps).to(x.dtype)
