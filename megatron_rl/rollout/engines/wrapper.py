@@ -1,4 +1,4 @@
-"""An engine around another one, which it asks for all but the rollouts."""
+"""An engine that wraps another engine, and passes all calls on to it except the sampling."""
 
 from __future__ import annotations
 
