@@ -207,7 +207,7 @@ class Session:
         raise Refused(message, code="context_length_exceeded")
 
     def take(self, pending: Pending, rollout: Rollout, tally: Tally) -> None:
-        """Record the engine's sample for a request, and answer the request. In a closed session only count it as late."""
+        """Record the engine's sample for a request, and answer the request. Late samples are only counted."""
         request, number = pending.request, next(self._answers)
         reply = reply_of(rollout.text, request, number)
         said = (canonical(reply),) if request.is_chat else rollout.text
