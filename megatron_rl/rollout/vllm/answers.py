@@ -40,7 +40,7 @@ def generate_request(name: str, request: SampleRequest) -> GenerateRequest:
 
 
 class Answers:
-    """Makes rollouts and results from completions. ``needs_experts``: whether rollouts must have their tokens' experts."""
+    """Makes rollouts and results from completions. ``needs_experts``: whether rollouts need their tokens' experts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, needs_experts: bool = False) -> None:
         self._tokenizer, self._vocab_size, self._needs_experts = tokenizer, vocab_size, needs_experts

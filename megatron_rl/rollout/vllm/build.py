@@ -79,7 +79,7 @@ def vllm_engine(
 
 
 def bucket_encoder(settings: WeightSyncConfig, lora: LoraConfig) -> BucketEncoder:
-    """Return the encoder of a sync's buckets: for whole buckets, for changes, or for adapters apart from the weights."""
+    """Return the encoder of a sync's buckets: whole buckets, changes, or adapters apart from the weights."""
     match settings:
         case WeightSyncConfig(delta=True):
             from megatron_rl.rollout.weight_sync.changed_encoder import ChangedEncoder

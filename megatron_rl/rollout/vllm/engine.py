@@ -156,9 +156,8 @@ class VllmEngine:
         Lost servers are not restarted from here. They are left out as long as other servers serve.
         Raises EngineError after too many restarts in a row, or if no server comes back.
         """
-        mended = [
-            x for x in self._lost if x.name in lost or not self._in_flight
-        ]  # excludes those lost during this call
+        # In flight, a replica that is lost during this call stays lost.
+        mended = [x for x in self._lost if x.name in lost or not self._in_flight]
         self._start()
         self._await()
         # Look whether lost or absent servers serve again. Wait for them only if no other replica is left.
@@ -281,7 +280,7 @@ class VllmEngine:
         max_tokens: Sequence[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Rollout]:
-        """Return rollouts (see ``Engine.generate``). Raises EngineLost, with the finished rollouts, if no replica is left."""
+        """Return rollouts (see ``Engine.generate``). Raises EngineLost, with finished groups, if no replica is left."""
         bounds = token_bounds(prompts, samples_per_prompt, max_tokens, self._rollout.max_response_tokens, self._longest)
         call = self._begin(bool(prompts))
         used_temperature = self._rollout.temperature if temperature is None else temperature
