@@ -21,7 +21,7 @@ def place_engine(
     vocab_size: int,
     has_trainer: bool = False,
 ) -> tuple[Engine, tuple[int, int] | None, bool]:
-    """Build and start this rank's engine on the device that the settings name. Do not wait until it serves.
+    """Build the rank's engine that the settings choose, and start it. Do not wait until it serves.
 
     has_trainer: whether there is a trainer, whose log-probs ``rollout.bitwise`` compares with the
         engine's.

@@ -86,7 +86,7 @@ def protocol_of(most: int) -> type[H11Protocol]:
 
 
 class OncePerMinute(logging.Filter):
-    """Passes one log line of each kind per minute. The next line that passes says how many were left out.
+    """Passes one log line of each kind per minute. The next line that passes reports how many were left out.
 
     kind: returns a line's kind, by default the message's first line without its values. Lines of
         different loggers, levels or exception types always differ in kind.

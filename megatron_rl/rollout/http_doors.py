@@ -45,7 +45,7 @@ class Held:
         return True
 
     def give(self, key: str, count: int) -> None:
-        """Count bytes that are held no longer."""
+        """Count ``count`` bytes as held no longer."""
         self._by_key[key] -= count
         if self._by_key[key] <= 0:
             del self._by_key[key]

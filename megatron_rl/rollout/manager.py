@@ -1,8 +1,8 @@
 """The manager of all ranks' rollouts: sends weights, collects rollouts, and raises a failure on every rank together.
 
-Trainer and engine may take turns on one device. The order is: the trainer's gradients and optimizer
-state leave it, the engine's weights wake, weights are sent, the engine's keys and values wake,
-rollouts are made, the engine sleeps, the trainer's state returns.
+Trainer and engine may take turns on one device. First the trainer's gradients and optimizer state
+leave it, the engine's weights wake, and weights are sent. Then the engine's keys and values wake, and
+rollouts are made. At the end the engine sleeps, and the trainer's state returns.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ class RolloutManager:
         return job
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call, and begin anew. Not a collective."""
+        """Return the metrics since the last call, and reset them. Not a collective."""
         return self.metrics.take()
 
     def _note_memory(self, ended: DeviceOwner) -> None:

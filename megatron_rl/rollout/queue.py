@@ -92,7 +92,7 @@ class RolloutQueue:
         )
 
     def _number(self, index: int) -> int:
-        """Return the number of rollouts from the first one that is not taken yet up to this one."""
+        """Return how many rollouts are not taken yet, up to and with rollout ``index``."""
         return index - min(self.jobs, default=self.next_rollout) + 1
 
     def start_ahead(self, index: int) -> None:

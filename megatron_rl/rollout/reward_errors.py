@@ -23,7 +23,8 @@ class RewardErrors:
     """Holds counts of samples, of one rank or of all ranks.
 
     failed: samples on which a reward function failed.
-    scored: samples on which reward functions were called. An environment did not give them up.
+    scored: samples on which reward functions were called. Samples that an environment gave up are not
+        counted.
     first: the first failure, with its sample's id; None if nothing failed.
     is_here: whether ``first`` happened on this rank, which then logs the warning.
 

@@ -106,7 +106,7 @@ class RolloutMetrics:
         return self._values[name]
 
     def take(self) -> dict[str, float]:
-        """Return the metrics since the last call, and begin anew."""
+        """Return the metrics since the last call, and reset them."""
         values, self._values = self._values, {}
         self._turns = self._samples = self._truncated = 0
         self.totals["tokens"] += values.get("rollout/tokens", 0.0)

@@ -49,7 +49,7 @@ class ScoredBatch:
 
     rewards:     totals that include the overlong penalty. ``gdpo`` sees the penalty as one more
                  reward function.
-    by_function: float64 [S, F], the configured functions alone; NaN where a function did not apply.
+    by_function: float64 [S, F], the configured functions alone; NaN if a function did not apply.
     overlong:    float64 [S], 0 to −1, the penalty before its coefficient (``overlong_shape``).
     live:        bool [S], whether the sample may have signal. It does not depend on the other
                  groups of a batch.

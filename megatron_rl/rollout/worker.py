@@ -168,7 +168,7 @@ class RolloutJob:
         return sum(rollout.num_turns for group in self.rollouts.values() for rollout in group)
 
     def num_truncated(self) -> int:
-        """Count the samples that were cut off at their most tokens."""
+        """Count the samples that were cut off at their maximum of tokens."""
         return sum(rollout.finish_reason == "length" for group in self.rollouts.values() for rollout in group)
 
     def num_samples(self) -> int:

@@ -32,12 +32,12 @@ def parse_message(body: bytes):
 
 
 def parse_training(body: bytes) -> TrainingCall:
-    """Return the training request of a protobuf body. Raises RequestError with the datum and the field."""
+    """Return the training request of a protobuf body. Raises RequestError, naming the datum and the field."""
     return training_call(parse_message(body))
 
 
 def training_call(message) -> TrainingCall:
-    """Return the training request of a message. Raises RequestError with the datum and the field."""
+    """Return the training request of a message. Raises RequestError, naming the datum and the field."""
     if not message.data:
         raise RequestError("data is empty: a forward_backward needs at least one datum")
     if len(message.data) > MOST_DATA:

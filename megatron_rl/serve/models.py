@@ -25,7 +25,7 @@ from megatron_rl.serve.values import AdapterSpec, RequestError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weights:
-    """Holds a copy of trained parameters in host memory, and the adapters' scale. ``scale``: None: the base model's."""
+    """Holds a copy of trained parameters in host memory. ``scale``: alpha / rank of the adapters; None without any."""
 
     tensors: Sequence[torch.Tensor]
     scale: float | None

@@ -77,7 +77,7 @@ class Line:
     waiting: number → operation.
     failed: the failure that the client must be told before anything runs.
     failed_at: the lowest number whose answer tells the client of that failure.
-    turn: is set anew whenever the line is opened or served. The line with the lowest turn is next.
+    turn: a number that is set when the line is opened or served. The line with the lowest is next.
     """
 
     ordered: bool = True

@@ -169,5 +169,5 @@ class Registry:
 
 
 def spec_facts(spec: AdapterSpec | None) -> dict[str, object] | None:
-    """Return a spec as JSON-able values."""
+    """Return an adapter spec as JSON-able values; None if every weight is trained."""
     return None if spec is None else dataclasses.asdict(spec)

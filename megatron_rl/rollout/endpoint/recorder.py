@@ -35,8 +35,8 @@ def digests(conversation: Conversation, lengths: Iterable[int]) -> list[tuple[in
 class Turn:
     """Holds one answered request.
 
-    frame:    (form, digest of the tools), such as ("chat", digest). A turn extends only turns of the
-              same frame.
+    frame:    ("chat", digest of the tools), ("text", "") or ("ids", ""). A turn extends only turns of
+              the same frame.
     parent:   the turn that this turn extends; None if it begins a conversation.
     known:    (length, digest) of the whole conversation, the reply included (``digests``).
     new_ids:  the tokens between the parent's last token and the first sampled token. Without a

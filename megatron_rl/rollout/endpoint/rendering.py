@@ -17,7 +17,7 @@ from megatron_rl.rollout.endpoint.requests import CompletionRequest, Refused
 
 # Forms of a message with calls: (whether arguments are an object instead of a text, its empty content).
 FORMS = ((True, ""), (False, ""), (True, None), (False, None))
-LEAST_CHARACTERS = 2**16  # of a request are always allowed, even for a small context: templates may shorten tools
+LEAST_CHARACTERS = 2**16  # any request may have, even with a small context, since templates may shorten tools
 MOST_SAID = 1000  # characters of a template's or a tokenizer's own words in an error
 # Hermes', Qwen's and other templates ask for calls in this form. A call in another form stays in the content.
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -28,9 +28,9 @@ class Rendering:
 
     variables: ``data.template_variables``.
 
-    OpenAI's clients write a message with calls with arguments as JSON texts and content "".
-    Templates differ in the form that they can write. So the template gets the first of FORMS that it
-    writes.
+    In messages of OpenAI's clients, calls of tools have their arguments as JSON texts, and the content
+    is "". Templates differ in the forms that they write. So a template gets messages in the first of
+    FORMS that it writes.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object] | None = None) -> None:

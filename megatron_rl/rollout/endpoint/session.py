@@ -4,7 +4,7 @@
    counted.
 2. Slow work, such as tokenizing, is done outside a session's lock, for one request of a session at a
    time. So the session's end never waits for it.
-3. A draw's name, and so its seed, has the sample, the context, and a number if the context repeats.
+3. A draw's seed depends on the sample, the context, and a number that counts repeats of the context.
    So the order in which requests arrive does not change a draw.
 """
 

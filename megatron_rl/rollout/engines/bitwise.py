@@ -34,9 +34,9 @@ class BitwiseEngine(TransformersEngine):
     """Samples with a second copy of the trainer's model, whose every operation is row-invariant.
 
     It draws as TransformersEngine does, from the same seeds. Its log-probs equal the trainer's for
-    the same tokens bit by bit, for any other rows in the batch of either. Every rank holds the whole
-    model, on its own grid. The model computes the shares of the trainer's tensor ranks one after the
-    other.
+    the same tokens bit by bit. Other rows of a batch, here or in the trainer, do not change them.
+    Every rank holds the whole model, on its own grid. The model computes the shares of the trainer's
+    tensor ranks one after the other.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class BitwiseEngine(TransformersEngine):
         *,
         deadline_s: float,
     ) -> None:
-        """Build the model, without weights. A collective. ``settings``: have ``bitwise`` set and a known dtype."""
+        """Build the model, without weights. A collective. ``settings``: with ``bitwise`` set and a known dtype."""
         path = settings.model.hf_path
         check_embedded(path, rollout)
         hf_config = load_hf_config(path)

@@ -293,7 +293,7 @@ def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, devic
 
 
 def check_embedded(hf_path: str, rollout: RolloutConfig) -> None:
-    """Raise ConfigError for a model too large to be held whole on every rank. No weights are created for that."""
+    """Raise ConfigError for a model too large to be held whole on every rank. The check creates no weights."""
     if rollout.allow_large_embedded_model:
         return
     config = parse_hf_config(hf_path)

@@ -1,4 +1,4 @@
-"""Longest first: a rollout starts the groups first that are expected to be longest.
+"""Longest first: a rollout first starts the groups that are expected to be longest.
 
 An engine samples a limited number of responses at once. A long response that is started last is
 sampled nearly alone at the rollout's end. If the longest are started first (Graham's

@@ -84,7 +84,7 @@ class Selection:
         )
 
     def narrowed(self, live: Collection[int]) -> Selection:
-        """Return the selection where no place outside ``live`` counts as live."""
+        """Return the selection in which no place outside ``live`` counts as live."""
         return replace(self, live=self.live & frozenset(live))
 
     def measured(self, metrics: Mapping[str, float]) -> Selection:

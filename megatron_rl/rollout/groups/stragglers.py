@@ -124,7 +124,10 @@ def num_to_start(
 
 
 def num_to_train(*, prompts_per_rollout: int, left: int, started: int) -> int:
-    """Return the number of groups that a rollout trains: all ``left`` by the rollout before, filled up to P."""
+    """Return the number of groups that a rollout trains: all ``left`` by the rollout before, then its own up to P.
+
+    P is ``prompts_per_rollout``.
+    """
     return max(left, min(prompts_per_rollout, left + started))
 
 
@@ -134,10 +137,11 @@ def choose(whole: Collection[int], room: int) -> list[int] | None:
 
 
 def hand_out(job: RolloutJob, left: RolloutJob | None, places: Collection[int]) -> RolloutJob:
-    """Move all groups of ``left``, then the groups of ``job`` at the places, to a new job. Not a collective.
+    """Move all groups of ``left``, then the groups of ``job`` at the places, to a new job; return it.
 
     All moved groups must be scored. ``job`` keeps its stragglers under their places. The places of
-    the new job count from 0. Every rank makes the same call, so they are the same on all ranks.
+    the new job count from 0. Every rank makes the same call, so they are the same on all ranks. Not
+    a collective.
     """
     whole = RolloutJob({}, (), job.samples_per_prompt)
     whole.made_at = job.made_at

@@ -1,9 +1,9 @@
 """The API key check of a vLLM server: every route but /health needs the key. vLLM's own check covers fewer routes.
 
 vLLM 0.32.0 (entrypoints/serve/middleware/authenticate.py) checks the key only under /v1, /v2,
-/inference and /cohere. Other routes are open to anyone who reaches the port. They replace the
-weights, reset caches, put the engine to sleep and call worker methods (/update_weights,
-/collective_rpc, /sleep ...). So are /tokenize, /metrics and /version.
+/inference and /cohere. Other routes are open to anyone who reaches the port. Among them are
+/tokenize, /metrics and /version. Others replace the weights, reset caches, put the engine to sleep
+or call worker methods (/update_weights, /collective_rpc, /sleep ...).
 
 The server takes this class by ``--middleware``. Without a key in ``VLLM_API_KEY`` it lets everything
 through. That is right only on a loopback port of a host without other users.

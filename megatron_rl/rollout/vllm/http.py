@@ -19,7 +19,7 @@ from megatron_rl.rollout.engines.replica import ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm.server_command import DEV_MODE, SCALE_OUT
 
 CONNECT_S = 5.0
-TOLD_CHARACTERS = 1500  # of a server's error text that are quoted
+TOLD_CHARACTERS = 1500  # characters of a server's error text that are quoted
 BUSY = (408, 425, 429)  # statuses of requests that may succeed later
 
 

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.linear import QKVParallelLinear
 
 from megatron_rl.rollout.weight_sync.transport import is_adapter
 
-ADAPTER_ID = 1  # of the only adapter; every sync replaces its values
+ADAPTER_ID = 1  # id of the only adapter, whose values every sync replaces
 
 
 def policy_request() -> LoRARequest:

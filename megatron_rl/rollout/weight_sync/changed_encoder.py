@@ -28,7 +28,7 @@ class ChangedEncoder(WholeEncoder):
 
     def __init__(self, full_every: int) -> None:
         self._full_every, self._syncs, self._full = full_every, 0, True
-        self._copies, self._copied_version = HostCopies(), NO_WEIGHTS  # the version of the copies; none: incomplete
+        self._copies, self._copied_version = HostCopies(), NO_WEIGHTS  # version of the copies; NO_WEIGHTS: incomplete
         self._version, self._base = NO_WEIGHTS, NO_WEIGHTS  # versions of the sync under way, and of its base
         self.receipts: dict[int, WeightReceipt] = {}  # a replica's id → the receipt of its latest sync
         self._current: set[int] = set()  # ids of the replicas that hold the copied version, and get only changes

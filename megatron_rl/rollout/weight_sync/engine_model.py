@@ -72,7 +72,7 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 def process_tied(model: torch.nn.Module) -> None:
-    """Process an output layer that is tied to the embedding. vLLM (0.32.0) does not.
+    """Process an output layer that is tied to the embedding, which vLLM (0.32.0) does not do.
 
     The layer receives no weights itself. On a CPU its matrix product would still use the packed
     weights of the previous sync, with log-probs off by 4 nats.

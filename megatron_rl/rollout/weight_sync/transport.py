@@ -36,7 +36,7 @@ class Segment:
     """Holds a file of shared memory. The engine, run by the same user, opens it by its path. ``close`` removes it."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Allocate the file. Raises OSError if there is too little memory, where a later write would be a bus error."""
+        """Allocate the file. Raises OSError if memory is too small, since a later write would end in a bus error."""
         folder, name = segment_folders()[0], f"{SEGMENT_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         remove_abandoned(folder)
         draft, self.path = folder / f".{name}", folder / name
