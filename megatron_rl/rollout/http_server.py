@@ -53,6 +53,7 @@ def listening(app: ASGIApp, host: str, port: int, *, section: str) -> Iterator[s
             http=protocol_of(most_connections()),
         )
     )
+    # Start the server in a thread, and wait until it listens.
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addFilter(QUIET)
     thread = threading.Thread(target=server.run, name="front", daemon=True)

@@ -301,6 +301,7 @@ class RequestHandlers:
         return self.operations.add(operation)
 
     def _request(self, body: bodies.Sample, id: str) -> SampleRequest:
+        # Refuse requests that cannot be served.
         tokens, params, served = self._prompt(body.prompt), body.sampling_params, self.served
         room = served.longest - len(tokens)
         if room < 1:
@@ -321,6 +322,7 @@ class RequestHandlers:
                 f"sampling_params.temperature={params.temperature!r} must be 0, for the most likely tokens, or from "
                 f"{bodies.LEAST_TEMPERATURE} to 100"
             )
+        # Fill in the model's own limits and stops.
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         self._check_size(body, len(tokens), max_tokens)
         stop_ids, stop_texts = bodies.stop_conditions(params.stop, served.stop_ids, served.vocab_size)

@@ -102,6 +102,7 @@ class Operations:
         429).
         """
         with self._lock:
+            # Return the operation that this one repeats, or refuse it.
             if (known := self._all.get(operation.id)) is not None:
                 if known.digest != operation.digest:
                     raise RequestError(
@@ -124,6 +125,7 @@ class Operations:
                     status=429,
                     fault=Fault.SERVER,
                 )
+            # Queue it. A failed line fails it at once.
             operation.arrived_at = operation.asked_at = self._clock()
             accept(operation)
             self._all[operation.id] = operation

@@ -61,6 +61,7 @@ class Routes:
         self._most_json = bodies.most_bytes(handlers.served.longest)
         self._few = anyio.CapacityLimiter(FEW)
         self.app = FastAPI(title="megatron_rl", docs_url=None, redoc_url=None, openapi_url=None)
+        # Requests pass the checks of ``Doors`` first.
         most = int(settings.max_body_mb * 2**20)
         bounds = Bounds(
             host=settings.host,
@@ -77,6 +78,7 @@ class Routes:
         self.app.add_exception_handler(404, _unknown_route)
         for fault in (OSError, sqlite3.Error):
             self.app.add_exception_handler(fault, _unwritten)
+        # Each route with a JSON body has a schema and a handler.
         post: dict[str, tuple[type[bodies.Body], Callable[[str, Any], object]]] = {
             "create_session": (bodies.CreateSession, self._create_session),
             "session_heartbeat": (bodies.SessionHeartbeat, self._heartbeat),

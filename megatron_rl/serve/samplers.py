@@ -41,6 +41,7 @@ class Samplers:
     def __init__(self, models: Models, tokenizer) -> None:
         self.models, backend = models, models.backend
         self.config = config = backend.config
+        # Start this rank's engine.
         topology = backend.topology
         location = RankLocation(
             rank=topology.rank,
@@ -59,6 +60,7 @@ class Samplers:
         self._weights: dict[str, Weights | None] = {BASE: None}
         self._wanted, self._sent, self._version = BASE, "", NO_WEIGHTS
         self._versions = itertools.count(1)
+        # The manager of rollouts sends it weights. This object is the manager's source of weights.
         worker = RolloutWorker(
             engine,
             None,

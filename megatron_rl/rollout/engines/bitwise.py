@@ -71,6 +71,7 @@ class BitwiseEngine(TransformersEngine):
         if version < 0:
             raise ValueError(f"load_weights: version={version} must be at least 0")
         model, started = self._open_model(), time.perf_counter()
+        # Collect the weights, and check that each arrives once.
         self.weight_version = NO_WEIGHTS
         weights: dict[str, torch.Tensor] = {}
         used = used_names(self._shape)
@@ -84,6 +85,7 @@ class BitwiseEngine(TransformersEngine):
             raise ValueError(
                 f"load_weights: {len(missing)} of {len(used)} weights did not arrive: {', '.join(missing)}"
             )
+        # Load them as from a checkpoint's files.
         try:
             with torch.no_grad(), self._grid.active():
                 load_weights([model], self._shape, self._topology, MemoryReader(weights))

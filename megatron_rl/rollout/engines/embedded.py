@@ -242,6 +242,7 @@ class TransformersEngine:
 
     def _to_rollouts(self, samples: Sequence[tuple[Prompt, int]], decoded: Decoded) -> list[Rollout]:
         """Make the rollouts of decoded samples. ``samples``: each row's prompt and sample index."""
+        # Refuse log-probs that are not finite.
         token_ids, logprobs, lengths = decoded.token_ids, decoded.logprobs, decoded.lengths
         within = np.arange(len(token_ids))[:, None] < lengths
         if not np.isfinite(logprobs[within]).all():
@@ -254,6 +255,7 @@ class TransformersEngine:
         experts: list[np.ndarray | None] = [None] * len(samples)
         if self._routers is not None:
             experts = self._routers.of([len(prompt.token_ids) for prompt, _ in samples], lengths.tolist())
+        # Cut each row at its length, and decode its text without the stop token.
         texts: dict[tuple[int, ...], str] = {}  # a cache: short answers repeat in a group, and decoding is slow
         rollouts = []
         parts = token_ids.T.tolist(), logprobs.T.tolist(), lengths.tolist(), decoded.stopped.tolist(), experts

@@ -22,7 +22,10 @@ class GroupReroll:
         return self.buffer.take(fraction, room)
 
     def note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt], fresh: Collection[int]) -> None:
-        """Put the prompts of failed groups in the buffer. Groups that are too old are left out, and drawn again anyway."""
+        """Put the prompts of failed groups in the buffer.
+
+        Groups that are too old are left out, since their prompts are drawn again anyway.
+        """
         failed = failed_groups(scored.rewards.totals, scored.facts.groups, self._threshold)
         failed = np.intersect1d(failed, list(fresh))
         self.buffer.note([(prompts[number].prompt_id, prompts[number].attempt) for number in failed.tolist()])

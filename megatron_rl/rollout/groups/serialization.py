@@ -84,6 +84,7 @@ def unpack_groups(data: bytes, recall: Callable[[str, int], Prompt]) -> dict[str
         token_ids, logprobs = file["token_ids"].tolist(), file["logprobs"].tolist()
         mask = file["loss_mask"].tolist() if "loss_mask" in file.files else []
         experts = file["experts"] if "experts" in file.files else np.empty(0, np.int16)
+    # Cut each sample's tokens, log-probs, mask and experts from the flat arrays.
     groups, start = {}, 0
     for key, prompt_id, attempt, samples, scores in header:
         prompt, rollouts = recall(prompt_id, attempt), []

@@ -39,6 +39,7 @@ def vllm_engine(
     vocab_size: int,
 ) -> VllmEngine:
     """Build and start this rank's engine. Do not wait until it serves. Raises ConfigError."""
+    # Choose the replicas: the named servers, or a process of this rank's own, or none.
     rollout, settings = config.rollout, config.weight_sync
     replicas: Sequence[Replica] = ()
     if rollout.servers:
@@ -54,6 +55,7 @@ def vllm_engine(
             device=device,
         )
         replicas = [process_replica(rollout, arguments, config.run.path / "engines", location, device)]
+    # Build the sender of the weights, and the engine over both.
     sender = WeightSender(
         channel=weight_channel(rollout, settings, device, os.environ),
         bucket_bytes=settings.bucket_bytes // 2,
