@@ -261,7 +261,7 @@ class RolloutQueue:
         return reward_metrics(self.scorer.scoring, scored, errors) | {"async/staleness_max": float(staleness)}
 
     def remember(self, taken: TrainingBatch, advantages: np.ndarray) -> dict[str, float]:
-        """Store the groups that are trained for replay; return the metrics of replay and re-roll. Not a collective.
+        """Offer the trained groups to replay; return the metrics of replay and re-roll. Not a collective.
 
         advantages: [S], from rewards alone and without noise.
         """

@@ -6,7 +6,7 @@ processes, it gets each request at once, while it samples others.
 
 A session ends once its agent has returned and its reward is known. The reward is a number that the
 agent returned, or that came by POST /sessions/ID/reward. The session fails if the agent raises or
-made no request, or if ``rollout.endpoint.deadline_s`` passes without a reward.
+made no request, or if it has no reward ``rollout.endpoint.deadline_s`` after its start.
 ``environment.on_error`` decides what a failure leads to. An agent may raise after a request was
 refused for the session's length or number of requests. That ends its episode, and is no failure.
 
