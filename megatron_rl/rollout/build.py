@@ -1,4 +1,4 @@
-"""Builds the engine that a run samples with, chosen by its settings; each rank makes the same calls."""
+"""The construction of a run's engine, chosen by its settings. Every rank makes the same calls."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def place_engine(
     vocab_size: int,
     has_trainer: bool = False,
 ) -> tuple[Engine, tuple[int, int] | None, bool]:
-    """Build this rank's engine where the settings put it, and start it, without waiting until it serves.
+    """Build the rank's engine that the settings choose, and start it. Do not wait until it serves.
 
-    has_trainer: whether a trainer's log-probs are compared with the engine's, as
-        ``rollout.bitwise`` asks.
+    has_trainer: whether there is a trainer, whose log-probs ``rollout.bitwise`` compares with the
+        engine's.
 
     Returns the engine, this rank's share of the prompts, and whether trainer and engine take turns
-    on one GPU. Raises ConfigError for engines that do not fit the ranks, or that cannot share the
-    GPU as the settings ask.
+    on one GPU. Raises ConfigError if the engines do not fit the ranks, or cannot share the GPU as
+    the settings ask.
     """
     role = role_of(config.rollout, location)
     shared = shares_device(config.rollout, device)

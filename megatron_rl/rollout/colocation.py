@@ -1,16 +1,16 @@
-"""The turns of trainer and engine on a device that they share, and the order in which it changes hands.
+"""The turns of trainer and engine on a device that they share, and the order of the turns.
 
-trainer ── offload the trainer's state, wake the engine's weights ──▶ weights ── wake keys and
-values ──▶ engine
-   ▲                                                                     │                                  │
-   └──────────────────────── engine sleeps, then the trainer's state returns ◀──────────────────────────────┘
+    trainer → weights    the trainer's state is offloaded, then the engine's weights wake
+    weights → engine     the engine's keys and values wake
+    weights → trainer    the engine sleeps, then the trainer's state returns
+    engine  → trainer    the same
 
-Weights are sent in the state ``weights`` (or ``engine``), rollouts are made in ``engine``; the
+Weights are sent in the turn ``weights`` (or ``engine``), rollouts are made in ``engine``. The
 trainer's own weights stay on the device throughout.
 
-An engine over several devices has its workers on those of other ranks, and one rank commands it. So
-each arrow is two phases that all ranks end together: no engine wakes before every rank's state is
-away, and no rank's state returns before every engine sleeps.
+An engine over several devices has workers on the devices of other ranks, and one rank commands it.
+So all ranks end each phase of a change together. No engine wakes before every rank's state is away,
+and no rank's state returns before every engine sleeps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ class DeviceOwner(Enum):
 
 
 class DeviceShare(Protocol):
-    """Leaves a device to the engine: a model of the trainer, with its gradients and optimizer state."""
+    """Leaves a device to the engine, and returns to it. Each model of the trainer is one.
+
+    ``offload`` moves the model's gradients and optimizer state away, ``restore`` brings them back.
+    """
 
     def offload(self) -> object: ...
 
@@ -39,11 +42,11 @@ class DeviceShare(Protocol):
 class ColocatedDevice:
     """Hands the devices of all ranks from trainer to engine and back. Its moves are collectives.
 
-    models:   the trainer's on the device; none if the engine has a device of its own.
-    together: calls a function on every rank and returns once all have ended it; raises on every
-        rank where one raised.
-    ended:    called with the turn that ends, before the device leaves or returns to the trainer (to
-              note peak memory).
+    models:   the trainer's models on the device. Empty if the engine has its own device.
+    together: calls a function on every rank, and returns once it has ended on all. If it raised on
+              any rank, it raises on every rank.
+    ended:    called with the turn that ends, before the trainer gives the device away or gets it
+              back. It notes peak memory.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class ColocatedDevice:
         self.turn = DeviceOwner.TRAINER
 
     def to_weights(self) -> None:
-        """Let the engine take weights; do nothing if it has the device already."""
+        """Let the engine take weights. Do nothing if it already has the device."""
         if self.turn is DeviceOwner.TRAINER:
             self.ended(self.turn)
             if self.models:

@@ -1,8 +1,9 @@
-"""Connections of a run's HTTP servers: as many as there are descriptors for, and none that stays without a request.
+"""Limits on the connections of a run's HTTP servers: their number, and the time until a request's headers.
 
-The oldest idle connection makes room for a new one. A request's headers must have come HEADERS_S
-after its first byte, the first request's after the connection's start. An idle connection between
-two requests is closed by uvicorn.
+The number follows from the process's limit of file descriptors. The connection that was idle
+longest makes room for a new one. The headers of a connection's first request must arrive within
+HEADERS_S after the connection's start, later headers within HEADERS_S after their first byte.
+Uvicorn closes connections that are idle between two requests.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADERS_S = 20.0
-MOST = 4096  # connections, whatever the limit of descriptors is
-BACKLOG = 32  # connections that the kernel holds and that may be accepted in one go, before any is counted
+MOST = 4096  # connections, even if the limit of descriptors is higher
+BACKLOG = 32  # connections that the kernel holds; all of them may be accepted before any is counted
 SPARE = 64  # descriptors for files: checkpoints, the store, a module's import
-LEAST = 8  # connections, where there are hardly any descriptors
+LEAST = 8  # connections, even if the limit of descriptors is lower
 MINUTE_S = 60.0
-MOST_KINDS = 1000  # of lines that a log filter remembers
+MOST_KINDS = 1000  # kinds of lines that a log filter remembers
 
 
 def most_connections() -> int:
-    """Return how many connections this process may hold beside what it has open now (``ulimit -n``)."""
+    """Return how many connections this process may hold beside its open descriptors (``ulimit -n``)."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MOST
@@ -35,7 +36,7 @@ def most_connections() -> int:
 
 
 def protocol_of(most: int) -> type[H11Protocol]:
-    """Return uvicorn's protocol over h11 with the bounds of this module; ``most``: connections at a time."""
+    """Return uvicorn's h11 protocol with the limits of this module. ``most``: connections at a time."""
 
     class Connection(H11Protocol):
         """Holds one connection."""
@@ -60,7 +61,7 @@ def protocol_of(most: int) -> type[H11Protocol]:
             self._watch_headers()
 
         def _watch_headers(self) -> None:
-            """Bound the time until the headers of the request that has begun are whole."""
+            """Start the clock for the headers of a request that is expected or has begun, or stop it if they came."""
             comes = self.conn.their_state is h11.IDLE and not self.transport.is_closing()
             if not comes and self.waiting is not None:
                 self.waiting.cancel()
@@ -70,7 +71,7 @@ def protocol_of(most: int) -> type[H11Protocol]:
 
         def timeout_keep_alive_handler(self) -> None:
             super().timeout_keep_alive_handler()
-            self.loop.call_later(HEADERS_S, self.transport.abort)  # an answer that its client does not take
+            self.loop.call_later(HEADERS_S, self.transport.abort)  # in case the client does not take its answer
 
         def on_response_complete(self) -> None:
             self.idle_since = time.monotonic()
@@ -85,10 +86,10 @@ def protocol_of(most: int) -> type[H11Protocol]:
 
 
 class OncePerMinute(logging.Filter):
-    """Passes the first line of a kind in a minute; the next one that passes says how many were left out.
+    """Passes one log line of each kind per minute. The next line that passes reports how many were left out.
 
-    kind: what tells two kinds apart; by default the logger, the level and the message's first line
-        without its values.
+    kind: returns a line's kind, by default the message's first line without its values. Lines of
+        different loggers, levels or exception types always differ in kind.
     """
 
     def __init__(
@@ -117,4 +118,4 @@ class OncePerMinute(logging.Filter):
         return True
 
 
-QUIET = OncePerMinute()  # of the server's own libraries, in every server of the process
+QUIET = OncePerMinute()  # for the log lines of uvicorn and asyncio, in every server of the process

@@ -1,14 +1,14 @@
-"""Checks a request on its way into a run's HTTP server: its host, its key, and its body within bounds.
+"""The checks of a request to a run's HTTP server: its host, its key, its body, and how fast the answer is taken.
 
-In this order, so that who has no key has no body read, and a page of a browser never reaches a
-server on its host:
+The order keeps the server from reading a body before the key is known:
 
-1. A server on this host's loopback answers under its own names alone (no page's name that was
-   pointed here), and no request that a page of another origin makes.
-2. The key. Who has none is answered at once, and the connection ends.
-3. The body: of ``most_bytes`` at most, all of them together within ``most_held``, and no slower
-   than LEAST_RATE.
-4. The answer, which is taken no slower than that.
+1. Host and origin. A server on the loopback address answers only if the request's Host header is a
+   loopback name. So a web page whose domain was pointed at this address is refused. Requests from a
+   page of another origin are refused too.
+2. The key. A request without a known key is answered at once, and the connection ends.
+3. The body. It has at most ``most_bytes``, all held bodies together at most ``most_held``, and it
+   arrives no slower than LEAST_RATE.
+4. The answer. The client takes it no slower than LEAST_RATE.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from megatron_rl.distributed.http_access import is_known, is_loopback, names_loopback
 from megatron_rl.errors import quoted
 
-GRACE_S = 30.0  # for a body or an answer, beside what its size takes at LEAST_RATE
+GRACE_S = 30.0  # seconds for a body or an answer, beside the time that its size takes at LEAST_RATE
 LEAST_RATE = 64 * 1024  # bytes a second
-SMALL = 64 * 1024  # bytes of a body that is always taken: as much lies in the connection's own buffer
+SMALL = 64 * 1024  # bytes of a body that is always accepted: the connection's own buffer holds as much
 
 
 class Held:
-    """Counts the bytes that are held for each key. ``most``: as many in all, and half of them for one key."""
+    """Counts the bytes that are held for each key. ``most``: the limit in total; one key may have half of it."""
 
     def __init__(self, most: int) -> None:
         self.most, self._by_key = most, Counter()
 
     def take(self, key: str, count: int) -> bool:
-        """Count bytes that are held from now on; return False, and count none, where they are too many."""
+        """Count ``count`` more bytes as held. If that exceeds a limit, return False and count none."""
         if self._by_key.total() + count > self.most or self._by_key[key] + count > self.most // 2:
             return False
         self._by_key[key] += count
         return True
 
     def give(self, key: str, count: int) -> None:
-        """Count bytes that are held no longer."""
+        """Count ``count`` bytes as held no longer."""
         self._by_key[key] -= count
         if self._by_key[key] <= 0:
             del self._by_key[key]
@@ -53,13 +53,16 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Holds who is let in, and how much of it.
+    """Holds which requests are let in, and how large their bodies may be.
 
-    host: the address that the server listens at. keys: those that clients may present; none: any.
-    key_of: returns a request's key from its headers. key_words: says where a key is looked for.
-    most_bytes: of a body; setting: the configuration's name of that. most_held: bytes of all bodies
-        together whose request is not answered, half of it for one key; SMALL ones are not counted.
-    refusal: makes a refusal's answer of a status and a message.
+    host: the address that the server listens at.
+    keys: the keys that clients may present. Empty: any key, or none.
+    key_of: returns a request's key from its headers.
+    key_words: names the header of the key, for messages.
+    most_bytes: bytes of one body. setting: the setting's name, for messages.
+    most_held: bytes of the bodies of all unanswered requests together; one key may have half of it.
+        Bodies up to SMALL bytes are not counted.
+    refusal: returns the answer of a refusal, from a status and a message.
     """
 
     host: str
@@ -73,7 +76,7 @@ class Bounds:
 
 
 class Doors:
-    """Lets a request in, or answers it with what refuses it (see the module)."""
+    """Passes a request to the application, or refuses it (see the module)."""
 
     def __init__(self, app: ASGIApp, bounds: Bounds) -> None:
         self.app, self.bounds, self.held = app, bounds, Held(bounds.most_held)
@@ -98,7 +101,7 @@ class Doors:
             body.give()
 
     def _refused(self, headers: Headers) -> tuple[int, str] | None:
-        """Return the status and the words by which a request is refused before its body is read; None: it is not."""
+        """Return the status and message of a refusal before the body is read; None if the request is let in."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if is_loopback(self.bounds.host) and not names_loopback(host):
             return 403, f"Host {quoted(host)} is no name of this server, which listens on its host's loopback alone"
@@ -115,11 +118,11 @@ class Doors:
 
 
 class _Gone(Exception):
-    """Ends a request whose client went away, or takes its answer too slowly."""
+    """Signals that a request's client went away, or takes its answer too slowly."""
 
 
 class _Body:
-    """Reads a request's body; ``counted``: the bytes of it that are counted as held. In the event loop alone."""
+    """Reads a request's body, in the event loop's thread alone. ``counted``: its bytes that are counted as held."""
 
     def __init__(self, bounds: Bounds, held: Held, headers: Headers) -> None:
         length = headers.get("content-length", "")
@@ -128,11 +131,10 @@ class _Body:
         self._announced = int(length[:20]) if length.isascii() and length.isdecimal() else 0
 
     async def read(self, receive: Receive) -> tuple[int, str] | None:
-        """Read the whole body; return the status and the words of a refusal. Raises _Gone where the client goes away.
+        """Read the whole body; return the status and message of a refusal. Raises _Gone if the client goes away.
 
-        The rest of a body that is refused for its size is read and dropped: a client that is cut
-        off while it sends sees a broken connection, of which it cannot know that sending again is
-        in vain.
+        If a body is refused for its size, its rest is read and dropped. Otherwise the client would
+        see a broken connection while it sends, and would send again in vain.
         """
         parts: list[bytes] = []
         size, more, began, refused = 0, True, time.monotonic(), self._too_large(self._announced)
@@ -162,7 +164,7 @@ class _Body:
         return 413, words
 
     def _too_many(self, size: int) -> tuple[int, str] | None:
-        """Count a body of ``size`` bytes so far as held, in place of what was counted; return a refusal if too many."""
+        """Update the held bytes for a body of ``size`` bytes so far; return a refusal if a limit is exceeded."""
         if size > SMALL:
             if not self.held.take(self._key, size - self.counted):
                 most = self.held.most
@@ -175,7 +177,7 @@ class _Body:
         self.held.give(self._key, self.counted)
 
     def replayed(self, receive: Receive) -> Receive:
-        """Return what gives the application the whole body at once, and then what comes."""
+        """Return a ``receive`` that gives the application the whole body at once, and then later messages."""
         body: list[Message] = [{"type": "http.request", "body": self._content, "more_body": False}]
         self._content = b""
 
@@ -186,7 +188,7 @@ class _Body:
 
 
 def _in_time(send: Send) -> Send:
-    """Return a ``send`` that gives up on a client which does not take what it asked for."""
+    """Return a ``send`` that raises _Gone if the client takes the answer too slowly."""
 
     async def sending(message: Message) -> None:
         try:

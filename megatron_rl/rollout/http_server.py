@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 from megatron_rl.errors import RunError
 from megatron_rl.json_text import check, parse_json
 
-if TYPE_CHECKING:  # an extra (`serve`), which only a run that serves needs
+if TYPE_CHECKING:  # starlette belongs to the extra `serve`, which only a run with an HTTP server needs
     from starlette.types import ASGIApp
 
-START_S = 60.0  # until a server listens
-GOODBYE_S = 2  # for the answers that are under way when it ends
+START_S = 60.0  # seconds until a server listens
+GOODBYE_S = 2  # seconds for answers that are under way when the server ends
 
 
 def json_object(content: bytes, error: type[Exception]) -> dict:
-    """Return the JSON object of a body, {} of an empty one. Raises ``error`` for anything else (``json_text``)."""
+    """Return the JSON object of a body, {} for an empty body. Raises ``error`` for anything else (``json_text``)."""
     return check(parse_json(content or b"{}", "the body", error=error), "the body", dict, error=error)
 
 
@@ -28,9 +28,10 @@ def json_object(content: bytes, error: type[Exception]) -> dict:
 def listening(app: ASGIApp, host: str, port: int, *, section: str) -> Iterator[str]:
     """Serve an application in a thread within the block; yield its address, ``http://host:port``.
 
-    port: 0 for any free one. section: holds the setting ``port``, for messages.
+    port: the port to listen at; 0 for any free port.
+    section: the configuration section that has ``port``, for messages.
 
-    Raises RunError where it cannot listen.
+    Raises RunError if the server cannot listen.
     """
     import uvicorn
 
@@ -52,6 +53,7 @@ def listening(app: ASGIApp, host: str, port: int, *, section: str) -> Iterator[s
             http=protocol_of(most_connections()),
         )
     )
+    # Start the server in a thread, and wait until it listens.
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addFilter(QUIET)
     thread = threading.Thread(target=server.run, name="front", daemon=True)

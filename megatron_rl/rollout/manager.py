@@ -1,8 +1,8 @@
-"""The rollouts of all ranks: sends the engines weights, collects rollouts, and raises a failure on every rank together.
+"""The manager of all ranks' rollouts: sends weights, collects rollouts, and raises a failure on every rank together.
 
-A device that trainer and engine share changes hands around both: the trainer's gradients and
-optimizer state leave it, the engine's weights wake, weights are sent, the engine's keys and values
-wake, rollouts are made, the engine sleeps, the trainer's state returns.
+Trainer and engine may take turns on one device. First the trainer's gradients and optimizer state
+leave it, the engine's weights wake, and weights are sent. Then the engine's keys and values wake, and
+rollouts are made. At the end the engine sleeps, and the trainer's state returns.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
 from megatron_rl.types import Prompt
 
 log = logging.getLogger(__name__)
-PARTS = 4  # of run.deadline_s: ranks that wait for engines meet after each
-MEET_S = 0.1  # ranks that wait for most of a rollout meet after each
+PARTS = 4  # parts of run.deadline_s; ranks that wait for engines meet after each part
+MEET_S = 0.1  # seconds between two meetings of ranks that wait for most of a rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +44,11 @@ class CollectDurations:
 class RolloutManager:
     """Runs the rollouts of all ranks. Methods are collectives unless they say otherwise.
 
-    worker:  this rank's, over its engine.
-    weights: the trainer's, which the engine samples with.
-    metrics: where jobs and syncs are noted.
-    models:  the trainer's on a device that the engine shares; none if the engine has a device of
-             its own.
+    worker:  this rank's worker, with its engine.
+    weights: the trainer's weights, which the engine samples with.
+    metrics: notes jobs and syncs.
+    models:  the trainer's models on the device that the engine shares. Empty if the engine has its
+             own device.
     """
 
     def __init__(
@@ -62,18 +62,18 @@ class RolloutManager:
     ):
         self.worker, self.engine, self.weights, self.metrics = worker, worker.engine, weights, metrics
         self.weight_sync, self.in_background = weight_sync, worker.in_background
-        self.jobs: list[RolloutJob] = []  # started, and not collected whole
-        self.sent_version = NO_WEIGHTS  # the same on every rank, even if an engine was lost since
+        self.jobs: list[RolloutJob] = []  # started, and not yet collected whole
+        self.sent_version = NO_WEIGHTS  # of the last sync; the same on every rank, even after an engine was lost
         self.device = ColocatedDevice(worker.engine, models, self._together, self._note_memory)
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
-        """Send the engines the current weights, unless all have them: a step that moved nothing sends nothing.
+        """Send the engines the current weights, unless all engines have them.
 
-        A sync that fails anywhere is sent again whole, after lost engines were started again.
-        Raises EngineError, on every rank, after ``weight_sync.attempts``. Generation under way ends
-        first, unless the engines take weights in between (``weight_sync.in_flight``).
+        A sync that fails on any rank is repeated whole, after lost engines were started again.
+        After ``weight_sync.attempts`` failures, EngineError is raised on every rank. Generation
+        under way ends first, unless the engines take weights during it (``weight_sync.in_flight``).
         """
         version, attempts = self.weights.version, self.weight_sync.attempts
         if not self.weight_sync.in_flight:
@@ -132,9 +132,9 @@ class RolloutManager:
         collectives.raise_on_all_ranks(error)
 
     def _patiently(self, wait: Callable[..., bool]) -> None:
-        """Wait until every rank's ``wait`` has ended, in parts between which all ranks meet.
+        """Wait until every rank's ``wait`` has ended. The wait has parts, and all ranks meet after each part.
 
-        No rank waits for another for run.deadline_s then, however long engines take that compute.
+        So no rank waits for another as long as run.deadline_s, even if an engine computes longer.
 
         wait: takes ``since`` and ``most_s`` as ``RolloutWorker.wait`` does.
         """
@@ -149,20 +149,21 @@ class RolloutManager:
     def job(
         self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float | None = None
     ) -> RolloutJob:
-        """Make the job of this rank's share of the prompts, which every rank names by place. Not a collective.
+        """Return the job of this rank's share of the prompts. Not a collective.
 
-        Groups are dealt to the ranks, and started, in the mapping's order. Nothing is generated
-        before ``start``.
+        prompts: place → prompt, for all ranks. Groups are dealt to the ranks, and started, in this
+            mapping's order.
+
+        Nothing is generated before ``start``.
         """
         places = list(prompts)
         mine = [places[k] for k in self.worker.places(len(places))]
         return RolloutJob(prompts, mine, samples_per_prompt, temperature=temperature)
 
     def start(self, job: RolloutJob) -> None:
-        """Start a job, whose weights must have been sent. Not a collective.
+        """Start a job. Its weights must have been sent. Not a collective.
 
-        It is generated in the background, where that is configured; otherwise ``collect`` generates
-        it.
+        The job is generated in the background if configured so, otherwise within ``collect``.
         """
         self.jobs.append(job)
         if self.in_background:
@@ -171,14 +172,14 @@ class RolloutManager:
     def collect(self, job: RolloutJob, places: Sequence[int]) -> CollectDurations:
         """Wait until every rank's share of the places is scored; return the seconds of waiting and of scoring.
 
-        Samples that a lost engine owes are asked for again once it has weights again. An error of
-        one rank is raised on every rank.
+        If an engine is lost, its missing samples are requested again after it has new weights. An
+        error of one rank is raised on every rank.
         """
         mine = [place for place in places if place in job.mine]
         try:
             return self._timed(lambda: self._collect(job, mine))
         except Exception:
-            self.release(job)  # a caller that goes on does not owe it
+            self.release(job)  # a caller that catches the error and goes on need not collect the job
             raise
 
     def _timed(self, wait: Callable[[], object]) -> CollectDurations:
@@ -192,11 +193,12 @@ class RolloutManager:
     def collect_some(
         self, jobs: Sequence[RolloutJob], choose: Callable[[list[list[list[int]]]], list[int] | None]
     ) -> tuple[list[int], CollectDurations]:
-        """Wait until enough groups of the jobs are scored on all ranks; return which are taken, and the seconds.
+        """Wait until enough groups of the jobs are scored on all ranks; return the chosen groups, and the seconds.
 
-        choose: takes of every rank, for each job, the scored places; returns None to wait on.
+        choose: takes the scored places, indexed [rank][job], and returns its choice. None: wait
+            longer.
 
-        The jobs stay owed. Errors are those of ``collect``.
+        The jobs are not released. The errors are the same as in ``collect``.
         """
         chosen: list[int] = []
         durations = self._timed(lambda: chosen.extend(self._collect_some(jobs, choose)))
@@ -227,7 +229,7 @@ class RolloutManager:
             self._mend(lost)
 
     def finish(self, job: RolloutJob) -> None:
-        """Note the metrics of a job that was collected whole; nothing of it is owed any more.
+        """Release a job that was collected whole, and note its metrics.
 
         Several jobs before one ``take_metrics`` add up.
         """
@@ -235,7 +237,7 @@ class RolloutManager:
         self.metrics.note_job(collectives.gather_json(self.metrics.counts_of(job)))
 
     def release(self, job: RolloutJob) -> None:
-        """Forget a job: nothing of it is owed any more. Not a collective."""
+        """Forget a job: none of its groups has to be collected any more. Not a collective."""
         self.jobs = [other for other in self.jobs if other is not job]
 
     def _generate_here(self, job: RolloutJob) -> None:
@@ -249,7 +251,10 @@ class RolloutManager:
             self.device.to_trainer()
 
     def settle(self) -> None:
-        """Wait until nothing is under way or owed on any rank; where ``collect`` generates, nothing ever is."""
+        """Wait until no job is being generated, or waits for a lost engine, on any rank.
+
+        Without generation in the background there is no such job, and the call returns at once.
+        """
         while self.in_background:
             self._drain()
             lost = self._owed()
@@ -258,14 +263,14 @@ class RolloutManager:
             self._mend(lost)
 
     def _owed(self) -> list[list[str]]:
-        """Return, for each rank, the reasons for which its engine was lost during the jobs that it still owes."""
+        """Return, for each rank, why its engine was lost during jobs that are not collected yet."""
         return collectives.gather_json([job.lost for job in self.jobs if job.lost is not None])
 
     def _drain(self) -> None:
         self._patiently(lambda **part: all(self.worker.wait_generated(job, **part) for job in self.jobs))
 
     def _mend(self, lost: Sequence[Sequence[str]]) -> None:
-        """Give the engines weights again and restart the jobs that they owe. ``lost``: the reasons of each rank."""
+        """Send the engines weights again, and restart the jobs that lost engines left. ``lost``: reasons per rank."""
         for rank, texts in enumerate(lost):
             for text in dict.fromkeys(texts):
                 log.warning("rank %d lost its engine; what it owes is asked for again: %s", rank, text)
@@ -280,8 +285,8 @@ class RolloutManager:
     ) -> RolloutJob:
         """Return this rank's share of scored rollouts by the current weights, after all earlier jobs have ended.
 
-        temperature: an evaluation's (0: greedy), which counts in no metrics of rollouts; None for
-            ``rollout.temperature``.
+        temperature: the temperature of an evaluation (0: greedy), whose job counts in no metrics of
+            rollouts. None: ``rollout.temperature``.
         """
         waited_s = self.metrics.waited_s
         self.settle()
@@ -297,7 +302,7 @@ class RolloutManager:
         return job
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call, and begin anew. Not a collective."""
+        """Return the metrics since the last call, and reset them. Not a collective."""
         return self.metrics.take()
 
     def _note_memory(self, ended: DeviceOwner) -> None:

@@ -1,13 +1,13 @@
 """The queue of rollouts: decides when each is started, with which weights, and which of its groups are trained.
 
-Every decision is made from data that all ranks hold (prompts, facts, rewards, versions, the
-buffers' entries), never from a clock: a run that generates ahead repeats to the bit, and so does a
-run that goes on from a checkpoint. Only ``weight_sync.in_flight`` lets time decide at which token
-of a completion the weights change, and ``rollout.producer.straggler_share`` which groups join the
-next rollout.
+Every decision is made from data that all ranks hold: prompts, facts, rewards, versions and the
+buffers' entries. No decision uses a clock. So a run that generates ahead repeats to the bit, and so
+does a run that goes on from a checkpoint. There are two exceptions. Under ``weight_sync.in_flight``
+time decides at which token of a completion the weights change. Under
+``rollout.producer.straggler_share`` time decides which groups join the next rollout.
 
-What chooses groups beyond their age is a part (groups/parts.py): dynamic sampling, replay, re-roll,
-stragglers.
+The queue itself drops groups by age only. Dynamic sampling, replay, re-roll and stragglers are
+parts (groups/parts.py).
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSettings:
-    """Says when rollouts are started, and how they are collected.
+    """Holds the settings by which rollouts are started and collected.
 
-    passes_parts: whether the parts of a rollout are passed for log-probs as soon as each is
-        collected.
-    passes_all:   whether such a pass takes every sample of a part, or only those that may have
-                  signal.
+    passes_parts: whether each part of a rollout gets its log-prob pass as soon as it is collected.
+    passes_all:   whether such a pass takes every sample of a part, or only the samples that may
+                  have signal.
     """
 
     producer: ProducerConfig
@@ -73,9 +72,9 @@ class RolloutQueue:
         self.settings, self.manager, self.prompts, self.scorer, self.timer = settings, manager, prompts, scorer, timer
         self.backend: MegatronBackend = scorer.backend
         self.parts = parts
-        self.jobs: dict[int, RolloutJob] = {}  # by the rollout's index
-        self.next_rollout = 0  # the next one to be started
-        # Set by a checkpoint: a run that goes on from it has engines with the weights of that moment.
+        self.jobs: dict[int, RolloutJob] = {}  # rollout index → its job
+        self.next_rollout = 0  # index of the next rollout to be started
+        # Set when a checkpoint is saved or loaded, so that a run and its continuation send weights at the same moment.
         self.resend_weights = False
 
     # ---- rollouts are started ---------------------------------------------------------------------------------------
@@ -93,11 +92,11 @@ class RolloutQueue:
         )
 
     def _number(self, index: int) -> int:
-        """Return the number of rollouts that are not taken, up to this one."""
+        """Return how many rollouts are not taken yet, up to and with rollout ``index``."""
         return index - min(self.jobs, default=self.next_rollout) + 1
 
     def start_ahead(self, index: int) -> None:
-        """Start rollout ``index`` if it is not started, and the later ones that ``max_staleness_steps`` allows."""
+        """Start rollout ``index`` unless it is started, and the later rollouts that ``max_staleness_steps`` allows."""
         settings = self.settings
         while self.next_rollout <= index + settings.producer.ahead and self._has_prompts(self.next_rollout):
             decision = may_start(
@@ -144,12 +143,13 @@ class RolloutQueue:
     # ---- a rollout is taken -----------------------------------------------------------------------------------------
 
     def take(self, index: int) -> TrainingBatch:
-        """Wait for rollout ``index``, started now if it was not before, and return its groups to be trained.
+        """Wait for rollout ``index``, and return its groups to be trained. Start it first if it is not started.
 
-        Groups that are too old are dropped and their prompts come again; groups without signal may
-        give way to groups of further prompts (``rollout.dynamic_sampling``) or to replayed ones.
-        Raises NoSignalError if dynamic sampling does not help and is to end the run. Call
-        ``start_ahead`` after it, and ``remember`` once the advantages are known.
+        Groups that are too old are dropped, and their prompts are drawn again later. Groups without
+        signal may be replaced by groups of further prompts (``rollout.dynamic_sampling``) or by
+        replayed groups. Raises NoSignalError if dynamic sampling finds too few groups and is
+        configured to end the run. The caller then calls ``start_ahead``, and ``remember`` once the
+        advantages are known.
         """
         self.timer.add("weight_sync", 0.0)  # every row of the metrics has this time, even if nothing is sent
         self.start_ahead(index)
@@ -174,9 +174,9 @@ class RolloutQueue:
         )
 
     def _collect_fresh(self, index: int) -> tuple[ScoredBatch, list[LogProbPass], int]:
-        """Return a rollout's groups that are not too old, the log-prob passes of its parts, and the groups dropped.
+        """Return a rollout's groups that are not too old, its parts' log-prob passes, and the number of groups dropped.
 
-        If all its groups are too old, they are generated again by the current weights.
+        If all its groups are too old, the rollout is started again with the current weights.
         """
         num_dropped = 0
         while True:
@@ -192,7 +192,10 @@ class RolloutQueue:
             self._start_rollout(index, self.settings.train.prompts_per_rollout)
 
     def _collect_parts(self, index: int) -> Iterator[tuple[ScoredBatch, LogProbPass | None]]:
-        """Yield a rollout in parts of ``min_groups`` as they come: scored and, if configured, passed for log-probs."""
+        """Yield a rollout's parts of ``min_groups`` scored groups, each with its log-prob pass if configured.
+
+        The passes need ``passes_parts``, and a rollout of more than one part.
+        """
         job, settings = self.jobs[index], self.settings
         places = sorted(job.prompts)
         size = settings.producer.min_groups or len(places)
@@ -226,7 +229,10 @@ class RolloutQueue:
         return sorted(set(facts.groups.tolist()) - set(facts.groups[stale].tolist()))
 
     def _drop_stale(self, index: int, fresh: set[int]) -> int:
-        """End a rollout's job; put back the prompts of other places and return their number. Not a collective."""
+        """End a rollout's job; put back the prompts of places not in ``fresh``, and return their number.
+
+        Not a collective.
+        """
         dropped = [prompt for number, prompt in sorted(self.jobs.pop(index).prompts.items()) if number not in fresh]
         if dropped:
             log.warning(
@@ -239,7 +245,7 @@ class RolloutQueue:
         return len(dropped)
 
     def _note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt]) -> None:
-        """Tell the parts of scored groups. Not a collective."""
+        """Show newly scored groups to the parts for start order and re-roll. Not a collective."""
         self.parts.order.note(prompts, scored.facts)
         self.parts.reroll.note(scored, prompts, self._fresh_places(scored))
 
@@ -255,9 +261,9 @@ class RolloutQueue:
         return reward_metrics(self.scorer.scoring, scored, errors) | {"async/staleness_max": float(staleness)}
 
     def remember(self, taken: TrainingBatch, advantages: np.ndarray) -> dict[str, float]:
-        """Tell the parts what is trained, and return their metrics.
+        """Offer the trained groups to replay; return the metrics of replay and re-roll. Not a collective.
 
-        advantages: [S], by rewards alone and without noise. Not a collective.
+        advantages: [S], from rewards alone and without noise.
         """
         self.parts.replay.remember(taken, advantages)
         return self.parts.replay.metrics() | self.parts.reroll.metrics()

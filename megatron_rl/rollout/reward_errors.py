@@ -1,7 +1,7 @@
-"""Counts the samples whose reward failed, warns of many, and ends a run whose rewards all failed.
+"""Counts of the samples whose reward failed, a warning if they are many, and the run's end if all failed.
 
-Under ``reward.on_error`` drop or zero a failed sample does not end the run. A function that fails
-on every sample does: nothing can be learned from it.
+Under ``reward.on_error`` drop or zero, a failed sample does not end the run. If the reward fails on
+every sample of a rollout, the run ends, because it can learn nothing.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardErrors:
-    """Counts samples, of one rank or of all.
+    """Holds counts of samples, of one rank or of all ranks.
 
-    failed: those on which a reward function failed.
-    scored: those on which reward functions were called: an environment did not give them up.
-    first: the first failure, with its sample's id; None without one.
-    is_here: whether ``first`` is this rank's, which then is the one that warns.
+    failed: samples on which a reward function failed.
+    scored: samples on which reward functions were called. Samples that an environment gave up are not
+        counted.
+    first: the first failure, with its sample's id; None if nothing failed.
+    is_here: whether ``first`` happened on this rank, which then logs the warning.
 
     Example: one of four samples raised: ``failed=1, scored=4, first="0@0#2: NameError: name 'gold'
     is not defined"``.
@@ -65,9 +66,11 @@ def gather_errors(local: RewardErrors) -> RewardErrors:
 
 
 def judge_errors(errors: RewardErrors, config: RewardConfig, where: str) -> None:
-    """Warn of a share of failures that is not small; raise RewardError, on every rank, if all samples failed.
+    """Warn if the share of failures reaches ``reward.error_warning_share``; raise RewardError if all samples failed.
 
-    where: what was scored, for the message: "rollout 3".
+    Every rank raises.
+
+    where: names the scored samples in the message, such as "rollout 3".
     """
     if not errors.failed:
         return

@@ -9,7 +9,7 @@ from megatron_rl.rollout.scored_batch import ScoredBatch, Scoring
 
 
 def spread(rewards: np.ndarray) -> dict[str, float]:
-    """Return mean, standard deviation (of all, not of a draw), least, quartiles and largest of rewards [S]."""
+    """Return mean, population standard deviation, minimum, quartiles and maximum of rewards [S]."""
     least, quarter, median, three_quarters, largest = np.quantile(rewards, (0, 0.25, 0.5, 0.75, 1)).tolist()
     return {
         "mean": float(rewards.mean()),
@@ -23,9 +23,9 @@ def spread(rewards: np.ndarray) -> dict[str, float]:
 
 
 def reward_metrics(scoring: Scoring, scored: ScoredBatch, errors: RewardErrors) -> dict[str, float]:
-    """Return the metrics ``reward/*``, and ``rollout/*`` of lengths and weight versions.
+    """Return the metrics ``reward/*``, and the metrics ``rollout/*`` of lengths and weight versions.
 
-    errors: the samples whose reward failed, of all ranks.
+    errors: counts of the samples whose reward failed, of all ranks.
     """
     facts, rewards, settings = scored.facts, scored.rewards, scoring.reward
     included = rewards.included

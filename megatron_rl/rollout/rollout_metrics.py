@@ -1,4 +1,4 @@
-"""The metrics of rollouts: they add up over ranks and jobs until a rollout's row takes them."""
+"""The metrics of rollouts, added up over ranks and jobs until they become a row of the metrics."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ if TYPE_CHECKING:
 
 
 class RolloutMetrics:
-    """Adds up what rollouts and syncs of weights took.
+    """Adds up counts, bytes and seconds of rollouts and of weight syncs.
 
-    has_turns: whether samples have turns to count. has_delta: whether syncs may send what changed
-        alone.
+    has_turns: whether samples have turns to count.
+    has_delta: whether a sync may send only the weights that changed.
     take_counts: returns this rank's further counts since its last call, as metrics that add up over
         ranks and jobs.
-    read_engines: returns what is known of this rank's engines, for who watches the run; None: no
-        one does.
+    read_engines: returns the state of this rank's engines, for monitoring. None: no monitoring.
     """
 
     def __init__(
@@ -34,11 +33,11 @@ class RolloutMetrics:
     ) -> None:
         self._has_turns, self._has_delta, self._take_counts = has_turns, has_delta, take_counts
         self._read_engines = read_engines
-        self.engines: Sequence[Sequence[Mapping[str, object]]] = ()  # of each rank, at the last job's end
+        self.engines: Sequence[Sequence[Mapping[str, object]]] = ()  # readings [rank][engine], at the last job's end
         self._values: dict[str, float] = {}
         self._turns = self._samples = self._truncated = 0  # of the jobs noted since ``take``
-        self.waited_s = 0.0  # for weights and rollouts since the last rollout's end
-        self._last_end = time.perf_counter()
+        self.waited_s = 0.0  # seconds of waiting for weights and rollouts since ``take``
+        self._last_end = time.perf_counter()  # when ``take`` was last called
         self.totals = {
             "tokens": 0.0,
             "generation_s": 0.0,
@@ -83,7 +82,7 @@ class RolloutMetrics:
         }
 
     def note_job(self, ranks: Sequence[Mapping]) -> None:
-        """Note a job that was collected whole. ``ranks``: each rank's ``counts_of``."""
+        """Note a job that was collected whole. ``ranks``: the result of ``counts_of`` on each rank."""
         tokens, now = self._sum("rollout/tokens", sum(rank["tokens"] for rank in ranks)), time.perf_counter()
         seconds = self._sum("perf/rollout_generation_s", max(rank["generation_s"] for rank in ranks))
         self._sum("perf/rollout_tail_s", tail_s([end for rank in ranks for end in rank["ended_s"]]))
@@ -107,7 +106,7 @@ class RolloutMetrics:
         return self._values[name]
 
     def take(self) -> dict[str, float]:
-        """Return the metrics since the last call, and begin anew."""
+        """Return the metrics since the last call, and reset them."""
         values, self._values = self._values, {}
         self._turns = self._samples = self._truncated = 0
         self.totals["tokens"] += values.get("rollout/tokens", 0.0)
@@ -127,9 +126,10 @@ class RolloutMetrics:
 
 
 def tail_s(ends_s: Sequence[float]) -> float:
-    """Return the seconds from the end of three quarters of a rollout's groups to the end of its last one.
+    """Return the seconds from the end of three quarters of a rollout's groups to the end of its last group.
 
-    ends_s: of each group, seconds since the rollout's start, in any order; 0 groups have no tail.
+    ends_s: when each group ended, in seconds since the rollout's start, in any order. Without
+        groups the result is 0.
     """
     ordered = sorted(ends_s)
     return ordered[-1] - ordered[-(-3 * len(ordered) // 4) - 1] if ordered else 0.0

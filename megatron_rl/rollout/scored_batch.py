@@ -1,4 +1,4 @@
-"""Groups with their rewards, known on every rank: each group is gathered once; batches of groups are joined here."""
+"""Batches of groups with their rewards, known on every rank: each group is gathered once, then batches are joined."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megatron_rl.types import BatchFacts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """Says what makes a sample's total reward, and which samples may have signal.
+    """Holds the settings for a sample's total reward, and for the question whether it may have signal.
 
     samples_per_prompt:  samples of a group.
-    max_response_tokens: of a response, which the overlong penalty counts back from.
+    max_response_tokens: the limit of a response, from which the overlong penalty counts back.
     mask_truncated:      whether samples that were cut off carry no loss.
     """
 
@@ -47,11 +47,12 @@ class Scoring:
 class ScoredBatch:
     """Holds groups whose rewards every rank knows.
 
-    rewards:     totals with the overlong penalty in them; for ``gdpo`` that penalty is one more
-                 function.
-    by_function: float64 [S, F], the configured functions alone; NaN where one did not apply.
+    rewards:     totals that include the overlong penalty. ``gdpo`` sees the penalty as one more
+                 reward function.
+    by_function: float64 [S, F], the configured functions alone; NaN if a function did not apply.
     overlong:    float64 [S], 0 to −1, the penalty before its coefficient (``overlong_shape``).
-    live:        bool [S], whether the sample may have signal, in any batch that its group joins.
+    live:        bool [S], whether the sample may have signal. It does not depend on the other
+                 groups of a batch.
     """
 
     batch: Batch
@@ -70,7 +71,7 @@ class ScoredBatch:
 
 
 class GroupScorer:
-    """Gathers groups of all ranks once, and joins what it has gathered."""
+    """Gathers each group of all ranks once, and joins gathered batches."""
 
     def __init__(self, scoring: Scoring, backend: MegatronBackend) -> None:
         self.scoring, self.backend = scoring, backend
@@ -78,7 +79,7 @@ class GroupScorer:
     def gather(self, groups: Mapping[int, Group]) -> ScoredBatch:
         """Gather the facts and rewards of all ranks' groups. A collective.
 
-        groups: this rank's, by their place in the rollout.
+        groups: place in the rollout → group, for this rank's groups.
         """
         size, masked = self.scoring.samples_per_prompt, self.scoring.mask_truncated
         own = [(number, groups[number]) for number in sorted(groups)]
@@ -95,15 +96,15 @@ class GroupScorer:
         return scored_batch(self.scoring, batch, totals, by_function)
 
     def join(self, parts: Sequence[ScoredBatch], places: Collection[int]) -> ScoredBatch:
-        """Return the groups at the places as one batch, see ``joined``. Not a collective."""
+        """Return the groups at the places as one batch (see ``joined``). Not a collective."""
         return joined(parts, places, rank=self.backend.topology.rank)
 
 
 def scored_batch(scoring: Scoring, batch: Batch, totals: np.ndarray, by_function: np.ndarray) -> ScoredBatch:
     """Add the overlong penalty to the totals, and find which samples may have signal.
 
-    totals: [S], NaN where a sample is taken out of its group.
-    by_function: [S, F].
+    totals: [S]; NaN: the sample is taken out of its group.
+    by_function: [S, F], one column for each reward function.
     """
     facts, reward = batch.facts, scoring.reward
     buffer_tokens = reward.overlong_buffer_tokens
@@ -134,13 +135,15 @@ def scored_batch(scoring: Scoring, batch: Batch, totals: np.ndarray, by_function
 
 
 def joined(parts: Sequence[ScoredBatch], places: Collection[int], *, rank: int) -> ScoredBatch:
-    """Return the groups at the places as one batch, in the order of places: equal to gathering them together.
+    """Return the groups at the places as one batch, ordered by place. The result equals gathering them together.
 
-    Of a place that several parts have, the last part's group is taken. Pure.
+    If several parts have a group for the same place, the last part's group is taken. Pure.
 
-    parts: none of their arrays depends on the other groups of a part (``may_have_advantage``).
-    rank:  this process's, whose rows the batch has.
+    parts: in their arrays, the rows of a group do not depend on the part's other groups
+        (``may_have_advantage``).
+    rank:  this process's rank, whose rows the batch holds.
     """
+    # Choose in each part the rows of the places, unless a later part has the place too.
     last = {int(number): position for position, part in enumerate(parts) for number in np.unique(part.facts.groups)}
     if len(parts) == 1 and set(places) == last.keys():
         return parts[0]
@@ -148,6 +151,7 @@ def joined(parts: Sequence[ScoredBatch], places: Collection[int], *, rank: int) 
         np.array([number in places and last[number] == position for number in part.facts.groups.tolist()], dtype=bool)
         for position, part in enumerate(parts)
     ]
+    # Join the chosen rows of all parts, and sort them by place.
     order = np.argsort(_joined([part.facts.places for part in parts], chosen), kind="stable")
 
     def join(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -182,7 +186,7 @@ def _joined_batch(batches: Sequence[Batch], chosen: Sequence[np.ndarray], order:
     arrays: dict[str, np.ndarray | None] = {}
     for field in dataclasses.fields(BatchFacts):
         columns = [getattr(facts, field.name) for facts in parts]
-        if field.name == "routed_shapes":  # None in a part without any, and zeros beside a part that has some
+        if field.name == "routed_shapes":  # a part may have None; beside a part with shapes that becomes zeros
             columns = [
                 np.zeros((facts.num_samples, 2), dtype=np.int64) if shapes is None else shapes
                 for facts, shapes in zip(parts, columns, strict=True)
@@ -202,20 +206,20 @@ def _joined_batch(batches: Sequence[Batch], chosen: Sequence[np.ndarray], order:
 
 
 def overlong_shape(response_tokens: np.ndarray, *, max_response_tokens: int, buffer_tokens: int) -> np.ndarray:
-    """Return [S] float64, the soft punishment of each response's length; all 0 where ``buffer_tokens`` is 0.
+    """Return [S] float64, the soft punishment of each response's length; all 0 if ``buffer_tokens`` is 0.
 
-    A response that runs into the limit L is cut, and its reward says little of its reasoning. So
-    the reward falls over the b tokens before (DAPO, arXiv:2503.14476, section 3.4, eq. 13):
+    A response that reaches the limit L is cut off, and its reward says little about its reasoning.
+    So the reward falls over the last b tokens before L (DAPO, arXiv:2503.14476, section 3.4, eq. 13):
 
-        R(y) = 0                                  where |y| ≤ L − b
-               ((L − b) − |y|) / b                where L − b < |y| ≤ L
-               −1                                 where |y| > L
+        R(y) = 0                                  if |y| ≤ L − b
+               ((L − b) − |y|) / b                if L − b < |y| ≤ L
+               −1                                 if |y| > L
 
     response_tokens: int64 [S], the number of tokens of each response.
     max_response_tokens: tokens, L of eq. 13 (``rollout.max_response_tokens``).
     buffer_tokens: tokens, b of eq. 13 (``reward.overlong_buffer_tokens``); b ≤ L.
 
-    The result times ``reward.overlong_penalty`` joins the total reward.
+    The result times ``reward.overlong_penalty`` is added to the total reward.
     Example: L = 10, b = 4: lengths (6, 7, 8, 10) → (0, −0.25, −0.5, −1).
     """
     assert buffer_tokens <= max_response_tokens, (buffer_tokens, max_response_tokens)

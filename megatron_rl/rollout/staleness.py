@@ -1,17 +1,17 @@
 """The staleness rule: decides whether a rollout may be started now, and with which weights.
 
-Pure: counters in, a decision out, the same on every rank. Versions count optimizer steps. A rollout
-that is started ``between`` rollouts before its turn is trained at most ``between ·
-steps_per_rollout`` versions later than now; ghost steps that move nothing only make that less.
+Pure: counters in, a decision out, the same on every rank. Versions count optimizer steps. If
+``between`` rollouts are trained before a rollout, its training begins at most ``between ·
+steps_per_rollout`` versions from now. Ghost steps that move nothing make it fewer.
 
 Invariants (``assert_invariants`` in tests/unit/rollout/test_staleness.py):
 
 1. A rollout is trained at most ``max_staleness_steps`` versions after the weights that it is
    started with.
 2. The rollout whose turn it is (``between`` 0) may always be started.
-3. Weights are sent only if the engines' are ``interval`` versions behind, if they have none, if a
-   checkpoint was just taken (``renew``), or if the rollout could not be started without.
-4. If a rollout may be started, so may each one whose turn is earlier.
+3. Weights are sent only if the engines are ``interval`` versions behind, if they have no weights,
+   after a checkpoint (``renew``), or if otherwise the rollout could not be started.
+4. If a rollout may be started, so may each rollout whose turn is earlier.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ def may_start(
 
     trained: the trainer's weight version.
     engine: the engines' weight version.
-    between: rollouts that are trained before it.
+    between: number of rollouts that are trained before this rollout.
     max_staleness_steps: None for no bound.
+    interval: versions by which the engines may fall behind before weights are sent.
+    renew: whether weights are sent in any case.
 
-    Example: one step per rollout, ``max_staleness_steps`` 1, both at version 5: the next rollout
-    but one (``between`` 1) may start now, the one after it (2) may not; with the engines at version
-    4, the former may start after a sync.
+    Example: one step per rollout, ``max_staleness_steps`` 1, trainer and engines at version 5. A
+    rollout with ``between`` 1 may start now, with ``between`` 2 only later. With the engines at
+    version 4 and ``between`` 1, the rollout may start after a sync.
     """
     ahead = between * steps_per_rollout
 

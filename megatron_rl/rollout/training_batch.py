@@ -1,4 +1,4 @@
-"""The batch that a rollout becomes: its groups to be trained, and the log-probs known before the training plan."""
+"""The training batch of a rollout: the groups to be trained, and the log-probs known before the training plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LogProbPass:
     """Holds the result of a log-prob pass over part of a rollout.
 
     facts:    the part's facts.
-    chosen:   bool [S of the part], the samples that were passed.
+    chosen:   bool [S of the part], the samples that the pass covers.
     logprobs: flat over the part's response tokens.
     """
 
@@ -33,9 +33,10 @@ class LogProbPass:
 class KnownLogProbs:
     """Holds the old log-probs that were computed while the rest of the rollout was generated.
 
-    values:  float32 [T], flat over the batch's response tokens, 0 where not known.
+    values:  float32 [T], flat over the batch's response tokens; 0 for tokens that are not covered.
     covered: bool [S], the samples whose log-probs are known.
-    sums:    of the gap to the engine's log-probs, over those passes (``MegatronBackend.forward``).
+    sums:    metric name → sum over these passes, about the gap to the engine's log-probs
+             (``MegatronBackend.forward``).
     """
 
     values: np.ndarray
@@ -47,12 +48,12 @@ class KnownLogProbs:
 class TrainingBatch:
     """Holds the groups of one rollout that are trained.
 
-    known:           old log-probs that were computed already.
+    known:           the old log-probs that are computed already.
     replayed:        bool [S], samples of groups that an earlier rollout has trained.
-    trained_version: the version of the weights that it is to be trained on.
-    prompts:         of every place, the prompt of its group.
-    groups:          of this rank's places, the group.
-    metrics:         of rewards, staleness and the filters.
+    trained_version: the trainer's weight version before the first step on the batch.
+    prompts:         place → prompt of its group, for every place.
+    groups:          place → group, for this rank's places.
+    metrics:         the metrics of rewards, staleness and the filters.
     """
 
     scored: ScoredBatch
@@ -73,14 +74,14 @@ class TrainingBatch:
 
     @property
     def is_fresh(self) -> bool:
-        """Return whether every token comes from the weights to be trained, so that log-probs should agree."""
+        """Return whether the trainer's current weights made every token, so that its log-probs should agree."""
         return bool((self.facts.weight_versions == self.trained_version).all())
 
 
 def merge_passes(facts: BatchFacts, passes: Sequence[LogProbPass], unchanged: set[int]) -> KnownLogProbs:
-    """Put the log-probs of a rollout's parts into their places in the whole batch.
+    """Return the log-probs of a rollout's parts, arranged for the whole batch.
 
-    unchanged: places whose groups were not replaced since the passes.
+    unchanged: places whose groups were not replaced after the passes.
     """
     offsets = facts.response_offsets
     values, covered = np.zeros(int(offsets[-1]), dtype=np.float32), np.zeros(facts.num_samples, dtype=bool)

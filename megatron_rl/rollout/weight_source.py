@@ -1,4 +1,4 @@
-"""The weights that engines sample with, as a rollout's manager sends them: the whole policy, or its adapters alone."""
+"""Sources of the weights that the rollout manager sends to engines: the whole policy, or its adapters alone."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class WeightSource(Protocol):
     def version(self) -> int: ...
 
     def tensors(self, engine: Engine) -> Tensors:
-        """Return what the engine is to be sent, under Hugging Face names. A collective, as is the iteration."""
+        """Return the tensors to send to the engine, under Hugging Face names. A collective, as is the iteration."""
         ...
 
 
 class PolicyWeights:
-    """Gives every weight, with the adapters merged into it. bucket_bytes: gathered at once."""
+    """Gives every weight, with the adapters merged into it. ``bucket_bytes``: bytes that are gathered at once."""
 
     def __init__(self, backend: MegatronBackend, bucket_bytes: int) -> None:
         self._backend, self._bucket_bytes = backend, bucket_bytes
@@ -41,7 +41,7 @@ class PolicyWeights:
 
 
 class AdapterWeights(PolicyWeights):
-    """Gives adapters alone, and the frozen weights beside them only where an engine lacks them."""
+    """Gives the adapters alone. If any engine lacks the frozen weights, these come first."""
 
     def tensors(self, engine: Engine) -> Tensors:
         adapters = self._backend.export_adapters(bucket_bytes=self._bucket_bytes)

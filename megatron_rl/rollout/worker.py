@@ -1,18 +1,18 @@
 """The rollout worker of one rank: turns prompts into scored groups, at once or in threads while the trainer trains.
 
-Every rank knows all prompts of a rollout by place (their number in it) and takes every n-th of
-them; a group stays whole on one rank. One thread generates, job after job, and under
-``rollout.producer.straggler_share`` the next one beside the last groups of the one before; with
-reward workers another one scores, if configured in parts while the rest is generated. Functions of
-the rank's own process are called in its main thread, where signals work.
+Every rank knows all prompts of a rollout by place (their number in the rollout). With n ranks, a
+rank takes every n-th prompt. A group stays whole on one rank. One thread generates, job after job.
+Under ``rollout.producer.straggler_share`` the next job begins beside the last groups of the job
+before. With reward workers a second thread scores, if configured in parts while the rest is
+generated. Functions of the rank's own process are called in its main thread, where signals work.
 
-1. Every place of a job ends in ``rollouts`` and then in ``scores`` exactly once, whatever engines
+1. Every place of a job ends in ``rollouts`` and then in ``scores`` exactly once, even if engines
    are lost in between.
-2. A reward function is called on groups of one job, on at least this rank's share of ``min_groups``
-   of them but for the last call.
-3. ``wait`` ends: by scored places, by a thread's error, by a lost engine once nothing is under way,
-   or where nothing has progressed for its deadline: no group was generated or scored, and no engine
-   has said that it computes.
+2. A call of a reward function has groups of one job only. Each call but the last has at least this
+   rank's share of ``min_groups`` groups.
+3. ``wait`` ends at the latest after its deadline without progress: no group was generated or
+   scored, and no engine reported that it computes. It ends earlier if the places are scored, if a
+   thread failed, or if the engine was lost and its generation has ended.
 4. Only jobs that the caller has started are generated or scored, so they bound the memory.
 """
 
@@ -32,8 +32,8 @@ from megatron_rl.errors import EngineError
 from megatron_rl.rollout.engines.engine import Engine, EngineLost
 from megatron_rl.types import Prompt, Rollout, Sample, Score
 
-CLOSE_S = 10.0  # for threads to see that the engine is closed
-LOOK_S = 1.0  # between two looks at an engine's progress
+CLOSE_S = 10.0  # seconds for each thread to end after the engine was closed
+LOOK_S = 1.0  # seconds between two looks at an engine's progress
 INF = math.inf
 
 
@@ -52,8 +52,8 @@ class Group:
         """Return the rows to train on.
 
         A sample that was taken out of its group (no total) carries no loss token. Under
-        ``mask_truncated`` (overlong filtering, DAPO, arXiv:2503.14476, section 3.4) nor does a
-        sample that was cut off, but its reward stays in its group's statistics.
+        ``mask_truncated`` (overlong filtering, DAPO, arXiv:2503.14476, section 3.4) a sample that
+        was cut off carries none either, but its reward stays in its group's statistics.
         """
         return [
             to_sample(
@@ -66,7 +66,7 @@ class Group:
 def to_sample(rollout: Rollout, *, included: bool) -> Sample:
     """Turn a rollout into one row to train on. ``included``: whether its loss tokens (``loss_mask``) carry loss.
 
-    Raises ValueError for a mask of another length than the response's.
+    Raises ValueError if the mask and the response differ in length.
     """
     num_tokens = len(rollout.response_ids)
     mask = np.ones(num_tokens, dtype=bool) if rollout.loss_mask is None else np.array(rollout.loss_mask, dtype=bool)
@@ -90,14 +90,14 @@ def to_sample(rollout: Rollout, *, included: bool) -> Sample:
 class RolloutJob:
     """Holds a rank's share of one rollout. Its fields are read and written under ``change``.
 
-    prompts: of all ranks, by place.
+    prompts: place → prompt, of all ranks.
     mine:    this rank's places, in the order in which their groups are started.
     rollouts: place → its rollouts, once they are generated.
     scores:  place → its scores, once they are known.
-    lost:    why the engine was lost during the job.
+    lost:    why the engine was lost during the job; None if it was not.
     error:   a thread's exception, for the main thread to raise.
-    ended_s: place → the seconds from the job's making to its group's end, of groups that this
-        process generated.
+    ended_s: place → seconds from the job's creation until its group was generated, if this process
+        generated it.
     temperature: see ``Engine.generate``.
     """
 
@@ -128,7 +128,7 @@ class RolloutJob:
 
     @property
     def unscored(self) -> list[int]:
-        """Return the places that are generated and not scored, in the order in which they were finished."""
+        """Return the places that are generated but not scored, in the order in which their generation ended."""
         return [place for place in self.rollouts if place not in self.scores]
 
     @property
@@ -145,14 +145,14 @@ class RolloutJob:
         return {place: self.group(place) for place in self.mine}
 
     def put(self, number: int, rollouts: Sequence[Rollout], scores: Sequence[Score] | None) -> None:
-        """Add a group that an earlier process had finished; its place ``number`` is this rank's from now on."""
+        """Add a group that an earlier process had finished, and give its place ``number`` to this rank."""
         self.mine = tuple(sorted({*self.mine, number}))
         self.rollouts[number] = list(rollouts)
         if scores is not None:
             self.scores[number] = list(scores)
 
     def take_generation_s(self) -> float:
-        """Return the seconds of generating so far, under the job's lock; what follows is counted anew."""
+        """Return the seconds of generation since the last call. The caller holds the job's lock."""
         seconds, now = self.generation_s, time.monotonic()
         if self.generating:
             seconds, self.generating_since = seconds + now - self.generating_since, now
@@ -168,7 +168,7 @@ class RolloutJob:
         return sum(rollout.num_turns for group in self.rollouts.values() for rollout in group)
 
     def num_truncated(self) -> int:
-        """Count the samples that were cut off at their most tokens."""
+        """Count the samples that were cut off at their maximum of tokens."""
         return sum(rollout.finish_reason == "length" for group in self.rollouts.values() for rollout in group)
 
     def num_samples(self) -> int:
@@ -178,10 +178,10 @@ class RolloutJob:
 class RolloutWorker:
     """Generates and scores a rank's share of rollouts.
 
-    score: returns the scores of rollouts; None where a run has no rewards.
-    apart: whether ``score`` may be called in another thread than the main one.
-    share: (this rank's number among the ranks that take prompts, their number); None for a rank
-        that takes none.
+    score: returns the scores of rollouts; None if a run has no rewards.
+    apart: whether ``score`` may be called outside the main thread.
+    share: (this rank's number among the ranks that take prompts, the number of these ranks). None
+        for a rank that takes no prompts.
     in_background: whether jobs are generated in threads, while the trainer trains.
     """
 
@@ -197,7 +197,7 @@ class RolloutWorker:
     ) -> None:
         self.engine, self.config, self.share, self.deadline_s = engine, config, share, deadline_s
         self.score = score
-        self._enough = max(1, (config.min_groups or 0) // (share[1] if share else 1))  # a rank's groups of a part
+        self._enough = max(1, (config.min_groups or 0) // (share[1] if share else 1))  # groups of one rank in a part
         self._apart = apart and config.mode != "sync"
         self._in_parts = config.mode == "streaming" or config.straggler_share > 0
         self.in_background = config.ahead > 0 or config.mode == "streaming"
@@ -206,10 +206,10 @@ class RolloutWorker:
         self._threads: list[threading.Thread] = []
         self._closed = False
         self._progressed_at = time.monotonic()  # when a group was last generated or scored
-        self.scored_here_s = 0.0  # seconds of scoring in the main thread, in all
+        self.scored_here_s = 0.0  # total seconds of scoring in the main thread
 
     def places(self, num_prompts: int) -> range:
-        """Return the prompts of a rollout that are this rank's."""
+        """Return the indices of this rank's prompts in a rollout of ``num_prompts``."""
         return range(0) if self.share is None else range(self.share[0], num_prompts, self.share[1])
 
     def start(self, job: RolloutJob) -> None:
@@ -239,7 +239,7 @@ class RolloutWorker:
                 self.generate(job)
 
     def _generate_to_tail(self, job: RolloutJob) -> None:
-        """Generate a job in a thread of its own; return once so few groups are missing that engines may idle."""
+        """Generate a job in its own thread; return once at most ``straggler_share`` of its groups are missing."""
         thread = threading.Thread(target=self.generate, args=(job,), daemon=True, name="rollouts")
         self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         thread.start()
@@ -249,7 +249,7 @@ class RolloutWorker:
                 job.change.wait(LOOK_S)
 
     def generate(self, job: RolloutJob) -> None:
-        """Generate the missing groups of a job in the caller's thread. Raises nothing: the job records an error."""
+        """Generate the missing groups of a job in the caller's thread. Errors are recorded in the job, not raised."""
         lost, error = None, None
         with job.change:
             places, job.generating_since = job.missing, time.monotonic()
@@ -284,8 +284,11 @@ class RolloutWorker:
             self._score_ready(job)
 
     def _score_ready(self, job: RolloutJob) -> bool:
-        """Score the finished groups if they suffice for a call; return whether it did. One thread per job at a time."""
-        # Choose the groups under the job's lock: all of them once generation has ended, else a part that streams.
+        """Score the finished groups if there are enough of them; return whether it did. One thread per job at a time.
+
+        All groups are scored once generation has ended. Before, a part is scored if configured so.
+        """
+        # Choose the groups under the job's lock.
         with job.change:
             ready = [] if job.error else job.unscored
             enough = len(job.rollouts) == len(job.mine) or (self._in_parts and len(ready) >= self._enough)
@@ -296,10 +299,12 @@ class RolloutWorker:
             rollouts = [rollout for number in ready for rollout in job.rollouts[number]]
             job.scoring = True
         started, scores, error = time.perf_counter(), [], None
+        # Score without the lock, so that generation goes on.
         try:
             scores = self.score(rollouts)
         except BaseException as caught:  # noqa: BLE001 (raised in the main thread, by wait)
             error = caught
+        # Give each group its scores, and wake the threads that wait for them.
         with job.change:
             job.error, job.scoring = job.error or error, False
             self._progressed_at = time.monotonic()
@@ -311,12 +316,13 @@ class RolloutWorker:
         return True
 
     def wait(self, job: RolloutJob, places: Sequence[int], *, since: float | None = None, most_s: float = INF) -> bool:
-        """Wait until the places, all of them this rank's, are scored, or the engine is lost, which ``job.lost`` says.
+        """Wait until the places are scored, or the engine is lost (``job.lost``); return whether the wait has ended.
 
-        since: time.monotonic() of the wait's beginning, where it is waited for in parts; None: now.
-        most_s: seconds of this part; False is returned where they do not suffice.
+        places: places of this rank.
+        since: time.monotonic() of the wait's beginning, if the wait has several parts; None: now.
+        most_s: seconds of this part. If they do not suffice, False is returned.
 
-        Raises the job's error, and EngineError where nothing has progressed for ``run.deadline_s``.
+        Raises the job's error. Raises EngineError if nothing has progressed for ``run.deadline_s``.
         """
         began, part_ends_at = time.monotonic() if since is None else since, time.monotonic() + most_s
         while True:
@@ -334,7 +340,7 @@ class RolloutWorker:
                     raise EngineError(self._late(job, "scored" if generated else "generated"))
 
     def wait_generated(self, job: RolloutJob, *, since: float | None = None, most_s: float = INF) -> bool:
-        """Wait, as ``wait`` does, until no group of a job is being generated."""
+        """Wait until no group of a job is being generated. Arguments, result and errors are as in ``wait``."""
         began, part_ends_at = time.monotonic() if since is None else since, time.monotonic() + most_s
         with job.change:
             while job.generating:
@@ -345,7 +351,7 @@ class RolloutWorker:
         return True
 
     def _waits_on(self, job: RolloutJob, began: float, part_ends_at: float) -> bool:
-        """Wait for a change of the job, under its lock; return False where nothing has progressed for the deadline."""
+        """Wait for a change of the job, under its lock; return False if nothing has progressed for the deadline."""
         ends_at = max(began, self._progressed_at, self.engine.progressed_at) + self.deadline_s
         left_s = min(ends_at, part_ends_at, time.monotonic() + LOOK_S) - time.monotonic()
         return job.change.wait(max(0.0, left_s)) or time.monotonic() < ends_at
@@ -359,7 +365,7 @@ class RolloutWorker:
         )
 
     def close(self) -> None:
-        """End the threads and give up their work, after the engine was closed. May be called again."""
+        """End the threads and drop their unfinished work. Call it after the engine's ``close``; it may be repeated."""
         if not self._closed:
             self._closed = True
             self._jobs.put(None)

@@ -1,1 +1,1 @@
-"""A server that speaks Tinker's API: other people's training loops on this backend (docs/tinker.md)."""
+"""A server of Tinker's API, on which clients run their own training loops with this backend (docs/tinker.md)."""

@@ -1,8 +1,8 @@
-"""The JSON bodies of Tinker's API as a schema: each field with its type and its bounds, checked before anything else.
+"""The schemas of Tinker's JSON bodies: each field with its type and bounds, checked before anything else.
 
-Names and types are those of the SDK's own requests (tinker 0.34 to 0.38, ``tinker.types``). Fields
-that are not declared are ignored, since releases add some; those of AdamParams are not, which would
-train otherwise than asked.
+Names and types are the same as in the SDK's requests (tinker 0.34 to 0.38, ``tinker.types``). Fields
+that are not declared are ignored, since new releases add some. Unknown fields of AdamParams are
+refused, since without them the training would differ from the request.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from megatron_rl.errors import quoted, shortened
 from megatron_rl.json_text import MOST_LEVELS, levels
 from megatron_rl.serve.values import RequestError
 
-MOST_NUMBER = 2**31 - 1  # of a model, a sampler or a request: an int32 in the protocol
+MOST_NUMBER = 2**31 - 1  # the largest number of a model, a sampler or a request: an int32 in the protocol
 MOST_QUESTION = 64 * 2**10  # bytes of a body that asks for a result
-TOKEN_BYTES = 16  # of a prompt's token in JSON, with the blanks of a generous writer
+TOKEN_BYTES = 16  # bytes allowed for a prompt's token in JSON, blanks included
 MOST_METADATA = 64 * 1024  # characters of a request's metadata as JSON
-LEAST_EPS = 1e-20  # below it m / (sqrt(v) + eps) of a float32 gradient that was always 0 may be 0 / 0
-LEAST_TEMPERATURE = 0.01  # vLLM samples at this one where it is asked for less (vllm 0.32.0, SamplingParams)
-MOST_TTL_S = 10 * 366 * 24 * 3600  # ten years, the SDK's own bound
+LEAST_EPS = 1e-20  # with a smaller eps, m / (sqrt(v) + eps) of a float32 gradient that was always 0 may be 0 / 0
+LEAST_TEMPERATURE = 0.01  # vLLM raises smaller temperatures to this number (vllm 0.32.0, SamplingParams)
+MOST_TTL_S = 10 * 366 * 24 * 3600  # ten years, the SDK's own limit
 MOST_SAMPLES, MOST_TOP = 4096, 1024
 MOST_CHUNKS = 4096
 MOST_STOPS, MOST_STOP_TEXT = 64, 1000
-# the releases of the SDK that are served; both ends are tested (`make test-tinker`)
+# The releases of the SDK that are served. Both ends are tested (`make test-tinker`).
 OLDEST_SDK, NEWEST_SDK = (0, 34), (0, 38)
 
 
 def _plain(value: object) -> object:
-    """Return a JSON value that can be written and read again. Raises ValueError."""
+    """Return a JSON value unchanged. Raises ValueError if it cannot be written and read again, or is too long."""
     if levels(value) > MOST_LEVELS:
         raise ValueError(f"nested deeper than {MOST_LEVELS} levels")
     text = json.dumps(value, allow_nan=False)  # ValueError: NaN and infinity
@@ -43,7 +43,10 @@ def _plain(value: object) -> object:
 
 
 def _text_or_tokens(value: object) -> object:
-    """Return the stops of a sample. Raises ValueError for a list that is too long, or mixed, or holds an empty text."""
+    """Return the stops of a sample unchanged. Raises ValueError if there are too many, or if one is empty or too long.
+
+    Raises it too if texts and tokens are mixed.
+    """
     stops = value if isinstance(value, list) else [] if value is None else [value]
     if len(stops) > MOST_STOPS:
         raise ValueError(f"{len(stops)} stops, and at most {MOST_STOPS} are read")
@@ -63,7 +66,7 @@ Ttl = Annotated[float, Field(gt=0, le=MOST_TTL_S)]
 
 
 class Body(BaseModel):
-    """A JSON object of a request."""
+    """Holds the JSON object of a request's body."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -117,13 +120,13 @@ class CreateModel(Body):
 
 
 class OfModel(Body):
-    """Names a model."""
+    """Holds a model's name."""
 
     model_id: Name
 
 
 class Numbered(OfModel):
-    """Names a request's place among those of its model; its other fields may be wrong, and its number is used."""
+    """Holds a request's model and its number there. The number counts as used even if other fields are wrong."""
 
     seq_id: Seq
 
@@ -206,24 +209,26 @@ class WeightsInfo(Body):
 
 
 class Anything(Body):
-    """A body of which no field is read."""
+    """Holds a body from which no field is read."""
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def most_bytes(longest: int) -> int:
-    """Return the bytes of the largest body in JSON that is read, where prompts have at most ``longest`` tokens.
+    """Return the maximum of bytes of a JSON body, for prompts of at most ``longest`` tokens.
 
-    Values take up to 150 times the bytes of their JSON in memory.
+    In memory, values take up to 150 times the bytes of their JSON.
     """
     return 2**20 + TOKEN_BYTES * longest
 
 
 def read(kind: type[AnyBody], content: bytes, *, most: int) -> AnyBody:
-    """Return a body of its schema, {} for an empty one; ``most``: bytes that are read.
+    """Return a body's values by the schema ``kind``. An empty body counts as {}.
 
-    Raises RequestError with the field and its value.
+    most: the maximum of bytes.
+
+    Raises RequestError with the faulty field and its value.
     """
     if len(content) > most:
         raise RequestError(f"the body has {len(content):,} bytes, and at most {most:,} of JSON are read", status=413)
@@ -234,7 +239,7 @@ def read(kind: type[AnyBody], content: bytes, *, most: int) -> AnyBody:
 
 
 def words_of(error: ValidationError) -> str:
-    """Return what is wrong with a body's first faulty field, in one sentence."""
+    """Return one sentence on the first faulty field of a body."""
     fault = error.errors(include_url=False, include_context=False)[0]
     reason = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "json_invalid":
@@ -253,11 +258,11 @@ def stop_conditions(
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the tokens and the texts that end a sample.
 
-    stop: None for the model's own ends of sequence; [] for none at all; else these alone, texts or
-        tokens.
-    own: the model's ends of sequence.
+    stop: None: the model's own end-of-sequence tokens. []: no stops. Otherwise only the given texts
+        or tokens.
+    own: the model's end-of-sequence tokens.
 
-    Example: ``["\\n\\n"]`` → ``((), ("\\n\\n",))``: an end of sequence does not end the sample
+    Example: ``["\\n\\n"]`` → ``((), ("\\n\\n",))``. An end-of-sequence token does not end the sample
     then.
     """
     if stop is None:
@@ -272,7 +277,7 @@ def stop_conditions(
 
 
 def check_sdk(version: object) -> None:
-    """Raise RequestError for a release outside the range, naming it and the range."""
+    """Raise RequestError if the SDK's release is not served. The message names the release and the served range."""
     release = re.match(r"(\d+)\.(\d+)", version) if isinstance(version, str) else None
     if release is None or not OLDEST_SDK <= (int(release[1]), int(release[2])) <= NEWEST_SDK:
         low, high = (".".join(map(str, end)) for end in (OLDEST_SDK, NEWEST_SDK))

@@ -1,7 +1,7 @@
-"""Saves a model's weights, with or without AdamW, and loads them: the trainer's own checkpoints, to the bit.
+"""Saving and loading of a model's weights, with or without AdamW's state, to the bit.
 
-A folder holds one checkpoint of the trainer's format (``iter_0000000``), which any layout of ranks
-reads; its state.json says in ``serve`` which adapters it has. ``save`` and ``load`` are
+A folder holds one checkpoint in the trainer's format (``iter_0000000``), which any layout of ranks
+can read. The field ``serve`` of its state.json describes its adapters. ``save`` and ``load`` are
 collectives.
 """
 
@@ -26,7 +26,7 @@ ITERATION = 0
 
 
 def save(backend: MegatronBackend, folder: pathlib.Path, spec: AdapterSpec | None, *, with_adam: bool) -> None:
-    """Write the model in the backend, and wait until it is whole; a folder of this name is replaced."""
+    """Write the backend's model, and wait until it is complete. An existing checkpoint in the folder is replaced."""
     state = {
         "model": model_state.identity(backend),
         "backend": model_state.numbers(backend),
@@ -38,11 +38,12 @@ def save(backend: MegatronBackend, folder: pathlib.Path, spec: AdapterSpec | Non
 
 
 def load(backend: MegatronBackend, folder: pathlib.Path, *, with_adam: bool) -> AdapterSpec | None:
-    """Read a checkpoint into the backend, and return its adapters; without AdamW its moments are zero.
+    """Read a checkpoint into the backend; return its adapters. Without AdamW's state its moments are zero.
 
-    Raises CheckpointError for another model's or a damaged one, RequestError where AdamW is asked
-    for and not there.
+    Raises CheckpointError if the checkpoint is damaged or of another model. Raises RequestError if
+    AdamW's state is requested and missing.
     """
+    # Verify the files, a share on each rank, and read the state.
     path = folder / name_of(ITERATION)
     state, error = {}, None
     try:
@@ -56,12 +57,13 @@ def load(backend: MegatronBackend, folder: pathlib.Path, *, with_adam: bool) -> 
             "these are weights for a sampler, which have no optimizer state; load them without it, or load what "
             "save_state wrote"
         )
+    # Load the weights, and set AdamW's state and the adapters' scale.
     numbers = dict(state["backend"])
     if not with_adam:
         numbers["optimizer_steps"] = 0
     step_index = backend.step_index
     model_state.load(backend, path, numbers, state["model"])
-    backend.step_index = step_index  # of the server, which all ranks compare
+    backend.step_index = step_index  # the server's own step index, which all ranks compare, goes on
     if not numbers["optimizer_steps"]:
         trained_state.reset_adam(backend)
     spec = None if state["serve"] is None else AdapterSpec(**state["serve"])
@@ -70,10 +72,10 @@ def load(backend: MegatronBackend, folder: pathlib.Path, *, with_adam: bool) -> 
 
 
 def link_copy(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Copy a checkpoint's folder over another: by hard links, which take no room, or whole where there are none.
+    """Replace the folder ``target`` by a copy of a checkpoint's folder. Not a collective.
 
-    What is saved over the source later makes new files, so that the copy stays as it is. Not a
-    collective.
+    The copy uses hard links, which take no room, if the file system has them. A later save to the
+    source makes new files, so the copy does not change.
     """
 
     def put(file: str, copy: str) -> str:

@@ -1,4 +1,4 @@
-"""Protobuf bodies of Tinker's API ↔ the server's own values. Nothing is trusted: each fault is a RequestError."""
+"""The conversion between Tinker's protobuf bodies and the server's values. Every fault of a body is a RequestError."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron_rl.serve.values import Datum, RequestError, TrainingAnswer, Traini
 
 PROTOBUF = "application/x-protobuf"
 DTYPES = {messages.FLOAT32: np.dtype(np.float32), messages.INT64: np.dtype(np.int64)}
-MOST_CELLS = 2**24  # of all tensors of a request, those included that a sparse one leaves out
-MOST_DATA = 2**16  # of a request; the SDK sends 1,024 at most
-MOST_INPUTS = 8  # of a datum; a loss reads four
+MOST_CELLS = 2**24  # cells of all tensors of a request, including the cells that a sparse tensor leaves out
+MOST_DATA = 2**16  # data of a request; the SDK sends 1,024 at most
+MOST_INPUTS = 8  # inputs of a datum; a loss reads four
 
 
 def parse_message(body: bytes):
-    """Return the ForwardBackwardRequest of a protobuf body. Raises RequestError for bytes that are none."""
+    """Return the ForwardBackwardRequest of a protobuf body. Raises RequestError for other bytes."""
     try:
         return messages.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
@@ -32,12 +32,12 @@ def parse_message(body: bytes):
 
 
 def parse_training(body: bytes) -> TrainingCall:
-    """Return the request of a protobuf body. Raises RequestError, naming the datum and the field."""
+    """Return the training request of a protobuf body. Raises RequestError, naming the datum and the field."""
     return training_call(parse_message(body))
 
 
 def training_call(message) -> TrainingCall:
-    """Return a message's request. Raises RequestError, naming the datum and the field."""
+    """Return the training request of a message. Raises RequestError, naming the datum and the field."""
     if not message.data:
         raise RequestError("data is empty: a forward_backward needs at least one datum")
     if len(message.data) > MOST_DATA:
@@ -57,7 +57,7 @@ def training_call(message) -> TrainingCall:
 
 
 def _check_cells(data) -> None:
-    """Raise RequestError for tensors that are too many, or too large once what a sparse one leaves out is there."""
+    """Raise RequestError for too many or too large tensors. A sparse tensor counts with its dense size."""
     cells = 0
     for number, datum in enumerate(data):
         if len(datum.loss_fn_inputs) > MOST_INPUTS:
@@ -120,7 +120,7 @@ def _datum(message, where: str) -> Datum:
 
 
 def _named(name: str) -> str:
-    """Return the name of an input for a message, without control characters."""
+    """Return an input's name for error messages, without control characters."""
     return name if name.isidentifier() and name.isascii() and len(name) < 60 else f"loss_fn_inputs[{quoted(name)}]"
 
 
@@ -144,7 +144,7 @@ def _from_bytes(data: bytes, dtype: np.dtype, where: str) -> np.ndarray:
 
 
 def _array(message, where: str) -> np.ndarray:
-    """Return a tensor as a dense array; what a sparse one does not list is 0."""
+    """Return a tensor as a dense array. Cells that a sparse tensor does not list are 0."""
     if message.dtype not in DTYPES:
         raise RequestError(f"{where} has dtype {message.dtype}; float32 ({messages.FLOAT32}) and int64 are read")
     dtype, shape = DTYPES[message.dtype], tuple(message.shape)
@@ -182,7 +182,7 @@ def _dense(csr, dtype: np.dtype, shape: tuple[int, ...], where: str) -> np.ndarr
 
 
 def training_answer(answer: TrainingAnswer) -> bytes:
-    """Return the protobuf body of an answer; a record holds neighbouring data whose log-probs have the same width."""
+    """Return the protobuf body of an answer. A record holds neighbouring data whose log-probs have the same width."""
     message = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(answer.metrics))
     for trailing, group in itertools.groupby(answer.logprobs, key=lambda values: values.shape[1:]):
         arrays = [np.ascontiguousarray(values, dtype=np.float32) for values in group]

@@ -1,12 +1,12 @@
-"""Operations become messages to all ranks, and their outcomes become answers; on rank 0, in its main thread.
+"""The coordinator: turns operations into messages to all ranks, and outcomes into answers, in rank 0's main thread.
 
-It also keeps count of what the ranks hold in memory: models that are not held are made from their
-last saved state before their operation runs, and the one that was used longest ago, of a silent
-session, makes room.
+It also keeps track of the models and sampler weights that the ranks hold in memory. A model that is
+not held is made from its last saved state before its operation runs. If there is no room, the least
+recently used model of a silent session is dropped.
 
-An error on rank 0 alone, around what the ranks do (a full disk, no descriptor left, a fault of
-ours), is the error of the request that it befell: the log has its traceback, and the loop goes on.
-What an error within a collective ends is said in ``serve/worker.py``.
+An error may happen on rank 0 alone, outside the ranks' work, such as a full disk, no free
+descriptor, or a bug. It becomes the error of its request. The log has its traceback, and the loop
+goes on. ``serve/worker.py`` describes errors within a collective.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from megatron_rl.serve.store import DONE, FAILED
 from megatron_rl.serve.values import TICK_S, Fault, Message, Outcome, SampleFailed
 
 log = logging.getLogger(__name__)
-log.addFilter(OncePerMinute(lambda x: (x.msg, x.args[2] if len(x.args or ()) > 2 else None)))  # by model
+# Lines of different models differ in kind.
+log.addFilter(OncePerMinute(lambda x: (x.msg, x.args[2] if len(x.args or ()) > 2 else None)))
 JSON = "application/json"
 SWEEP_S = 30.0
 Runner = Callable[[Message], Outcome]
@@ -46,7 +47,7 @@ Runner = Callable[[Message], Outcome]
 class Coordinator:
     """Runs operations, one message after the other.
 
-    run: runs a message on every rank.
+    run: runs a message on every rank, and returns its outcome.
     """
 
     def __init__(
@@ -54,12 +55,12 @@ class Coordinator:
     ) -> None:
         self.settings, self.registry, self.operations = settings, registry, operations
         self.journal, self.run = journal, run
-        self.held: OrderedDict[str, None] = OrderedDict()  # models, the one used longest ago first
-        self.weights: OrderedDict[str, None] = OrderedDict()  # of samplers, likewise
+        self.held: OrderedDict[str, None] = OrderedDict()  # models in memory, the least recently used first
+        self.weights: OrderedDict[str, None] = OrderedDict()  # sampler weights in memory, in the same order
         self._swept_at, self._ranks_failed = time.monotonic(), False
 
     def step(self) -> None:
-        """Run what comes next, or tell the ranks that nothing does."""
+        """Run the next operation, or send the ranks a tick if there is none."""
         taken = self.operations.take(TICK_S)
         if not taken:
             self._run(Message(header={"do": "tick"}))
@@ -71,7 +72,7 @@ class Coordinator:
                 self._sweep()
 
     def _run(self, message: Message) -> Outcome:
-        """Run a message on every rank. An error of it leaves the ranks at different places, and nothing goes on."""
+        """Run a message on every rank. After an error the ranks may be at different places, so the server must end."""
         try:
             return self.run(message)
         except BaseException:
@@ -80,7 +81,10 @@ class Coordinator:
 
     @contextlib.contextmanager
     def _contained(self, operations: Sequence[Operation] = ()) -> Iterator[None]:
-        """Have an error of the block, unless it is of all ranks, be that of the operations that have not ended."""
+        """Turn an error of the block into the error of the operations that have not ended.
+
+        An error of a message to all ranks is raised again.
+        """
         try:
             yield
         except Exception as error:
@@ -96,6 +100,7 @@ class Coordinator:
     # ---- a model's operation ----------------------------------------------------------------------------------------
 
     def _one(self, operation: Operation) -> None:
+        # Answer at once what needs no run: a failed request, a checkpoint that exists, a model without room.
         header = dict(operation.header)
         if header["do"] == "fail":
             self._discard(operation)
@@ -108,6 +113,7 @@ class Coordinator:
         if failed is not None:
             self._fail(operation, *failed)
             return
+        # Run the operation on all ranks.
         if header["do"] == "save":
             header["spec"] = spec_facts(self.registry.spec(operation.line))
         if header["do"] == "snapshot":
@@ -117,11 +123,12 @@ class Coordinator:
         if outcome.error is not None:
             self._fail(operation, outcome.error, outcome.fault)
             return
+        # Answer the client, and write the model's metrics.
         self.held[operation.line] = None
         self.held.move_to_end(operation.line)
         content, kind = self._answer(operation, header, outcome)
         self.operations.finish(operation, content, kind)
-        with self._contained():  # the request has run, whatever becomes of its row
+        with self._contained():  # the request has succeeded, even if its row cannot be written
             self._write(operation, outcome.value, time.monotonic() - began)
 
     def _write(self, operation: Operation, value: Any, seconds: float) -> None:
@@ -131,7 +138,7 @@ class Coordinator:
             self.journal.add(operation.line, value.metrics, seconds)
 
     def _discard(self, operation: Operation) -> None:
-        """Have the ranks discard the gradient before an operation that training depends on and that cannot run."""
+        """Discard a model's gradient on all ranks, if training depends on an operation that cannot run."""
         if operation.depends and operation.line in self.held:
             self._run(Message(header={"do": "discard", "model": operation.line}))
 
@@ -145,7 +152,7 @@ class Coordinator:
         return self.registry.has_checkpoint(naming.parse_checkpoint(path))
 
     def _hold(self, model: str, *, makes: bool) -> tuple[str, Fault] | None:
-        """Have the ranks hold a model; return the error where they cannot. ``makes``: the operation makes it."""
+        """Make all ranks hold a model; return the error if they cannot. ``makes``: the operation itself makes it."""
         if model in self.held:
             return None
         if len(self.held) >= self.settings.max_models:
@@ -162,12 +169,12 @@ class Coordinator:
         outcome = self._run(Message(header=self.registry.restore_header(model)))
         if outcome.error is not None:
             return f"model {model} cannot be made from its last saved state: {outcome.error}", outcome.fault
-        self.registry.store.update("models", model, stepped=-1)  # no step since what is saved
+        self.registry.store.update("models", model, stepped=-1)  # no step since the saved state
         self.held[model] = None
         return None
 
     def _drop_model(self, model: str) -> None:
-        """Save a model's latest step and have the ranks forget it; its client is told of a gradient that is lost."""
+        """Save a model's latest step, and drop the model on all ranks. If a gradient is lost, its client is told."""
         facts = self.registry.store.get("models", model).facts
         if facts["stepped"] > facts["saved"]["seq"]:
             self._save_own(model, facts["stepped"])
@@ -186,7 +193,7 @@ class Coordinator:
             self._run(Message(header={"do": "drop", "models": [], "weights": [oldest]}))
 
     def _answer(self, operation: Operation, header: Mapping, outcome: Outcome) -> tuple[bytes, str]:
-        """Write down what an operation has changed, and return its answer."""
+        """Record an operation's changes in the store; return its answer."""
         model, seq, value = operation.line, operation.seq, outcome.value
         match header["do"]:
             case "forward_backward":
@@ -214,13 +221,14 @@ class Coordinator:
             path, operation.owner, seq=operation.seq, ttl_s=header["ttl_s"], metadata=header["metadata"]
         )
         self.weights.pop(str(path), None)
-        self._run(Message(header={"do": "drop", "models": [], "weights": [str(path)]}))  # read anew if overwritten
+        # Weights of this path may be overwritten: the next sampling request reads the new ones.
+        self._run(Message(header={"do": "drop", "models": [], "weights": [str(path)]}))
         if header["with_adam"]:
             self._go_on_from(operation.line, operation.seq, pathlib.Path(header["folder"]), with_adam=True)
         return _json({"path": str(path), "type": operation.kind})
 
     def _count_step(self, operation: Operation, metrics: Mapping[str, float], seconds: float) -> None:
-        """Count an optimizer step, and save the model where ``serve.save_every_steps`` says so."""
+        """Count an optimizer step, and save the model every ``serve.save_every_steps`` steps."""
         model, every = operation.line, self.settings.save_every_steps
         steps = self.registry.store.get("models", model).facts["steps"] + 1
         self.registry.store.update("models", model, steps=steps, stepped=operation.seq)
@@ -229,7 +237,7 @@ class Coordinator:
             self._save_own(model, operation.seq)
 
     def _save_own(self, model: str, seq: int) -> None:
-        """Save the state after a model's optimizer step ``seq``, as what it goes on from."""
+        """Save a model's state after its optimizer step ``seq``, as the state that it restarts from."""
         folder = self._own_folder(model)
         header = {"do": "save", "model": model, "folder": str(folder), "with_adam": True}
         outcome = self._run(Message(header={**header, "spec": spec_facts(self.registry.spec(model))}))
@@ -239,13 +247,13 @@ class Coordinator:
             log.error("model %s was not saved after request %d: %s", model, seq, outcome.error)
 
     def _go_on_from(self, model: str, seq: int, folder: pathlib.Path, *, with_adam: bool) -> None:
-        """Have a model go on, after a restart, from a copy of a checkpoint: its client may remove or overwrite that."""
+        """Make a copy of a checkpoint the state that a model restarts from. Its client may change the original."""
         own = self._own_folder(model)
         link_copy(folder, own)
         self.registry.note_saved(model, seq, own, with_adam=with_adam)
 
     def _own_folder(self, model: str) -> pathlib.Path:
-        """Return where a model's next own state goes: of two folders the one that is not written down as the last."""
+        """Return the folder of a model's next own state: of two folders, the one without the latest state."""
         folders = [(self.registry.root / model.replace(":", "_") / "auto" / name).absolute() for name in ("0", "1")]
         noted = self.registry.store.get("models", model).facts["saved"]["folder"]
         return folders[noted == str(folders[0])]
@@ -278,7 +286,7 @@ class Coordinator:
     # ---- housekeeping -----------------------------------------------------------------------------------------------
 
     def _sweep(self) -> None:
-        """Forget results that nobody asks for, and remove checkpoints that have expired."""
+        """Forget old results that no client has asked for, and remove expired checkpoints."""
         self._swept_at = time.monotonic()
         self.operations.forget(self.settings.keep_results_s)
         for row in self.registry.expired():
@@ -286,14 +294,17 @@ class Coordinator:
 
 
 def remove_checkpoint(registry: Registry, path: str) -> None:
-    """Remove a checkpoint, on disk too."""
+    """Remove a checkpoint from the store and from disk."""
     row = registry.store.get("checkpoints", path)
     registry.store.remove("checkpoints", path)
     shutil.rmtree(row.facts["folder"], ignore_errors=True)
 
 
 def note_end(registry: Registry) -> Callable[[Operation], None]:
-    """Return what writes down that an operation has ended; where it cannot, a restart tells its client of a loss."""
+    """Return a function that records an operation's end in the store.
+
+    If the record cannot be written, the client is told after a restart that the operation was lost.
+    """
 
     def ended(operation: Operation) -> None:
         if operation.kind == "sample":
@@ -307,7 +318,7 @@ def note_end(registry: Registry) -> Callable[[Operation], None]:
 
 
 def restore_lines(registry: Registry, operations: Operations) -> int:
-    """Open the lines of the models of an earlier run; return how many of them have lost something."""
+    """Open the lines of an earlier run's models; return how many models have lost operations."""
     losers = 0
     for row in registry.store.everything("models"):
         lost = registry.lost_words(row.id)

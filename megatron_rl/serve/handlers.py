@@ -1,8 +1,7 @@
-"""Requests of clients become operations: names and numbers are looked up, fields are checked, the rest is queued.
+"""The handlers of clients' requests: look up names and numbers, check fields, and queue operations.
 
-A request whose line and number are right but which cannot be served becomes an operation all the
-same, one that has
-failed: its number is used, so that those after it do not wait for it.
+A request may have a right line and number, and still not be servable. It becomes an operation that
+fails in its turn. So its number is used, and later requests do not wait for it.
 """
 
 from __future__ import annotations
@@ -22,21 +21,22 @@ from megatron_rl.serve.operations import Operations
 from megatron_rl.serve.registry import Registry, spec_facts
 from megatron_rl.serve.values import AdapterSpec, Fault, RequestError
 
-MOST_TOP_LOGPROBS = 2**22  # of one answer's most likely tokens: each is two numbers in JSON between ranks
-NUMBER_BYTES = 36  # of a token in a tuple of Python's
+MOST_TOP_LOGPROBS = 2**22  # most likely tokens in one answer; each is two numbers in JSON between ranks
+NUMBER_BYTES = 36  # bytes of a token in a Python tuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """Describes the model that is served.
+    """Holds the description of the model that is served.
 
-    name: by which clients ask for it. tokenizer_id: by which they load its tokenizer.
-    lora_rank: the largest rank of adapters; None where every weight is trained. stop_ids: its ends
-        of sequence.
-    longest: the most tokens of a prompt and its sample.
-    lora_targets: the layers that may have adapters. top_logprobs: whether the engine gives the most
-        likely tokens.
-    seed: of adapters and samples whose client gives none.
+    name: the name by which clients request the model.
+    tokenizer_id: the name by which clients load its tokenizer.
+    longest: the maximum of tokens of a prompt and its sample together.
+    lora_rank: the largest rank of adapters; None if every weight is trained.
+    stop_ids: the model's end-of-sequence tokens.
+    lora_targets: the layers that may have adapters.
+    top_logprobs: whether the engine returns the most likely tokens.
+    seed: the seed for adapters and samples if a client gives none.
     """
 
     name: str
@@ -53,9 +53,9 @@ class ServedModel:
 
 
 class RequestHandlers:
-    """Makes operations of requests, whose bodies have passed their schema.
+    """Makes operations from requests whose bodies have passed their schemas.
 
-    max_samples: the most samples of one request, ``serve.max_batch_samples``.
+    max_samples: the maximum of samples of one request, ``serve.max_batch_samples``.
     """
 
     def __init__(self, served: ServedModel, registry: Registry, operations: Operations, *, max_samples: int) -> None:
@@ -66,7 +66,7 @@ class RequestHandlers:
     # ---- models -----------------------------------------------------------------------------------------------------
 
     def create_model(self, owner: str, body: bodies.CreateModel) -> Operation:
-        """Queue the making of a model, as operation 0 of its line."""
+        """Queue the creation of a model, as operation 0 of its line."""
         self.registry.session(body.session_id, owner)
         self._check_base(body.base_model)
         spec = self._spec(body.lora_config or bodies.LoraConfig())
@@ -81,7 +81,7 @@ class RequestHandlers:
         return self._begin(owner, body.session_id, body.model_seq_id, "create_model", header, facts)
 
     def _begin(self, owner: str, session: str, seq: int, kind: str, header: dict, facts: dict) -> Operation:
-        """Open a model's line by its operation 0; one that repeats an earlier request opens nothing."""
+        """Open a model's line, and queue its operation 0. A repeated request opens nothing."""
         model = naming.model_name(session, seq)
         operation = Operation(
             id=naming.operation_name(model, 0),
@@ -93,7 +93,7 @@ class RequestHandlers:
             depends=True,
             digest=digest_of(repr(sorted(header.items())).encode()),
         )
-        with self._beginning:  # a model has its row before its line: what the disk refuses can be asked for again
+        with self._beginning:  # the row comes before the line, so that a client can repeat after a full disk
             if self.registry.store.get("models", model) is None:
                 self.registry.open_model(model, owner, session, facts)
             self.operations.open_line(model)
@@ -131,7 +131,7 @@ class RequestHandlers:
             )
 
     def _spec(self, lora: bodies.LoraConfig) -> AdapterSpec | None:
-        """Return the adapters that a client asks for; where every weight is trained it gets those."""
+        """Return the adapters that a client requests. Raises RequestError. None if the server trains every weight."""
         most = self.served.lora_rank
         if most is None:
             return None
@@ -156,7 +156,7 @@ class RequestHandlers:
     # ---- a model's operations ---------------------------------------------------------------------------------------
 
     def forward_backward(self, owner: str, body: bytes) -> Operation:
-        """Queue a training request; one whose data cannot be read or served fails in its turn."""
+        """Queue a training request. If its data cannot be read or served, it fails in its turn."""
         message = parse_message(body)
         self._model(message.model_id, owner)
         kind = "forward" if message.forward_only else "forward_backward"
@@ -214,7 +214,7 @@ class RequestHandlers:
         return self._ordered(owner, body, what, header, digest_of(_content(body)))
 
     def fail(self, owner: str, body: bodies.Numbered, kind: str, error: RequestError, content: bytes) -> Operation:
-        """Queue a request that cannot be served, so that its number is used and it fails in its turn, by name."""
+        """Queue a request that cannot be served, so that its number is used and it fails in its turn."""
         depends = kind in ("optim_step", "load_weights")
         return self._ordered(owner, body, kind, _fault(error), digest_of(content), depends=depends)
 
@@ -243,7 +243,7 @@ class RequestHandlers:
         )
 
     def _add(self, operation: Operation) -> Operation:
-        """Queue an operation; one that a crash has lost is handed back as it was, so that its client learns of it."""
+        """Queue an operation. If a crash has lost it, return it without queueing, so that its client is told."""
         known = self.registry.store.operation(operation.id)
         if known is not None and self.operations.find(operation.id) is None and known.digest == operation.digest:
             return operation
@@ -301,6 +301,7 @@ class RequestHandlers:
         return self.operations.add(operation)
 
     def _request(self, body: bodies.Sample, id: str) -> SampleRequest:
+        # Refuse requests that cannot be served.
         tokens, params, served = self._prompt(body.prompt), body.sampling_params, self.served
         room = served.longest - len(tokens)
         if room < 1:
@@ -321,6 +322,7 @@ class RequestHandlers:
                 f"sampling_params.temperature={params.temperature!r} must be 0, for the most likely tokens, or from "
                 f"{bodies.LEAST_TEMPERATURE} to 100"
             )
+        # Fill in the model's own limits and stops.
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         self._check_size(body, len(tokens), max_tokens)
         stop_ids, stop_texts = bodies.stop_conditions(params.stop, served.stop_ids, served.vocab_size)
@@ -341,7 +343,7 @@ class RequestHandlers:
         )
 
     def _prompt(self, prompt: bodies.Prompt) -> tuple[int, ...]:
-        """Return a prompt's tokens. Raises RequestError for anything but text, and for tokens that there are not."""
+        """Return a prompt's tokens. Raises RequestError for chunks that are not text, and for unknown tokens."""
         for number, chunk in enumerate(prompt.chunks):
             if chunk.type != "encoded_text":
                 raise RequestError(
@@ -358,7 +360,7 @@ class RequestHandlers:
         return tokens
 
     def _check_size(self, body: bodies.Sample, prompt: int, max_tokens: int) -> None:
-        """Raise RequestError for samples that together are more than the server makes at once."""
+        """Raise RequestError if a request wants more samples or log-probs than the server makes at once."""
         most, count = self.max_samples, body.num_samples
         if count > most:
             raise RequestError(f"num_samples={count} is above serve.max_batch_samples={most}; ask in several requests")
@@ -386,10 +388,10 @@ def _check_optimizer(config: bodies.OptimizerConfig | None) -> None:
 
 
 def _content(body: bodies.Body) -> bytes:
-    """Return a body in one form, by which a request that is sent again is the same."""
+    """Return a body in a single form, so that a repeated request has the same bytes."""
     return body.model_dump_json().encode()
 
 
 def _fault(error: RequestError) -> dict[str, object]:
-    """Return the header of an operation that fails when its turn comes."""
+    """Return the header of an operation that fails in its turn."""
     return {"do": "fail", "error": str(error), "fault": (error.fault or Fault.USER).value}

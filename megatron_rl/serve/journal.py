@@ -1,7 +1,7 @@
-"""A file of metrics for each model, `<run>/models/<model>/metrics.jsonl`, in the names of a training run's.
+"""Files of metrics, one for each model: `<run>/models/<model>/metrics.jsonl`, with a training run's names.
 
-``python -m megatron_rl.observability.report <run>/models/<model>`` draws it. A row is written at each ``optim_step``,
-over the training requests since the one before.
+``python -m megatron_rl.observability.report <run>/models/<model>`` draws such a file. A row is
+written at each ``optim_step``. It covers the training requests since the step before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PHASE = "serve"
 
 
 class Journal:
-    """Writes the rows of all models; on rank 0 alone."""
+    """Writes the rows of all models, on rank 0 alone."""
 
     def __init__(self, root: pathlib.Path, config_yaml: str) -> None:
         self.root, self.config_yaml = root, config_yaml
@@ -28,17 +28,17 @@ class Journal:
         self._stepped_at: dict[str, float] = {}
 
     def folder(self, model: str) -> pathlib.Path:
-        """Return a model's folder; its name holds colons, which not every file system takes."""
+        """Return a model's folder. Colons in the model's name are replaced, since not every file system takes them."""
         return self.root / model.replace(":", "_")
 
     def add(self, model: str, metrics: Mapping[str, float], seconds: float) -> None:
-        """Add a training request's metrics and the seconds that it ran."""
+        """Add a training request's metrics and run time."""
         sums = self._sums.setdefault(model, Counter())
         sums.update({name.removesuffix(":sum"): value for name, value in metrics.items()})
         sums["seconds"] += seconds
 
     def discard(self, model: str) -> None:
-        """Forget the requests since the last step: their gradient was discarded."""
+        """Forget the requests since the last step, since their gradient was discarded."""
         self._sums.pop(model, None)
 
     def step(self, model: str, number: int, metrics: Mapping[str, float], seconds: float) -> None:

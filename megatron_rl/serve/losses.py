@@ -1,7 +1,7 @@
 """Tinker's losses, as terms of the trainer's own loss over tokens (algorithm/policy_loss.py).
 
-Each is a sum over all targets of a request, with every normalisation in the client's numbers: our
-law, and Tinker's.
+Each loss is a sum over all targets of a request. Every normalisation is in the client's numbers.
+That is the rule both here and in Tinker.
 
 | Tinker | here | coefficient | defaults |
 |---|---|---|---|
@@ -12,10 +12,10 @@ law, and Tinker's.
 | gspo | gspo, its mean over sequence_ratio_mask | advantages | 1 − 3e-4, 1 + 4e-4: the paper's |
 | dro | dro | advantages, and a square at every target | beta 0.05 |
 
-The defaults of gspo and dro are this server's: Tinker's are not published in a page that was found.
+The defaults of gspo and dro are this server's own. No published defaults of Tinker were found.
 
-A target whose coefficient is 0 has no gradient, but under dro. Its old log-prob is read by nobody
-and may be anything.
+A target whose coefficient is 0 has no gradient, except under dro. Its old log-prob is not read, and
+may be anything.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_rl.serve.values import Datum, RequestError
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 THRESHOLDS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (1 - 3e-4, 1 + 4e-4)}
 BETA = 0.05
-MOST_NUMBER = 3.4e38  # float32's, in which losses are computed
+MOST_NUMBER = 3.4e38  # the largest float32, since losses are computed in float32
 _LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
 
 
@@ -43,9 +43,10 @@ _LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
 class ServedLoss:
     """Holds one request's loss.
 
-    term: the policy term. reads: the inputs of a datum that it needs, by name.
-    reads_mask: whether it takes ``sequence_ratio_mask`` where a datum has one.
-    trains_all: whether a target trains whatever its advantage is.
+    term: the policy term.
+    reads: the names of the inputs that it needs from a datum.
+    reads_mask: whether it reads ``sequence_ratio_mask`` if a datum has one.
+    trains_all: whether a target trains even if its advantage is 0.
     """
 
     name: str
@@ -56,15 +57,16 @@ class ServedLoss:
 
     @property
     def coefficient(self) -> str:
-        """Return the input whose zeros train nothing."""
+        """Return the name of the input whose zeros train nothing."""
         return self.reads[-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServedInputs:
-    """Holds the inputs of a request's loss, float32 [T] flat over its targets (``Batch.facts.response_offsets``).
+    """Holds the inputs of a request's loss, float32 [T], flat over its targets (``Batch.facts.response_offsets``).
 
-    advantages: the coefficients. weights: 1, or gspo's mask.
+    advantages: the coefficients.
+    weights: 1, or gspo's mask.
     """
 
     advantages: np.ndarray
@@ -72,7 +74,7 @@ class ServedInputs:
     old_logprobs: np.ndarray
 
     def gather(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the inputs [N] at N targets."""
+        """Return the inputs [N] at the N targets of the positions ``flat``."""
         return {
             "advantages": self.advantages[flat],
             "weights": self.weights[flat],
@@ -81,7 +83,7 @@ class ServedInputs:
 
 
 def served_loss(name: str, settings: Mapping[str, float | str]) -> ServedLoss:
-    """Return the loss of a request. Raises RequestError for one that is not served, naming those that are."""
+    """Return a request's loss. Raises RequestError for an unknown loss, naming the served losses."""
     if name == "stable_reinforce":
         raise RequestError(
             "loss_fn='stable_reinforce' has no published formula, so it is not served; pass one of "
@@ -152,7 +154,7 @@ def _gspo(low: float, high: float) -> Callable[[PolicyTokens], PolicyTerm]:
 def check_inputs(loss: ServedLoss, data: Sequence[Datum], vocab_size: int, longest: int) -> None:
     """Raise RequestError for a datum that the loss or the model cannot read.
 
-    longest: the most tokens of a datum.
+    longest: the maximum of tokens of a datum.
     """
     allowed = {*loss.reads, *(["sequence_ratio_mask"] if loss.reads_mask else [])}
     for number, datum in enumerate(data):
@@ -182,17 +184,17 @@ def check_inputs(loss: ServedLoss, data: Sequence[Datum], vocab_size: int, longe
 
 
 def _says_nothing(datum: Datum) -> bool:
-    """Return whether a policy loss's weights are 1 wherever the advantage is not 0."""
+    """Return whether a policy loss's weights are 1 at every target whose advantage is not 0."""
     return bool(((datum.inputs["weights"] == 1) | (datum.inputs["advantages"] == 0)).all())
 
 
 def coefficients(loss: ServedLoss, datum: Datum) -> np.ndarray:
-    """Return float32 [N, K], the numbers whose zeros train nothing; weights that are not given are 1."""
+    """Return float32 [N, K], the coefficients, whose zeros train nothing. If they are not given, they are 1."""
     return datum.inputs.get(loss.coefficient, np.ones(datum.targets.shape, dtype=np.float32))
 
 
 def without_least(loss: ServedLoss, datum: Datum, least: float) -> Datum:
-    """Return the datum with advantages of at most ``least`` in size as 0; weights of cross_entropy stay as they are."""
+    """Return the datum with advantages of at most ``least`` in size set to 0. Weights of cross_entropy stay."""
     if not least or loss.coefficient != "advantages" or "advantages" not in datum.inputs:
         return datum
     sent = datum.inputs["advantages"]
@@ -200,7 +202,7 @@ def without_least(loss: ServedLoss, datum: Datum, least: float) -> Datum:
 
 
 def ratio_mask(loss: ServedLoss, datum: Datum) -> np.ndarray:
-    """Return float32 [N, K], 1 at targets that gspo's mean is taken over (all of them without a mask)."""
+    """Return float32 [N, K], 1 at the targets over which gspo takes its mean. Without a mask all are 1."""
     mask = datum.inputs.get("sequence_ratio_mask") if loss.reads_mask else None
     return np.ones(datum.targets.shape, dtype=np.float32) if mask is None else (mask != 0).astype(np.float32)
 
@@ -208,9 +210,10 @@ def ratio_mask(loss: ServedLoss, datum: Datum) -> np.ndarray:
 def loss_sum(
     loss: ServedLoss, logprobs: np.ndarray, inputs: ServedInputs, sequences: np.ndarray, num_sequences: int
 ) -> tuple[float, int]:
-    """Return the loss's sum over a request's targets, and how many of them were clipped.
+    """Return the loss's sum over a request's targets, and the number of clipped targets.
 
-    logprobs: float32 [T]. sequences: int64 [T], the datum of each target.
+    logprobs: float32 [T].
+    sequences: int64 [T], the datum of each target.
     """
     flat = torch.from_numpy(logprobs).double()
     term = loss.term(

@@ -1,8 +1,8 @@
 """The protobuf messages of Tinker's API, declared by their field numbers (tinker 0.25 to 0.38, ``tinker_public``).
 
-The SDK's own generated module is not imported: it brings the whole client along, and a server must
-read the messages of clients of other versions than one that happens to be installed. Fields that
-are not declared are kept as unknown ones and ignored, as protobuf has it.
+The SDK's own generated module is not imported, since it would import the whole client. Also, a
+server must read messages of clients whose version is not the installed one. protobuf keeps
+undeclared fields as unknown fields, and they are ignored.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _SCALARS = {
     "string": descriptor_pb2.FieldDescriptorProto.TYPE_STRING,
     "bytes": descriptor_pb2.FieldDescriptorProto.TYPE_BYTES,
 }
-# message → its fields (name, number, type). ``repeated T``; ``optional T``: its presence tells;
-# ``map T``: from texts; ``one T``: of a oneof. Enumerations travel as int32.
+# message → its fields (name, number, type). Types: ``repeated T``; ``optional T``, whose presence is known;
+# ``map T``, with texts as keys; ``one T``, a member of a oneof. Enumerations are sent as int32.
 _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
     "SampleResponse": (
         ("sequences", 1, "repeated SampledSequence"),
@@ -71,8 +71,8 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
     "EncodedTextChunk": (("tokens", 1, "bytes"),),
     "Other": (),
 }
-FLOAT32, INT64 = 1, 2  # of a tensor's ``dtype``
-STOP, LENGTH = 0, 1  # of a sequence's ``stop_reason``
+FLOAT32, INT64 = 1, 2  # values of a tensor's ``dtype``
+STOP, LENGTH = 0, 1  # values of a sequence's ``stop_reason``
 
 
 def _entry_name(field: str) -> str:

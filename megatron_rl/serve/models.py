@@ -1,9 +1,9 @@
-"""The models in training, of which one at a time is in the backend; the others wait on the host of every rank.
+"""The models in training. One at a time is in the backend, the others wait in the host memory of every rank.
 
-An operation brings its model in, and with it weights, AdamW's moments and steps, the gradient
-accumulated so far and the adapters' scale, so that models cannot meet
+An operation brings its whole model into the backend: weights, AdamW's moments and steps, the
+gradient accumulated so far, and the adapters' scale. So models do not influence each other
 (``backend/trained_state.py``). Every rank does the same in the same order. With adapters the frozen
-model is shared, and a model takes the memory of its adapters four times (float32).
+model is shared, and a model takes four times the memory of its adapters (float32).
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from megatron_rl.serve.values import AdapterSpec, RequestError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weights:
-    """Holds a copy of trained parameters on this rank's host, and the adapters' scale. None: the base model's."""
+    """Holds a copy of trained parameters in host memory. ``scale``: alpha / rank of the adapters; None without any."""
 
     tensors: Sequence[torch.Tensor]
     scale: float | None
 
 
 class Models:
-    """Holds every model's state. Methods are collectives where they say so; every rank calls all of them alike."""
+    """Holds every model's state. Every rank calls all methods in the same order; some are collectives, as they say."""
 
     def __init__(self, backend: MegatronBackend) -> None:
-        """Take the backend's model for the base of all. A collective."""
+        """Take the backend's model as the base model. A collective."""
         self.backend = backend
         trained_state.begin_adam(backend)
         self.base = Weights(tensors=trained_state.take_weights(backend), scale=trained_state.scale_of(backend))
-        self._waiting: dict[str, TrainedState | None] = {}  # None: the one in the backend
+        self._waiting: dict[str, TrainedState | None] = {}  # a model's name → its state; None: it is in the backend
         self._active: str | None = None
 
     @property
     def names(self) -> list[str]:
-        """Return the models that are held, the least recently used first."""
+        """Return the names of the held models, the least recently used first."""
         return list(self._waiting)
 
     def create(self, name: str, spec: AdapterSpec | None) -> None:
-        """Begin a model: fresh adapters, or the base model's weights; AdamW at zero.
+        """Begin a model with fresh adapters, or with the base model's weights. AdamW's state is zero.
 
-        spec: None where every weight is trained.
+        spec: the adapters; None if every weight is trained.
         """
         self._put_away()
         backend = self.backend
@@ -64,9 +64,9 @@ class Models:
         self._begin(name)
 
     def load(self, name: str, folder: pathlib.Path, *, with_adam: bool) -> AdapterSpec | None:
-        """Begin a model, or replace one, by what a checkpoint holds; return its adapters. A collective.
+        """Begin or replace a model by the state in a checkpoint; return its adapters. A collective.
 
-        Where it raises, a model of this name is as it was.
+        If it raises, an existing model of this name is unchanged.
         """
         self._put_away()
         spec = checkpoints.load(self.backend, folder, with_adam=with_adam)
@@ -87,20 +87,20 @@ class Models:
     def _begin(self, name: str) -> None:
         backend = self.backend
         backend.zero_grad()
-        backend.optimizer.megatron.reload_model_params()  # the masters of half-precision weights
+        backend.optimizer.megatron.reload_model_params()  # set the float32 masters of half-precision weights
         trained_state.reset_adam(backend)
         backend.weight_version = 0
         self._waiting[name], self._active = None, name
 
     def activate(self, name: str) -> MegatronBackend:
-        """Bring a model into the backend and return it."""
+        """Bring a model into the backend; return the backend."""
         if name not in self._waiting:
             raise RequestError(f"model {name!r} is not held here", status=404)
         if self._active != name:
             self._put_away()
             trained_state.put(self.backend, self._waiting[name])
             self._active = name
-        del self._waiting[name]  # now the most recently used
+        del self._waiting[name]  # moves it to the end, as the most recently used
         self._waiting[name] = None
         return self.backend
 
@@ -110,14 +110,14 @@ class Models:
             self._active = None
 
     def drop(self, name: str) -> None:
-        """Forget a model; nothing happens where it is not held."""
+        """Forget a model. Do nothing if it is not held."""
         self._waiting.pop(name, None)
         if self._active == name:
             self.backend.zero_grad()
             self._active = None
 
     def discard_gradient(self, name: str) -> None:
-        """Discard what has been accumulated since the model's last optimizer step."""
+        """Discard the gradient accumulated since the model's last optimizer step."""
         if name in self._waiting:
             self.activate(name).zero_grad()
 
@@ -128,9 +128,9 @@ class Models:
 
     @contextlib.contextmanager
     def reading(self, weights: Weights | None) -> Iterator[MegatronBackend]:
-        """Have the backend's weights be others within the block; the model in it is as before afterwards.
+        """Replace the backend's weights within the block, and restore them afterwards.
 
-        weights: None for the base model's.
+        weights: the weights to use; None: the base model's.
         """
         backend, wanted = self.backend, weights or self.base
         own, scale = trained_state.take_weights(backend), trained_state.scale_of(backend)

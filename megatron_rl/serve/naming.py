@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from megatron_rl.errors import quoted
 from megatron_rl.serve.values import RequestError
 
-STATE, SAMPLER = "weights", "sampler_weights"  # the two kinds of checkpoints, as they stand in a path
-BASE = "base"  # the name of the base model's own weights, among samplers'
+STATE, SAMPLER = "weights", "sampler_weights"  # the two kinds of checkpoints, as written in a path
+BASE = "base"  # the sampler name of the base model's own weights
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPath:
-    """Names a checkpoint: ``tinker://<model>/<kind>/<name>``."""
+    """Holds the parts of a checkpoint's path: ``tinker://<model>/<kind>/<name>``."""
 
     model: str
     kind: str
@@ -28,11 +28,11 @@ class CheckpointPath:
 
     @property
     def id(self) -> str:
-        """Return the name within the model's checkpoints, as clients have it."""
+        """Return the checkpoint's id among the model's checkpoints, as clients see it."""
         return f"{self.kind}/{self.name}"
 
     def folder(self, root: pathlib.Path) -> pathlib.Path:
-        """Return its folder; a model's name holds colons, which not every file system takes."""
+        """Return its folder. Colons in the model's name are replaced, since not every file system takes them."""
         return root / self.model.replace(":", "_") / self.kind / self.name
 
 
@@ -45,7 +45,7 @@ def parse_checkpoint(path: str) -> CheckpointPath:
 
 
 def checked_name(name: str) -> str:
-    """Return a checkpoint's name. Raises RequestError for one that cannot be a folder's."""
+    """Return a checkpoint's name unchanged. Raises RequestError if it cannot be a folder's name."""
     if not _NAME.fullmatch(name):
         raise RequestError(
             f"the checkpoint's name {quoted(name, 100)} must be letters, digits, '.', '_' and '-', at most 200, and "
@@ -55,12 +55,12 @@ def checked_name(name: str) -> str:
 
 
 def new_session() -> str:
-    """Return a session's name, which nobody can guess."""
+    """Return a session's name that nobody can guess."""
     return f"s-{secrets.token_hex(8)}"
 
 
 def model_name(session: str, seq: int) -> str:
-    """Return a model's name, which the SDK derives alike."""
+    """Return a model's name. The SDK derives the same name."""
     return f"{session}:train:{seq}"
 
 

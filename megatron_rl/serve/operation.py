@@ -1,4 +1,7 @@
-"""One operation of a client, and the line that it stands in; ``serve/operations.py`` runs them."""
+"""The operations of clients, and the lines in which they wait. ``serve/operations.py`` orders them.
+
+A line is a model or a sampler, whose operations are numbered.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dataclasses import dataclass, field
 
 from megatron_rl.serve.values import Fault
 
-OPERATION_BYTES = 2048  # that an operation takes beside its body and its answer
+OPERATION_BYTES = 2048  # bytes of an operation beside its body and its answer
 WAITING, RUNNING, ENDED = "waiting", "running", "ended"
 
 
@@ -17,14 +20,16 @@ WAITING, RUNNING, ENDED = "waiting", "running", "ended"
 class Operation:
     """Holds one operation and, once it has ended, its answer.
 
-    id: by which its client asks for the answer. owner: the client's key, digested.
-    line, seq: its place.
+    id: the id by which its client asks for the answer.
+    owner: a digest of the client's key.
+    line, seq: its line, and its number there.
     depends: whether later operations of its line make no sense if it fails.
-    header: what to do, as JSON. body: the client's data, which travel to every rank. parsed: the
-        same, on rank 0.
-    held: bytes that it takes while it waits. weight: the samples that it asks for.
-    content: the answer's bytes, and their type; error: its message and whose fault it is. told: to
-        its client.
+    header: what to do, as JSON-able values.
+    body: the client's data, which are sent to every rank. parsed: their values, on rank 0.
+    held: bytes that it takes while it waits.
+    weight: the number of samples that it requests.
+    content: the answer's bytes, and their type. error: the error's message, and whose fault it is.
+    told: whether its client was given the answer or the error.
     """
 
     id: str
@@ -49,14 +54,14 @@ class Operation:
 
     @property
     def kept_bytes(self) -> int:
-        """Return the bytes that it takes once it has ended, its answer included."""
+        """Return the bytes that an ended operation takes, its answer included; 0 before its end."""
         if self.state != ENDED:
             return 0
         return OPERATION_BYTES + (0 if self.content is None else len(self.content[0]))
 
 
 def digest_of(*parts: bytes) -> str:
-    """Return a digest by which two requests are the same."""
+    """Return a digest of a request's parts. Two requests are the same if their digests are."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -65,11 +70,14 @@ def digest_of(*parts: bytes) -> str:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Line:
-    """Holds one line's waiting operations by number; ``next`` is the number that runs next where order matters.
+    """Holds the waiting operations of one line.
 
-    turn: grows with each time that a line is begun or served; the lowest one is next.
-    failed: why nothing runs until the client was told. failed_at: the lowest number by whose answer
-        it learns of that.
+    ordered: whether its operations run in the order of their numbers.
+    next: the number that runs next in an ordered line.
+    waiting: number → operation.
+    failed: the failure that the client must be told before anything runs.
+    failed_at: the lowest number whose answer tells the client of that failure.
+    turn: a number that is set when the line is opened or served. The line with the lowest is next.
     """
 
     ordered: bool = True
@@ -81,6 +89,6 @@ class Line:
     turn: int = 0
 
     def stop(self, why: tuple[str, Fault], failed_at: int) -> None:
-        """Run nothing more of an ordered line until the client was told why."""
+        """Stop an ordered line until its client was told of the failure ``why``."""
         if self.ordered:
             self.failed, self.failed_at = why, failed_at

@@ -1,17 +1,16 @@
-"""The queue of operations on rank 0: each model's in the order of their numbers, and no operation twice. Thread-safe.
+"""The queue of operations on rank 0: a model's operations run in the order of their numbers, each once. Thread-safe.
 
 Invariants (tests/unit/serve/test_operations.py checks them under Hypothesis):
 
-1. A line's operations run in the order of their numbers, whatever the order in which they arrive;
-   none is left out.
-2. An operation that arrives again is the same operation: it runs once, and both askers get its one
-   answer.
-3. Another request under a number that was used is refused.
-4. Every accepted operation ends: by its answer, by an error, or, at ``queue_s`` or ``gap_s``, by an
-   error that says so.
-5. After an operation of a line has failed that training depends on, those that are queued behind it
-   fail with it, until its client has been told: nothing is trained on half a step. What a client
-   sends after that runs.
+1. A line's operations run in the order of their numbers, for any order of their arrival. None is
+   left out.
+2. An operation that arrives again is the same operation. It runs once, and every request for its
+   answer gets the same answer.
+3. Another request under a used number is refused.
+4. Every accepted operation ends: by its answer, by an error, or, after ``queue_s`` or ``gap_s``, by
+   an error that names the limit.
+5. If training depends on an operation that failed, the operations behind it in its line fail too,
+   until its client was told. So nothing is trained on half a step. Later requests of the client run.
 6. Lines take turns: between two operations of one line every other line with a ready operation has
    had one.
 
@@ -34,7 +33,14 @@ from megatron_rl.serve.values import Fault, RequestError
 
 
 class Operations:
-    """Holds all operations. ``ended`` is called, without the lock, for each that has ended."""
+    """Holds all operations, and decides which runs next.
+
+    gap_s: seconds to wait for a missing number.
+    queue_s: seconds that an operation may wait.
+    max_bytes: bytes of all waiting operations, and of all kept answers.
+    max_batch: the maximum of samples that run together.
+    ended: is called for each operation that has ended, without the lock.
+    """
 
     def __init__(
         self,
@@ -51,20 +57,21 @@ class Operations:
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
         self._lines: dict[str, Line] = {}
-        self._busy: dict[str, Line] = {}  # those in which something waits
+        self._busy: dict[str, Line] = {}  # the lines with waiting operations
         self._turns = itertools.count()
         self._all: dict[str, Operation] = {}
-        self._bytes = 0  # of operations that have not ended
-        self._kept = 0  # of the answers of those that have
+        self._bytes = 0  # bytes of operations that have not ended
+        self._kept = 0  # bytes of operations that have ended, with their answers
 
     # ---- the clients' side ------------------------------------------------------------------------------------------
 
     def open_line(
         self, line: str, *, first: int = 0, ordered: bool = True, failed: tuple[str, Fault] | None = None
     ) -> bool:
-        """Begin a line, which stays; return False, and change nothing, where it was begun before.
+        """Open a line. If it is already open, return False and change nothing. Lines are never removed.
 
-        ``first`` is its next number, ``failed`` the failure to tell its client first.
+        first: its next number.
+        failed: a failure that its client must be told before anything runs.
         """
         with self._lock:
             if line in self._lines:
@@ -74,7 +81,7 @@ class Operations:
             return True
 
     def fail_line(self, line: str, error: tuple[str, Fault]) -> None:
-        """Fail what waits in a line, and what comes to it until its client was told."""
+        """Fail the waiting operations of a line, and later ones until its client was told."""
         with self._lock:
             failed_at = self._lines[line].next
             doomed = self._doom(line, error)
@@ -86,14 +93,16 @@ class Operations:
             return self._all.get(id)
 
     def add(self, operation: Operation, accept: Callable[[Operation], None] = lambda _: None) -> Operation:
-        """Queue an operation, and return it, or the one that it repeats.
+        """Queue an operation and return it. If it repeats an earlier operation, return the earlier one.
 
-        accept: called once for a new one, before it can run. In a line whose client was not told of
-            a failure yet it
-        fails at once. Raises RequestError for a number that another request has, and where too much
-        waits already (HTTP 429).
+        accept: called once for a new operation, before it can run.
+
+        If the line's client was not yet told of a failure, the operation fails at once. Raises
+        RequestError for a number that another request has used, and if too many bytes wait (HTTP
+        429).
         """
         with self._lock:
+            # Return the operation that this one repeats, or refuse it.
             if (known := self._all.get(operation.id)) is not None:
                 if known.digest != operation.digest:
                     raise RequestError(
@@ -116,6 +125,7 @@ class Operations:
                     status=429,
                     fault=Fault.SERVER,
                 )
+            # Queue it. A failed line fails it at once.
             operation.arrived_at = operation.asked_at = self._clock()
             accept(operation)
             self._all[operation.id] = operation
@@ -128,7 +138,7 @@ class Operations:
         return operation
 
     async def wait(self, operation: Operation, seconds: float) -> bool:
-        """Wait until an operation has ended, ``seconds`` at most; return whether it has."""
+        """Wait until an operation has ended, at most ``seconds``; return whether it has ended."""
         event = asyncio.Event()
         watcher = (asyncio.get_running_loop(), event)
         with self._lock:
@@ -147,7 +157,7 @@ class Operations:
                     operation.watchers.remove(watcher)
 
     def tell(self, operation: Operation) -> None:
-        """Note that a client was given an operation's answer or error; a failed line goes on then."""
+        """Note that a client was given an operation's answer or error. An error lets a failed line go on."""
         with self._lock:
             operation.asked_at, operation.told = self._clock(), True
             line = self._lines[operation.line]
@@ -155,33 +165,34 @@ class Operations:
                 line.failed = None
 
     def tell_line(self, line: str) -> None:
-        """Note that a line's client was told of a failure that no operation held here has; the line goes on then."""
+        """Note that a line's client was told of its failure by other means than a held operation. The line goes on."""
         with self._lock:
             if line in self._lines:
                 self._lines[line].failed = None
 
     def failure_of(self, line: str) -> tuple[str, Fault] | None:
-        """Return the failure that a line's client has not been told yet."""
+        """Return the failure that a line's client was not told yet; None if there is none."""
         with self._lock:
             return self._lines[line].failed if line in self._lines else None
 
     def forget(self, older_s: float) -> list[str]:
-        """Forget ended operations that nobody has asked for in ``older_s``; return their ids."""
+        """Forget ended operations that no client has asked for in the last ``older_s`` seconds; return their ids."""
         with self._lock:
             old = self._clock() - older_s
             return self._drop([x for x in self._all.values() if x.state == ENDED and x.asked_at < old])
 
     def _drop(self, operations: Sequence[Operation]) -> list[str]:
-        """Forget ended operations under the lock; return their ids."""
+        """Forget ended operations; return their ids. The caller holds the lock."""
         for operation in operations:
             del self._all[operation.id]
             self._kept -= operation.kept_bytes
         return [operation.id for operation in operations]
 
     def _make_room(self) -> None:
-        """Forget answers, under the lock, while they take more than ``max_bytes``: half of those of who has the most.
+        """Forget answers while all together take more than ``max_bytes``. The caller holds the lock.
 
-        Those that were given to their client go first, the newest one stays.
+        Each round forgets half of the answers of the owner with the most bytes. Answers that were
+        given to their client go first. The owner's newest answer stays.
         """
         while self._kept > self.max_bytes:
             sizes: Counter[str] = Counter()
@@ -197,9 +208,10 @@ class Operations:
     # ---- the worker's side ------------------------------------------------------------------------------------------
 
     def take(self, timeout_s: float) -> list[Operation]:
-        """Return what runs next: one operation, or several of a sampler that run together; [] where nothing is ready.
+        """Return what runs next: one operation, or several sampling requests that run together.
 
-        It waits for ``timeout_s`` at most. What was taken must be ended by ``finish`` or ``fail``.
+        It waits at most ``timeout_s``, then returns [] if nothing is ready. Every returned operation
+        must be ended by ``finish`` or ``fail``.
         """
         ends_at = time.monotonic() + timeout_s
         while True:
@@ -229,7 +241,7 @@ class Operations:
         return sorted(self._busy.items(), key=lambda item: item[1].turn)
 
     def _served(self, name: str, line: Line, seq: int) -> Operation:
-        """Take an operation out of its line, which has had its turn then."""
+        """Take an operation out of its line, and count this as the line's turn."""
         line.turn = next(self._turns)
         operation = line.waiting.pop(seq)
         if not line.waiting:
@@ -237,7 +249,10 @@ class Operations:
         return operation
 
     def _batch(self, first: Operation) -> list[Operation]:
-        """Return the waiting requests that may run with ``first``: of the same weights, in any line, up to a size."""
+        """Return waiting requests that run together with ``first``: for the same weights, from any line.
+
+        Together they request at most ``max_batch`` samples, unless one alone requests more.
+        """
         taken, weight = [], 0
         for name, line in self._by_turn():
             for operation in [] if line.ordered else list(line.waiting.values()):
@@ -255,10 +270,10 @@ class Operations:
         self._announce([operation])
 
     def fail(self, operation: Operation, message: str, fault: Fault) -> None:
-        """End an operation by an error; those behind it that depend on it fail too, until the client was told.
+        """End an operation by an error. If training depends on it, its line's waiting operations fail too.
 
-        All of it is one change under the lock, so that what a client sends once it was told never
-        fails with it.
+        All this is one change under the lock. So a request that a client sends after it was told
+        never fails with it.
         """
         with self._lock:
             self._end(operation, error=(message, fault))
@@ -270,7 +285,7 @@ class Operations:
         self._announce([operation, *doomed])
 
     def _doom(self, name: str, error: tuple[str, Fault]) -> list[Operation]:
-        """End, under the lock, what waits in a line by an error; return it, to be announced."""
+        """End the waiting operations of a line by an error; return them to be announced. The caller holds the lock."""
         line = self._lines[name]
         doomed = sorted(line.waiting.values(), key=lambda x: x.seq)
         line.waiting = {}
@@ -287,7 +302,7 @@ class Operations:
         content: tuple[bytes, str] | None = None,
         error: tuple[str, Fault] | None = None,
     ) -> None:
-        """Note under the lock that an operation has ended."""
+        """Note that an operation has ended. The caller holds the lock."""
         was_running = operation.state == RUNNING
         operation.content, operation.error, operation.state = content, error, ENDED
         operation.asked_at = self._clock()
@@ -301,17 +316,17 @@ class Operations:
             self._arrived.notify_all()
 
     def _announce(self, operations: Sequence[Operation]) -> None:
-        """Tell, without the lock, all who wait for operations that these have ended."""
+        """Wake everything that waits for these operations. The caller does not hold the lock."""
         for operation in operations:
             self._ended(operation)
             with self._lock:
                 watchers, operation.watchers = operation.watchers, []
             for loop, event in watchers:
-                with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+                with contextlib.suppress(RuntimeError):  # the event loop has ended, and nothing waits
                     loop.call_soon_threadsafe(event.set)
 
     def _end_overdue(self) -> None:
-        """End what has waited too long: behind a gap in the numbers, or for its turn."""
+        """End operations that have waited too long, behind a missing number or for their turn."""
         now, doomed = self._clock(), []
         with self._lock:
             for name, line in list(self._busy.items()):

@@ -1,4 +1,4 @@
-"""Answers clients' questions from the registry: training runs, checkpoints, samplers, sessions, in the SDK's fields."""
+"""Answers to clients' questions from the registry, on training runs, checkpoints, samplers and sessions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = {naming.STATE: "training", naming.SAMPLER: "sampler"}
 
 
 def capabilities(served: ServedModel) -> dict[str, object]:
-    """Return the models that are served: one."""
+    """Return the list of served models, which has one entry."""
     model = {
         "model_name": served.name,
         "max_context_length": served.context_tokens,
@@ -25,7 +25,7 @@ def capabilities(served: ServedModel) -> dict[str, object]:
 
 
 def model_info(served: ServedModel, row: Row) -> dict[str, object]:
-    """Return a training client's ``get_info``."""
+    """Return the answer to a training client's ``get_info``."""
     spec = row.facts["spec"]
     data = {"arch": served.family, "model_name": served.name, "tokenizer_id": served.tokenizer_id}
     return {
@@ -67,7 +67,7 @@ def _run(registry: Registry, row: Row) -> dict[str, object]:
 
 
 def checkpoints(registry: Registry, owner: str, model: str | None) -> dict[str, object]:
-    """Return a model's checkpoints, or all of a client's."""
+    """Return a model's checkpoints. ``model``: None: all checkpoints of the client."""
     if model is not None:
         registry.model(model, owner)
     rows = [_checkpoint(row) for row in registry.store.of_owner("checkpoints", owner, model)]
@@ -88,7 +88,7 @@ def _checkpoint(row: Row) -> dict[str, object]:
 
 
 def weights_info(registry: Registry, owner: str, path: str) -> dict[str, object]:
-    """Return what a client needs to train on from a checkpoint."""
+    """Return the facts that a client needs to continue training from a checkpoint."""
     row = registry.checkpoint(path, owner)
     spec = row.facts["spec"]
     if spec is None:

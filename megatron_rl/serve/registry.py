@@ -1,9 +1,9 @@
-"""Keeps rank 0's records of its clients: sessions, models, samplers, checkpoints, and the losses of a restart.
+"""Rank 0's records of its clients: sessions, models, samplers, checkpoints, and operations that a restart has lost.
 
-All of it is in the store, so that a server that is started again knows its clients' names. A model
-goes on from its last saved state: the one that ``save_state`` wrote, the one it was loaded from,
-its start, or the one written every ``serve.save_every_steps``. What came after that is lost, and
-its client is told so before anything else runs.
+All records are in the store, so that a restarted server knows its clients' names. A model goes on
+from its latest saved state. That is its start, the checkpoint from which it was loaded, or a state
+that ``save_state`` or ``serve.save_every_steps`` wrote. Later operations are lost, and the model's
+client is told so before anything else runs.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from megatron_rl.serve.naming import CheckpointPath
 from megatron_rl.serve.store import ACCEPTED, OperationRow, Row, Store
 from megatron_rl.serve.values import AdapterSpec, Fault, RequestError
 
-MOVES = ("forward_backward", "optim_step")  # operations without which a model is another one
-NAMED = 8  # lost operations that a message names
+MOVES = ("forward_backward", "optim_step")  # operations that change a model
+NAMED = 8  # maximum of lost operations that a message names
 
 
 class Registry:
-    """Holds the records. Every lookup is of one owner: what another one has is as if it were not there."""
+    """Holds the records. A lookup finds only the records of one owner."""
 
     def __init__(self, store: Store, root: pathlib.Path) -> None:
-        """root: the folder of checkpoints."""
+        """Take the store. ``root``: the folder of checkpoints."""
         self.store, self.root = store, root
-        self.heard: dict[str, float] = {}  # session → when it was last heard of
+        self.heard: dict[str, float] = {}  # session → time.monotonic() of its latest request
 
     def _owned(self, table: str, id: str, owner: str, what: str) -> Row:
         row = self.store.get(table, id)
@@ -46,7 +46,7 @@ class Registry:
         return session
 
     def session(self, id: str, owner: str) -> Row:
-        """Return an open session, of which this is a sign of life. Raises RequestError for one that has ended."""
+        """Return an open session, and note the request as a sign of life. Raises RequestError if it has ended."""
         row = self._owned("sessions", id, owner, "session")
         if row.facts.get("finished"):
             raise RequestError(f"session {id} was finished by its client", status=410)
@@ -54,11 +54,11 @@ class Registry:
         return row
 
     def known_session(self, id: str, owner: str) -> Row:
-        """Return a session, open or not."""
+        """Return a session, whether it is open or ended."""
         return self._owned("sessions", id, owner, "session")
 
     def finish_session(self, id: str, owner: str) -> None:
-        """End a session: its models may make room for others at once. Their checkpoints stay."""
+        """End a session. Its models may be dropped at once to make room. Their checkpoints stay."""
         self._owned("sessions", id, owner, "session")
         self.store.update("sessions", id, finished=True)
         self.heard.pop(id, None)
@@ -67,14 +67,14 @@ class Registry:
         self.heard[session] = time.monotonic()
 
     def is_silent(self, model: str, seconds: float) -> bool:
-        """Return whether a model's session was not heard of for so long."""
+        """Return whether a model's session has made no request for more than ``seconds``."""
         session = model.partition(":")[0]
         return time.monotonic() - self.heard.get(session, -float("inf")) > seconds
 
     # ---- models -----------------------------------------------------------------------------------------------------
 
     def open_model(self, model: str, owner: str, session: str, facts: Mapping[str, object]) -> None:
-        """Write down a model; ``facts`` hold its spec, its base model and its first saved state."""
+        """Record a model. ``facts``: its spec, its base model and its first saved state."""
         self.store.put("models", model, owner, session, {"steps": 0, "stepped": -1, "corrupted": False, **facts})
 
     def model(self, id: str, owner: str) -> Row:
@@ -93,17 +93,17 @@ class Registry:
         return {"do": "load", "model": model, "folder": saved["folder"], "with_adam": saved["with_adam"]}
 
     def note_saved(self, model: str, seq: int, folder: pathlib.Path, *, with_adam: bool) -> None:
-        """Write down that a model's state after operation ``seq`` lies in a folder."""
+        """Record the folder of a model's saved state after operation ``seq``."""
         saved = {"seq": seq, "folder": str(folder.absolute()), "with_adam": with_adam}
         self.store.update("models", model, saved=saved)
 
     def lost_since_saved(self, model: str) -> list[OperationRow]:
-        """Return the operations that have moved the model since its last saved state."""
+        """Return the operations that have changed the model since its latest saved state."""
         saved = self.store.get("models", model).facts["saved"]["seq"]
         return [x for x in self.store.operations(model) if x.seq > saved and x.kind in MOVES and x.state != "failed"]
 
     def lost_words(self, model: str) -> tuple[str, Fault] | None:
-        """Return what to tell a model's client where something is lost; None where nothing is."""
+        """Return the message to a model's client about lost operations; None if none are lost."""
         lost = self.lost_since_saved(model)
         if not lost:
             return None
@@ -169,5 +169,5 @@ class Registry:
 
 
 def spec_facts(spec: AdapterSpec | None) -> dict[str, object] | None:
-    """Return a spec as JSON."""
+    """Return an adapter spec as JSON-able values; None if every weight is trained."""
     return None if spec is None else dataclasses.asdict(spec)

@@ -1,8 +1,8 @@
-"""The HTTP routes of Tinker's API, served on rank 0 alone, in a thread of its own.
+"""The HTTP routes of Tinker's API, served by a thread of rank 0.
 
-Every error has a name and a status that the SDK does not retry for ever: 4xx for a request that
-cannot be served, 429 where the client should wait, and for an operation that has failed an answer
-with ``error`` and ``category``. 5xx is for faults of the server itself.
+Every error has a message, and a status that the SDK does not retry for ever. The status is 4xx for a
+request that cannot be served, 429 if the client should wait, and 5xx for faults of the server. A
+failed operation is answered with ``error`` and ``category``.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from megatron_rl.serve.values import Fault, RequestError
 log = logging.getLogger(__name__)
 log.addFilter(QUIET)
 ROOT = "/api/v1"
-LARGE = 128 * 2**10  # bytes of a body, from which on FEW are read at a time: its values take many times as many
+LARGE = 128 * 2**10  # bytes; of larger bodies only FEW are read at a time, since their values take far more memory
 FEW = 2
 UNANSWERED = 4  # bodies of the largest size that are held at a time
-# operations whose number is used, whatever else their body holds
+# Operations whose number counts as used even if the rest of their body is faulty.
 NUMBERED = ("optim_step", "save_weights", "save_weights_for_sampler", "load_weights")
 
 
 class Routes:
     """Answers HTTP requests.
 
-    keys: the keys that clients may present; none takes any, and keeps the clients of different keys
-        apart all the same.
+    keys: the keys that clients may present. Empty: any key, or none. Even then, clients with different
+        keys are different owners.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Routes:
         self._most_json = bodies.most_bytes(handlers.served.longest)
         self._few = anyio.CapacityLimiter(FEW)
         self.app = FastAPI(title="megatron_rl", docs_url=None, redoc_url=None, openapi_url=None)
+        # Requests pass the checks of ``Doors`` first.
         most = int(settings.max_body_mb * 2**20)
         bounds = Bounds(
             host=settings.host,
@@ -77,6 +78,7 @@ class Routes:
         self.app.add_exception_handler(404, _unknown_route)
         for fault in (OSError, sqlite3.Error):
             self.app.add_exception_handler(fault, _unwritten)
+        # Each route with a JSON body has a schema and a handler.
         post: dict[str, tuple[type[bodies.Body], Callable[[str, Any], object]]] = {
             "create_session": (bodies.CreateSession, self._create_session),
             "session_heartbeat": (bodies.SessionHeartbeat, self._heartbeat),
@@ -101,7 +103,7 @@ class Routes:
         self._add_queries()
 
     def _add_queries(self) -> None:
-        """Add the routes that only read what is written down."""
+        """Add the routes that need only the store. They read, remove a checkpoint, or finish a session."""
         registry, served = self.registry, self.handlers.served
         get: dict[str, Callable[..., object]] = {
             "healthz": lambda owner: {"status": "ok"},
@@ -126,11 +128,11 @@ class Routes:
     # ---- what every route does --------------------------------------------------------------------------------------
 
     def _owner(self, request: Request) -> str:
-        """Return who asks, as a digest of the key, which the doors have looked at."""
+        """Return the client as a digest of its key. ``Doors`` has already checked the key."""
         return hashlib.sha256(_key(request.headers).encode()).hexdigest()[:16]
 
     async def _in_thread(self, handle: Callable, owner: str, content: bytes) -> object:
-        """Return what a function makes of a body, in a thread; of large bodies FEW at a time."""
+        """Return a function's result for a body, computed in a thread. Only FEW large bodies are handled at a time."""
         limiter = self._few if len(content) > LARGE else None
         return await anyio.to_thread.run_sync(handle, owner, content, limiter=limiter)
 
@@ -210,10 +212,10 @@ class Routes:
         return Response(content, media_type=kind)
 
     def _retrieve_lost(self, owner: str, id: str) -> Response:
-        """Answer for an operation that is not in memory: of before a restart, or whose answer is kept no longer."""
+        """Answer for an operation that is not in memory, after a restart or because its answer was forgotten."""
         line, seq = line_of(id)
         if (row := self.registry.store.operation(id)) is None:
-            self.registry.sampler(line, owner)  # sampled again by the client: nothing depends on which draws it gets
+            self.registry.sampler(line, owner)  # the client may sample again, since nothing depends on the draws
             raise RequestError(f"sampling request {seq} of {line} is not held any more; send it again", status=410)
         if row.owner != owner:
             raise RequestError(f"request_id={quoted(id, 200)} is another client's", status=404)
@@ -236,7 +238,7 @@ async def _refused(_: Request, error: RequestError) -> Response:
 
 
 async def _unwritten(request: Request, error: Exception) -> Response:
-    """Answer for what the disk or the descriptors of the server's host do not allow; the client tries again."""
+    """Answer a request that failed for lack of disk space or descriptors, so that the client tries again."""
     log.error("%s: %s: %s", request.url.path, type(error).__name__, error)
     text = f"the server cannot write down the request ({type(error).__name__}: {error}); try again"
     return JSONResponse({"detail": text, "category": Fault.SERVER.value}, status_code=503)
@@ -247,7 +249,7 @@ def _key(headers: Mapping[str, str]) -> str:
 
 
 def _numbered(content: bytes) -> bodies.Numbered | None:
-    """Return a body's model and number where these are as they should be."""
+    """Return a body's model and number; None if these are faulty."""
     try:
         return bodies.read(bodies.Numbered, content, most=len(content))
     except RequestError:

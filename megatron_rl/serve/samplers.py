@@ -1,8 +1,8 @@
-"""Sampler weights and the engines that sample from them: one set at a time is in the engines of all ranks.
+"""Sampler weights, and the engines that sample with them. The engines of all ranks hold one set of weights at a time.
 
-Weights that a client has named lie on disk and are read when they are first asked for; unnamed
-snapshots are kept on the host of every rank. A request of other weights than the engines hold has
-these sent first, merged with adapters.
+Weights that a client has named are on disk, and are read at the first request for them. Unnamed
+snapshots are kept in the host memory of every rank. If a request needs other weights than the
+engines hold, its weights are sent first, with adapters merged.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ log.addFilter(QUIET)
 
 
 class Samplers:
-    """Holds sampler weights by name and samples from them. Every method is a collective."""
+    """Holds sampler weights by name, and samples with them. Every method is a collective unless it says otherwise."""
 
     def __init__(self, models: Models, tokenizer) -> None:
         self.models, backend = models, models.backend
         self.config = config = backend.config
+        # Start this rank's engine.
         topology = backend.topology
         location = RankLocation(
             rank=topology.rank,
@@ -59,6 +60,7 @@ class Samplers:
         self._weights: dict[str, Weights | None] = {BASE: None}
         self._wanted, self._sent, self._version = BASE, "", NO_WEIGHTS
         self._versions = itertools.count(1)
+        # The manager of rollouts sends it weights. This object is the manager's source of weights.
         worker = RolloutWorker(
             engine,
             None,
@@ -92,25 +94,25 @@ class Samplers:
         return name in self._weights
 
     def drop(self, name: str) -> None:
-        """Forget a sampler's weights; nothing happens where there are none."""
+        """Forget a sampler's weights. Do nothing if they are not held."""
         self._weights.pop(name, None)
 
     @property
     def version(self) -> int:
-        """Return the version of the weights that are to be sampled from. Not a collective."""
+        """Return the version of the weights for the next samples. Not a collective."""
         return self._version
 
     def tensors(self, engine: Engine):
-        """Yield the weights that are to be sampled from."""
+        """Yield the weights for the next samples."""
         with self.models.reading(self._weights[self._wanted]) as backend:
             yield from backend.export(bucket_bytes=self.config.weight_sync.bucket_bytes // 2)
 
     def sample(self, name: str, requests: Sequence[SampleRequest]) -> list[SampleResult | SampleFailed]:
-        """Return the requests' results, in order, on every rank; each rank with an engine samples its share.
+        """Return the requests' results, in order, on every rank. Each rank with an engine samples its share.
 
-        A request that the engine cannot answer is SampleFailed, and the others are answered. Raises
-        RequestError where no such weights are held, EngineError where engines are lost time and
-        again.
+        If the engine cannot answer a request, its result is SampleFailed, and the others are
+        answered. Raises RequestError if the weights are not held, and EngineError if engines are lost
+        ``weight_sync.attempts`` times in a row.
         """
         if name not in self._weights:
             raise RequestError(f"sampler weights {name!r} are not held here", status=404, fault=Fault.SERVER)
@@ -131,7 +133,7 @@ class Samplers:
         raise EngineError(f"engines were lost {self.config.weight_sync.attempts} times in a row: {why}")
 
     def _sample_share(self, requests: Sequence[SampleRequest]) -> tuple[dict[str, object], str | None]:
-        """Return this rank's results by their request's number, and why its engine was lost."""
+        """Return this rank's results by request number, and why its engine was lost (None if it was not)."""
         if self.share is None:
             return {}, None
         number, count = self.share
@@ -148,7 +150,7 @@ class Samplers:
 
 
 def answers_of(engine: Engine, requests: Sequence[SampleRequest]) -> list[SampleResult | SampleFailed]:
-    """Return an engine's results; where it fails on requests together, each is tried alone. Raises EngineLost."""
+    """Return an engine's results. If it fails on several requests, each is tried alone. Raises EngineLost."""
     try:
         return list(engine.sample(requests))
     except EngineLost:

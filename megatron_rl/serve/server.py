@@ -1,4 +1,4 @@
-"""A server's life: its parts are built on every rank, rank 0 listens to clients, and all ranks run one loop."""
+"""The server's start and its loops: every rank builds the parts, rank 0 listens to clients, all run its messages."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def check_config(
 
 
 def keys_of(settings: ServeConfig) -> tuple[str, ...]:
-    """Return the keys that clients may present. Raises ConfigError where the address needs one and there is none."""
+    """Return the keys that clients may present. Raises ConfigError if the address needs a key and none is set."""
     name, host = settings.api_key_env, settings.host
     keys = keys_in(name, setting="serve.api_key_env")
     if name is None and not is_loopback(host):
@@ -99,14 +99,14 @@ def keys_of(settings: ServeConfig) -> tuple[str, ...]:
 
 
 def serve(config: Config) -> bool:
-    """Serve until the process is told to end. Returns True: there is nothing to come back for."""
+    """Serve until the process is asked to end. Returns True: the run is complete, and was not preempted."""
     check_config(config.model, config.rollout, config.weight_sync, config.loss, config.sft, config.serve)
     hf_config = load_hf_config(config.model.hf_path)
     if config.rollout.engine == "vllm":
         check_served(config.model.hf_path)
-        # the engines are started for that length
+        # The engines are started for the length of a prompt and its response.
         check_lengths(config.data, config.rollout, hf_config.max_position_embeddings)
-    # a gradient that is not finite is an answer to its client: the step is passed over, and nothing is moved
+    # A gradient that is not finite becomes an error for its client. The step is skipped, and no weight changes.
     config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, on_nonfinite="skip"))
     with held_run_folder(config.run.path, config.run.deadline_s):
         model = settle_dtype(config.model, hf_config, on_gpu=HOST.is_cuda)
@@ -114,7 +114,7 @@ def serve(config: Config) -> bool:
         tokenizer = load_tokenizer(config.model, hf_config.vocab_size)
         this_job(deadline_s=config.run.deadline_s).wait_for_all(config.run.deadline_s)
         backend = MegatronBackend(config, hf_config=hf_config)
-        if config.serve.logprobs == "all":  # every datum's prompt has log-probs of its own
+        if config.serve.logprobs == "all":  # log-probs are wanted for every datum's prompt too
             backend.rules = dataclasses.replace(backend.rules, share_prompts=False)
         with open_watchdog(
             backend.topology, config.run.deadline_s, slow_stage_s=config.run.slow_stage_s, say=log.info
@@ -123,7 +123,7 @@ def serve(config: Config) -> bool:
                 models = Models(backend)
                 samplers = Samplers(models, tokenizer)
                 worker = Worker(config.serve, models, samplers, watchdog)
-                backend.frozen_checksum()  # a collective that the first save would be slower by
+                backend.frozen_checksum()  # a collective, done now so that the first save is faster
             with contextlib.closing(samplers):
                 if not backend.topology.is_main:
                     follow(worker)
@@ -138,7 +138,7 @@ def serve(config: Config) -> bool:
 
 
 def follow(worker: Worker) -> NoReturn:
-    """Run what rank 0 says, on every other rank."""
+    """Run rank 0's messages, on every other rank."""
     while True:
         worker.run(share_message(None))
 
@@ -146,9 +146,10 @@ def follow(worker: Worker) -> NoReturn:
 def lead(
     worker: Worker, served: ServedModel, settings: ServeConfig, folder: pathlib.Path, config_yaml: str
 ) -> NoReturn:
-    """Listen to clients on rank 0, and run what they ask for.
+    """Listen to clients on rank 0, and run their operations.
 
-    folder: the run's. config_yaml: its settings.
+    folder: the run's folder.
+    config_yaml: the run's settings.
     """
     replace_text(folder / "config.yaml", config_yaml)
     store = Store(folder / STORE)
@@ -214,7 +215,7 @@ def served_model(
 def serving_clients(
     settings: ServeConfig, registry: Registry, handlers: RequestHandlers, operations: Operations
 ) -> Iterator[str]:
-    """Listen in a thread within the block; yield the address. Raises RunError where it cannot."""
+    """Listen in a thread within the block; yield the address. Raises RunError if the server cannot listen."""
     from megatron_rl.serve.routes import Routes
 
     routes = Routes(settings, registry, handlers, operations, keys_of(settings))

@@ -1,9 +1,9 @@
-"""The server's memory on disk, in one SQLite file: what must outlive a crash. Rank 0 alone has it; thread-safe.
+"""The server's records on disk, in one SQLite file that outlives a crash. On rank 0 alone; thread-safe.
 
-It holds sessions, models, samplers, checkpoints, and every operation that was accepted with whether
-it has ended. Bodies and answers are not kept: after a crash an operation that was under way is
-lost, and the file says which ones. A killed process loses no committed row (write-ahead log); a
-machine that loses power may lose the last ones.
+The file holds sessions, models, samplers, checkpoints, and every accepted operation with its state.
+Bodies and answers are not kept. After a crash, operations that were under way are lost, and the file
+shows which ones. A killed process loses no committed row (write-ahead log). A machine that loses
+power may lose the latest rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ BUSY_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Holds one session, model, sampler or checkpoint. owner: the client's key, digested. facts: all else, as JSON."""
+    """Holds one session, model, sampler or checkpoint.
+
+    owner: a digest of the client's key.
+    parent: the session, or a checkpoint's model.
+    created: time.time() of its creation.
+    facts: everything else, as JSON-able values.
+    """
 
     id: str
     owner: str
@@ -44,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationRow:
-    """Holds one accepted operation. line: the model or sampler whose operations it is among, by ``seq``."""
+    """Holds one accepted operation. ``line``: its model or sampler. ``seq``: its number there."""
 
     id: str
     owner: str
@@ -61,7 +67,7 @@ _PARENT = {"sessions": "''", "models": "session", "samplers": "session", "checkp
 class Store:
     """Reads and writes the file. Every method is one transaction.
 
-    Raises CheckpointError for a file that is damaged, is none of SQLite's, or cannot be opened.
+    Raises CheckpointError if the file is damaged, is no SQLite file, or cannot be opened.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -85,7 +91,7 @@ class Store:
             ) from error
 
     def put(self, table: str, id: str, owner: str, parent: str, facts: Mapping[str, object]) -> None:
-        """Write a row of ``sessions``, ``models``, ``samplers`` or ``checkpoints``, over one of the same id."""
+        """Write a row of ``sessions``, ``models``, ``samplers`` or ``checkpoints``. Replace a row of the same id."""
         columns = "id, owner, created, facts" if table == "sessions" else f"id, owner, {_PARENT[table]}, created, facts"
         values = [id, owner, *([] if table == "sessions" else [parent]), time.time(), json.dumps(facts)]
         places = ", ".join("?" for _ in values)
@@ -93,7 +99,7 @@ class Store:
             self._file.execute(f"INSERT OR REPLACE INTO {table} ({columns}) VALUES ({places})", values)
 
     def update(self, table: str, id: str, **facts: object) -> None:
-        """Overwrite some facts of a row, all others stay."""
+        """Overwrite some facts of a row. Its other facts stay."""
         with self._lock:
             found = self._file.execute(f"SELECT facts FROM {table} WHERE id = ?", [id]).fetchone()
             merged = {**json.loads(found[0]), **facts}
@@ -104,7 +110,7 @@ class Store:
         return rows[0] if rows else None
 
     def of_owner(self, table: str, owner: str, parent: str | None = None) -> list[Row]:
-        """Return an owner's rows, the newest first; ``parent``: only of this session or model."""
+        """Return an owner's rows, the newest first. ``parent``: return only the rows of this session or model."""
         where, values = "owner = ?", [owner]
         if parent is not None:
             where, values = f"{where} AND {_PARENT[table]} = ?", [owner, parent]
@@ -125,7 +131,7 @@ class Store:
             self._file.execute(f"DELETE FROM {table} WHERE id = ?", [id])
 
     def accept(self, operation: OperationRow) -> None:
-        """Write down an operation before its client is told that it was accepted."""
+        """Record an operation. It is called before the client is told that the operation was accepted."""
         fields = ("id", "owner", "line", "seq", "kind", "digest", "state")
         values = [operation.id, operation.owner, operation.line, operation.seq, operation.kind, operation.digest]
         with self._lock:
@@ -135,12 +141,12 @@ class Store:
             )
 
     def end(self, id: str, state: str) -> None:
-        """Write down that an operation is DONE or FAILED."""
+        """Record that an operation has ended. ``state``: DONE or FAILED."""
         with self._lock:
             self._file.execute("UPDATE operations SET state = ? WHERE id = ?", [state, id])
 
     def operations(self, line: str | None = None) -> list[OperationRow]:
-        """Return the operations of a line, or of all lines, by their numbers."""
+        """Return the operations of a line, or of all lines, ordered by line and number."""
         where, values = ("line = ?", [line]) if line is not None else ("1 = 1", [])
         query = f"SELECT id, owner, line, seq, kind, digest, state FROM operations WHERE {where} ORDER BY line, seq"
         with self._lock:

@@ -1,9 +1,9 @@
-"""A training request on every rank: its data become a batch, a plan and passes; their log-probs become its answer.
+"""The work of a training request on every rank: its data become a batch, a plan and passes, and then its answer.
 
-Every rank holds the request whole, so that nothing is exchanged before the pass. The skip is the
-trainer's: a datum none of whose targets has a coefficient trains nothing, so it runs forward alone,
-for its log-probs, or not at all under ``serve.logprobs=trained``. Gradients add until
-``optim_step``, in the backend.
+Every rank holds the whole request, so that nothing is exchanged before the pass. As in the trainer,
+data without signal are skipped: if all coefficients of a datum are 0, it trains nothing. Then it runs
+only forward, for its log-probs. Under ``serve.logprobs=trained`` it does not run at all. Gradients
+add up in the backend until ``optim_step``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from megatron_rl.types import Sample, StepKind, StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """Holds a request as the backend reads it.
+    """Holds a request in the backend's form.
 
     starts: int64 [S], the first input token of each datum whose target is in the batch; 0 under
         ``logprobs=all``.
     sequences: int64 [T], the datum of each target in the batch.
-    signal: bool [S], the data whose gradient need not be zero. trained: bool [S], those that run
-        backward: with signal,
-    or all under ``skip.mode=off``. wanted: bool [S], those whose log-probs are answered.
+    signal: bool [S], the data whose gradient may be non-zero.
+    trained: bool [S], the data that run backward: the data with signal, or all under
+        ``skip.mode=off``.
+    wanted: bool [S], the data whose log-probs are in the answer.
     """
 
     call: TrainingCall
@@ -56,8 +57,10 @@ class Prepared:
 def prepare(backend: MegatronBackend, call: TrainingCall, *, logprobs: str, least_advantage: float = 0.0) -> Prepared:
     """Make a request's batch. Not a collective.
 
-    logprobs: ``serve.logprobs``. least_advantage: ``serve.least_advantage``.
+    logprobs: ``serve.logprobs``.
+    least_advantage: ``serve.least_advantage``.
     """
+    # Find the targets whose log-probs are read, and make the batch from there on.
     loss = served_loss(call.loss, call.settings)
     call = dataclasses.replace(call, data=[without_least(loss, datum, least_advantage) for datum in call.data])
     skips = backend.config.skip.mode != "off"
@@ -66,6 +69,7 @@ def prepare(backend: MegatronBackend, call: TrainingCall, *, logprobs: str, leas
     starts = np.array([0 if everything else _start(places) for places in read])
     rows = zip(call.data, read, starts.tolist(), strict=True)
     batch = backend.replicate([_sample(i, *row) for i, row in enumerate(rows)])
+    # Flatten the loss's inputs, and find the data with signal.
     parts = [_flat_inputs(loss, datum, start) for datum, start in zip(call.data, starts.tolist(), strict=True)]
     signal = np.array([loss.trains_all or bool(coefficients(loss, datum).any()) for datum in call.data])
     signal &= not call.forward_only
@@ -87,21 +91,21 @@ def _read_targets(loss: ServedLoss, datum: Datum, everything: bool) -> np.ndarra
     if everything or loss.trains_all:
         return np.ones(len(datum.tokens), dtype=bool)
     read = coefficients(loss, datum) != 0
-    if loss.reads_mask:  # the mean of a sequence that trains nothing is read by nobody
+    if loss.reads_mask:  # also the targets of gspo's mean, unless the datum trains nothing
         read = read | ((ratio_mask(loss, datum) != 0) & read.any())
     return read.any(axis=1)
 
 
 def _start(read: np.ndarray) -> int:
-    """Return the first place that is read: what is before it is a prompt, which like prompts may share."""
+    """Return the first place that is read. The tokens before it count as a prompt, which equal prompts may share."""
     return int(read.argmax()) if read.any() else 0
 
 
 def _sample(number: int, datum: Datum, read: np.ndarray, start: int) -> Sample:
-    """Return a datum as a row: its tokens up to place ``start`` are the prompt, each later place is a response token.
+    """Return a datum as a row. Its tokens up to place ``start`` are the prompt, each later one is a response token.
 
-    Where the targets are the input's own next tokens the row needs no others; its last target is
-    the token after it.
+    The last target is added as a last token. If the targets then are the row's own next tokens, no
+    separate targets are needed.
     """
     fields = dict(
         sample_id=f"data[{number}]",
@@ -121,7 +125,7 @@ def _next(tokens: np.ndarray, read: np.ndarray, start: int) -> np.ndarray:
 
 
 def _flat_inputs(loss: ServedLoss, datum: Datum, start: int) -> dict[str, np.ndarray]:
-    """Return the inputs of a datum's targets from place ``start`` on, row by row; unread old log-probs are 0."""
+    """Return the flat inputs of a datum's targets from place ``start`` on. Old log-probs that are not read are 0."""
     coefficient, mask = coefficients(loss, datum)[start:], ratio_mask(loss, datum)[start:]
     old = datum.inputs["logprobs"][start:] if "logprobs" in loss.reads else np.zeros_like(coefficient)
     read = np.ones_like(coefficient) if loss.trains_all else (coefficient != 0) | (mask != 0) & loss.reads_mask
@@ -133,7 +137,8 @@ def _flat_inputs(loss: ServedLoss, datum: Datum, start: int) -> dict[str, np.nda
 
 
 def run(backend: MegatronBackend, prepared: Prepared) -> TrainingAnswer:
-    """Run a request's passes, adding its gradient to the accumulated one. A collective."""
+    """Run a request's passes, and add its gradient to the accumulated gradient. A collective."""
+    # Run the data that train forward and backward.
     batch, signal = prepared.batch, prepared.trained
     tokens = tokens_of(batch.facts, share_prompts=backend.rules.share_prompts)
     members = np.arange(batch.facts.num_samples)
@@ -148,6 +153,7 @@ def run(backend: MegatronBackend, prepared: Prepared) -> TrainingAnswer:
             batch, step, prepared.inputs, fingerprint=plan.fingerprints()[0], objective=objective
         )
         ran[step.ran] = True
+    # Run the other data forward, if their log-probs are wanted.
     rest = prepared.wanted & ~ran
     if rest.any():
         plan = plan_steps("logprob", [members], tokens, rest, backend.rules, drops=True)
@@ -185,7 +191,7 @@ def _answer(prepared: Prepared, flat: np.ndarray, executed: int) -> TrainingAnsw
 
 
 def _in_shape(datum: Datum, start: int, values: np.ndarray) -> np.ndarray:
-    """Return a datum's log-probs in the shape of its targets, 0 before place ``start``."""
+    """Return a datum's log-probs in the shape of its targets, with 0 before place ``start``."""
     whole = np.zeros(datum.targets.shape, dtype=np.float32)
     whole[start:] = values.reshape(-1, datum.targets.shape[1])
     return whole[:, 0] if datum.flat else whole

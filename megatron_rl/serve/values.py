@@ -1,4 +1,4 @@
-"""The values that travel between the stages of the server, and the errors that are answers to a client."""
+"""The values that the server's stages pass on, and the errors that become answers to a client."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from enum import Enum
 
 import numpy as np
 
-TICK_S = 10.0  # between two messages to the ranks, while nothing is to be done
+TICK_S = 10.0  # seconds between two messages to the ranks while there is nothing to do
 
 
 class Fault(Enum):
-    """Says whose fault an operation's error is, in the SDK's words."""
+    """Names whose fault an operation's error is, in the SDK's words."""
 
     USER = "user"
     SERVER = "server"
 
 
 class RequestError(ValueError):
-    """Reports a request that cannot be served: the message names the field, the value and the way out.
+    """Raised for a request that cannot be served. The message names the field, its value and the fix.
 
-    status: HTTP's code where the request is refused at once.
+    status: HTTP's status if the request is refused at once.
     """
 
     def __init__(self, message: str, *, status: int = 400, fault: Fault = Fault.USER) -> None:
@@ -35,12 +35,12 @@ class Datum:
 
     tokens: int64 [N].
     targets: int64 [N, K].
-    inputs: float32 [N, K] by name: ``weights``, or ``logprobs`` and ``advantages``,
+    inputs: name → float32 [N, K]. The names are ``weights``, or ``logprobs``, ``advantages`` and
         ``sequence_ratio_mask``.
-    flat: whether the client gave targets [N], and gets log-probs of that shape back.
+    flat: whether the client gave targets of shape [N]. Its log-probs then have the same shape.
 
-    Example: the sequence 5, 7, 9, of which 9 is trained: ``tokens=[5, 7], targets=[[7], [9]],
-    inputs={"weights": [[0], [1]]}``.
+    Example: in the sequence 5, 7, 9 only 9 is trained. Then ``tokens=[5, 7]``, ``targets=[[7],
+    [9]]`` and ``inputs={"weights": [[0], [1]]}``.
     """
 
     tokens: np.ndarray
@@ -53,7 +53,8 @@ class Datum:
 class TrainingCall:
     """Holds one request of ``forward_backward``.
 
-    loss: the loss's name as Tinker has it. settings: its ``loss_fn_config``.
+    loss: Tinker's name of the loss.
+    settings: its ``loss_fn_config``.
     """
 
     model_id: str
@@ -68,9 +69,9 @@ class TrainingCall:
 class TrainingAnswer:
     """Holds the answer to a TrainingCall.
 
-    logprobs: of each datum, float32 [N] or [N, K], in the shape of its targets.
-    metrics: by names that end with the reduction by which the SDK combines several requests of one
-        call.
+    logprobs: for each datum, float32 [N] or [N, K], in the shape of its targets.
+    metrics: name → value. A name ends with the reduction by which the SDK combines the requests of
+        one call.
     """
 
     logprobs: Sequence[np.ndarray]
@@ -79,10 +80,11 @@ class TrainingAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec:
-    """Describes the adapters that a client asks for.
+    """Holds the adapters that a client requests.
 
-    rank: of A and B; at most ``lora.rank``. seed: of A's start. attention, mlp: whether those
-        layers have adapters.
+    rank: the rank of A and B, at most ``lora.rank``.
+    seed: the seed of A's initial values.
+    attention, mlp: whether these layers have adapters.
     """
 
     rank: int
@@ -98,14 +100,14 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFailed:
-    """Says why the engine could not answer a sampling request."""
+    """Holds the reason why the engine could not answer a sampling request."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Message:
-    """Holds what every rank runs next. parsed: the body's values where this rank has them already."""
+    """Holds the work that every rank runs next. ``parsed``: the body's values, if this rank already has them."""
 
     header: Mapping[str, object]
     body: bytes = b""
@@ -114,7 +116,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcome:
-    """Holds how a message ended: a value, or an error's text and whose fault it is."""
+    """Holds the outcome of a message: a value, or an error's text and whose fault it is."""
 
     value: object = None
     error: str | None = None

@@ -1,13 +1,14 @@
-"""The collective loop of all ranks: rank 0 says what runs next, every rank runs it, and all agree on how it ended.
+"""The collective loop of all ranks: rank 0 sends a message, every rank runs it, and all agree on its outcome.
 
-A message is a header in JSON and a body of bytes, broadcast by rank 0 in host memory. While nothing
-waits, rank 0 sends a tick every TICK_S, so that no collective outlives ``run.deadline_s``.
+A message is a header in JSON and a body of bytes. Rank 0 broadcasts it in host memory. While nothing
+waits, rank 0 sends a tick every TICK_S, so that no collective waits longer than ``run.deadline_s``.
 
-An operation that fails on every rank alike (a request that cannot be served, a file, a gradient
-that is not finite) is an answer to its client, and the server goes on: its model is as it was
-before, less the gradient accumulated since its last step. An error within a collective is another
-matter: ranks are at different places then, so the server ends, the watchdog names the rank, and a
-restart goes on from what was saved.
+An operation may fail on every rank alike, because of a request that cannot be served, a file, or a
+gradient that is not finite. Then the error is the answer to its client, and the server goes on. The
+model is as before, without the gradient accumulated since its last step.
+
+After an error within a collective, ranks are at different places. So the server ends, the watchdog
+names the rank, and a restart goes on from the saved state.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from megatron_rl.serve.values import AdapterSpec, Fault, Message, Outcome, Reque
 from megatron_rl.types import StepKind
 
 log = logging.getLogger(__name__)
-# raised on every rank alike
+# Errors that are raised on every rank alike.
 ANSWERS = (RequestError, ConfigError, CheckpointError, EngineError, NonFiniteAdvantage, NonFiniteGradient)
 
 
 def share_message(message: Message | None) -> Message:
-    """Return rank 0's message on every rank; a collective. ``message``: None on the other ranks."""
+    """Return rank 0's message on every rank. A collective. ``message``: None on the other ranks."""
     header = b"" if message is None else json.dumps(message.header).encode()
     body = b"" if message is None else message.body
     sizes = broadcast_on_host(torch.tensor([len(header), len(body)], dtype=torch.int64)).tolist()
@@ -62,7 +63,7 @@ def share_message(message: Message | None) -> Message:
 
 
 class Worker:
-    """Runs messages on this rank. Every method is a collective but those that say otherwise."""
+    """Runs messages on this rank. Methods are collectives unless they say otherwise."""
 
     def __init__(self, settings: ServeConfig, models: Models, samplers: Samplers, watchdog: Watchdog) -> None:
         self.settings, self.models, self.samplers, self.watchdog = settings, models, samplers, watchdog
@@ -88,7 +89,7 @@ class Worker:
             return outcome
 
     def _prepare(self, message: Message) -> tuple[object, Exception | None]:
-        """Make what the message's work needs, before any rank enters a collective. Not a collective."""
+        """Prepare the work of a message, before any rank enters a collective. Not a collective."""
         if message.header["do"] != "forward_backward":
             return None, None
         try:
@@ -102,14 +103,14 @@ class Worker:
             return None, error
 
     def _agreed(self, error: Exception | None) -> Outcome | None:
-        """Return the outcome of an error that any rank has; None where all are well."""
+        """Return the outcome of an error on any rank; None if no rank has one."""
         fault = error.fault if isinstance(error, RequestError) else Fault.SERVER
         own = None if error is None else [f"{error}" if isinstance(error, ANSWERS) else repr(error), fault.value]
         errors = [x for x in gather_json(own) if x is not None]
         return Outcome(error=errors[0][0], fault=Fault(errors[0][1])) if errors else None
 
     def _ended(self, header: Mapping[str, object], failed: Outcome) -> Outcome:
-        """Discard the gradient of an operation that failed, so that no half of a step is left."""
+        """Discard the gradient after a failed operation, so that no half of a step is left. Return ``failed``."""
         if header["do"] in ("forward_backward", "optim_step", "load"):
             self.models.discard_gradient(str(header["model"]))
         return failed
@@ -174,7 +175,7 @@ class Worker:
         self.models.discard_gradient(header["model"])
 
     def _tick(self, header: Mapping, _: object) -> None:
-        """Do nothing: the message has shown that rank 0 lives."""
+        """Do nothing: the message itself shows that rank 0 lives."""
 
 
 _RUN: dict[str, Callable[[Worker, Mapping, object], object]] = {

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible endpoint in front of the engines: any program that speaks to it makes the run's rollouts."""
+"""An OpenAI-compatible endpoint in front of the engines. Any program that uses it can make the run's rollouts."""

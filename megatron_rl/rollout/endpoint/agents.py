@@ -1,19 +1,19 @@
-"""Rollouts that agents make: an engine that runs an agent per sample and records what it asks the endpoint.
+"""Rollouts that agents make: an engine that runs one agent per sample and records its requests to the endpoint.
 
-Agents run in threads and speak HTTP. An engine of this process samples in the thread of
-``generate`` alone, all requests that wait together; one that is elsewhere gets each request at
-once, while it samples others.
+Agents run in threads and send HTTP requests. If the inner engine is in this process, it samples in
+the thread of ``generate`` alone, and takes all waiting requests together. If it is in other
+processes, it gets each request at once, while it samples others.
 
-A session ends once its agent has returned and its reward is known: a number that the agent
-returned, or one that came by POST /sessions/ID/reward. It fails where the agent raises, has asked
-nothing, or where there is no reward ``rollout.endpoint.deadline_s`` after its start;
-``environment.on_error`` says what follows. Where a request was refused for the session's length or
-number of requests, an agent that raises has ended its episode, and has not failed.
+A session ends once its agent has returned and its reward is known. The reward is a number that the
+agent returned, or that came by POST /sessions/ID/reward. The session fails if the agent raises or
+made no request, or if it has no reward ``rollout.endpoint.deadline_s`` after its start.
+``environment.on_error`` decides what a failure leads to. An agent may raise after a request was
+refused for the session's length or number of requests. That ends its episode, and is no failure.
 
-What an agent asks ends no run. An error of the engine other than EngineLost is one request's own if
-it fails alone too, and the engine then samples a token behind an end of sequence: the request is
-refused to its agent. An engine that does not even sample that is broken, and the error ends the
-call.
+No request of an agent can end the run. If the engine raises an error other than EngineLost, each
+request is tried alone. If one fails alone too, the engine is asked for one token after an
+end-of-sequence token. If that works, the request is refused to its agent. Otherwise the engine is
+broken, and the error ends the call.
 """
 
 from __future__ import annotations
@@ -47,17 +47,19 @@ from megatron_rl.types import Prompt, Rollout
 from megatron_rl.users_code import is_reward, resolve
 
 log = logging.getLogger(__name__)
-LOOK_S = 0.05  # between two looks at agents that may have ended or be overdue
+LOOK_S = 0.05  # seconds between two checks whether agents have ended or are overdue
 MAX_TRACEBACK = 20_000  # characters
-MAX_ENDED = 10_000  # sessions whose ends are remembered
+MAX_ENDED = 10_000  # ended sessions that are remembered
 Agent = Callable[[str, Mapping[str, object]], float | None]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Call:
-    """Holds what one call of ``generate`` waits for, under ``change``.
+    """Holds the requests and threads of one call of ``generate``, under ``change``.
 
-    threads: they wait for an engine that is elsewhere. error: the first one of theirs.
+    waiting: requests that were not passed to the engine yet.
+    threads: wait for an engine in other processes.
+    error: the first error of these threads.
     """
 
     change: threading.Condition = field(default_factory=threading.Condition)
@@ -71,7 +73,7 @@ class _Call:
             self.change.notify_all()
 
     def take(self) -> list[Pending]:
-        """Return the requests that wait, after at most LOOK_S. Raises a thread's error."""
+        """Return the waiting requests, after at most LOOK_S. Raises a thread's error."""
         with self.change:
             if not self.waiting and self.error is None:
                 self.change.wait(LOOK_S)
@@ -81,7 +83,7 @@ class _Call:
             return found
 
     def start(self, act: Callable[[], None]) -> None:
-        """Run ``act`` in a thread, whose error ``take`` raises."""
+        """Run ``act`` in a thread. ``take`` raises its error."""
 
         def run() -> None:
             try:
@@ -96,14 +98,14 @@ class _Call:
         self.threads[-1].start()
 
     def end(self) -> None:
-        """Wait until the engine has nothing of this call under way; its own deadlines bound that."""
+        """Wait until the engine has no request of this call. The engine's own deadlines limit the wait."""
         for thread in self.threads:
             thread.join()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Episode:
-    """Holds one session under way. ``rollout``: once it has ended."""
+    """Holds one session of a call. ``rollout``: its rollout; None until the session has ended."""
 
     session: Session
     call: _Call
@@ -114,9 +116,11 @@ class _Episode:
 class AgentEngine(EngineAround):
     """Runs agents' sessions on an inner engine (see the module).
 
-    agent: called with the session's base_url and the row. port: of the endpoint; 0: any free one.
-    vocab_size: the model's, above every token id that is sampled behind.
-    on_error: ``environment.on_error``. template_variables: ``data.template_variables``.
+    agent: called with the session's base_url and the row.
+    port: the endpoint's port; 0: any free port.
+    vocab_size: the model's vocabulary size. Token ids in requests must be below it.
+    on_error: ``environment.on_error``.
+    template_variables: ``data.template_variables``.
     """
 
     def __init__(
@@ -146,7 +150,7 @@ class AgentEngine(EngineAround):
         self._max_prompt_tokens, self._max_tokens = max_prompt_tokens, max_response_tokens
         self._filler = tokenizer.eos_token_id or 0
         self._rendering, self.tally = Rendering(tokenizer, template_variables), Tally()
-        self._calls: dict[str, _Call] = {}  # by the key of a session
+        self._calls: dict[str, _Call] = {}  # a session's key → the call that it belongs to
         self._ended: deque[str] = deque()
         keys = keys_in(config.api_key_env, setting="rollout.endpoint.api_key_env")
         self._routes = SessionRoutes(
@@ -163,19 +167,19 @@ class AgentEngine(EngineAround):
         self.address = self._open.enter_context(listening(self._routes.app, HOST, port, section="rollout.endpoint"))
 
     def close(self) -> None:
-        """End the endpoint and log what became of the sessions."""
+        """Close the endpoint, and log the counts of sessions and requests by their outcome."""
         super().close()
         self._pool.close()
         log.info("endpoint: %s", self.tally.report())
         self._open.close()
 
     def take_counts(self) -> dict[str, int]:
-        """Return what became of sessions and requests since the last call, by their metrics' names."""
+        """Return the counts of sessions and requests by outcome since the last call, under their metrics' names."""
         return self.tally.take()
 
     def _submit(self, pending: Pending) -> None:
         call = self._calls.get(pending.session.key)
-        if call is not None:  # else the session was closed just now, and the request refused
+        if call is not None:  # None: the session was closed just now, which has refused the request
             call.put(pending)
 
     def generate(
@@ -187,10 +191,10 @@ class AgentEngine(EngineAround):
         max_tokens: Sequence[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Rollout]:
-        """Return rollouts as ``Engine.generate`` does, one for each session; ``max_tokens`` bounds whole responses.
+        """Return rollouts (see ``Engine.generate``), one for each session. ``max_tokens`` bounds whole responses.
 
-        Raises EpisodeError, with the sample's id, where a session fails under
-        ``environment.on_error=fail``, and the error of an engine that is broken (see the module).
+        Raises EpisodeError, with the sample's id, if a session fails under
+        ``environment.on_error=fail``. Raises the error of an engine that is broken (see the module).
         """
         rooms = [self._max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
         call = _Call()
@@ -201,6 +205,7 @@ class AgentEngine(EngineAround):
         finished: dict[int, list[Rollout]] = {}
         try:
             while len(finished) < len(groups):
+                # Sample the waiting requests, then end the sessions that are over and report whole groups.
                 if waiting := call.take():
                     if self.engine.is_elsewhere:
                         call.start(functools.partial(self._sample, waiting, temperature))
@@ -238,7 +243,7 @@ class AgentEngine(EngineAround):
         return episode
 
     def _play(self, episode: _Episode) -> float | None:
-        """Run the agent, in a thread. Its error is none where its session had come to a limit or had its reward."""
+        """Run the agent, in a thread. Its error is ignored if its session had reached a limit or had its reward."""
         session = episode.session
         try:
             return self._agent(f"{self.address}/sessions/{session.key}/v1", session.prompt.columns)
@@ -250,10 +255,10 @@ class AgentEngine(EngineAround):
             return None
 
     def _sample(self, waiting: Sequence[Pending], temperature: float | None) -> None:
-        """Run the engine on requests that wait, and answer each as soon as it is sampled.
+        """Run the engine on waiting requests, and answer each as soon as it is sampled.
 
-        Where that fails each is tried alone; one that fails alone is refused, or the engine is
-        broken (see the module).
+        If the engine raises, each request is tried alone. If it raises then too, the request is
+        refused, or the engine is broken (see the module).
         """
 
         def took(index: int, rollouts: list[Rollout]) -> None:
@@ -266,27 +271,30 @@ class AgentEngine(EngineAround):
             return
         except EngineLost:
             raise
-        except Exception as error:  # noqa: BLE001 (of one request it is raised, or said, counted and logged)
+        except Exception as error:  # noqa: BLE001 (for one request it is raised below, or answered, counted and logged)
             fault = error
+        # Try each request alone.
         if len(waiting) > 1:
             for pending in [pending for pending in waiting if not pending.done.done()]:
                 self._sample([pending], temperature)
             return
+        # A single request failed: find out whether the engine can sample at all.
         probe = Prompt(prompt_id=f"{waiting[0].prompt.name}/probe", text="", token_ids=(self._filler,), columns={})
         try:
             self.engine.generate([probe], 1, temperature=temperature, max_tokens=[1])
         except EngineLost:
             raise
-        except Exception:  # noqa: BLE001 (the same fault, of which the first one says more)
+        except Exception:  # noqa: BLE001 (the engine is broken, and the first error says more)
             raise fault from None
         log.warning("a request of sample %s could not be sampled: %r", waiting[0].session.name, fault)
         waiting[0].session.give_up(waiting[0], fault, self.tally)
 
     def _settle(self, episode: _Episode) -> None:
-        """End a session whose agent has returned and whose reward is known, or that failed."""
+        """End a session if its agent has returned and its reward is known, or if it failed."""
         session, ticket = episode.session, episode.said
         if not ticket.ended:
             return
+        # Find the reward, or the reason of a failure.
         kind = reason = None
         try:
             kind, reason = self._take_return(session, ticket.result())
@@ -301,6 +309,7 @@ class AgentEngine(EngineAround):
             kind, reason = "failed", "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
         if reason is None and not session.record.turns:
             kind, reason = "failed", "it made no request, so that there is nothing to train"
+        # Close the session, and raise or log its failure.
         session.close()
         self._note_end(session, kind)
         message = None
@@ -316,7 +325,7 @@ class AgentEngine(EngineAround):
         )
 
     def _take_return(self, session: Session, value: object) -> tuple[str | None, str | None]:
-        """Take what an agent returned as the reward; return (kind, reason) of a fault, or (None, None)."""
+        """Take an agent's return value as the reward; return (kind, reason) of a failure, or (None, None)."""
         if value is None:
             return None, None
         if isinstance(value, bool) or not is_reward(value) or abs(value) > MOST_REWARD:
@@ -336,20 +345,20 @@ class AgentEngine(EngineAround):
             self.tally.note("untrained branches", count=beside)
 
     def _release(self, episode: _Episode) -> None:
-        """Close a session and forget it; one that had not ended is lost, with its call."""
+        """Close a session and free its memory. A session without a rollout counts as lost."""
         session = episode.session
         if episode.rollout is None:
             self.tally.note("lost", session.name)
         session.close()
         session.record = Record()  # frees its memory
         self._calls.pop(session.key, None)
-        self._ended.append(session.key)  # for a while a late request is told that it is late
+        self._ended.append(session.key)  # so that late requests can be answered as late for a while
         if len(self._ended) > MAX_ENDED:
             self._routes.sessions.pop(self._ended.popleft(), None)
 
 
 def agent_of(config: EndpointConfig) -> Agent:
-    """Return the function that plays a session. Raises ConfigError for a name or arguments that do not fit."""
+    """Return the function that runs an agent. Raises ConfigError if its name or arguments do not fit."""
     name = config.agent
     agent = resolve(name, {}, what=f"rollout.endpoint.agent={name!r}", form="module:function")
     if not callable(agent):
@@ -374,9 +383,9 @@ def with_agents(
     vocab_size: int,
     on_error: str,
 ) -> AgentEngine:
-    """Return an AgentEngine around the engine. on_error: ``environment.on_error``.
+    """Return an AgentEngine around the engine. ``on_error``: ``environment.on_error``.
 
-    Raises ConfigError for an agent that cannot be called, or without the server's packages.
+    Raises ConfigError if the agent cannot be called, or if the server's packages are missing.
     """
     settings = rollout.endpoint
     return AgentEngine(

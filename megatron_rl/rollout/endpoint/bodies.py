@@ -1,7 +1,7 @@
-"""Bodies of requests: their schemas, which are strict, and the requests that they ask for. Other fields are ignored.
+"""The strict schemas of requests' bodies, and the conversion of bodies to requests.
 
-A value that a schema refuses gets status 400, with its field and the way out. So does a field that
-would change what is sampled (NEUTRAL).
+A value that does not fit the schema is answered with status 400, the field's name and advice. So is
+a field that would change what is sampled (NEUTRAL). Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_rl.data.chat import ROLES
 from megatron_rl.errors import quoted
 from megatron_rl.rollout.endpoint.requests import MOST_REWARD, CompletionRequest, Refused, canonical
 
-# Fields that change what is sampled, and the values under which they change nothing.
+# Fields that can change what is sampled, each with the values that change nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -36,7 +36,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "top_logprobs": (0,),
 }
-# What a refused field has to be; of another field pydantic's own words are said.
+# What a refused field has to be. For other fields the answer has pydantic's own words.
 WANTED = {
     "messages": "must be a list of at least one message",
     "role": f"must be one of {', '.join(ROLES)}",
@@ -77,7 +77,7 @@ class Message(_Body):
     name: str | None = None
 
     def plain(self) -> dict:
-        """Return the message in its one form: role, content as text, and where there are any, calls, call id, name."""
+        """Return the message in a single form: role, content as text, and if present the calls, call id and name."""
         parts = self.content or ""
         message: dict[str, object] = {
             "role": self.role,
@@ -100,7 +100,7 @@ class StreamOptions(_Body):
 
 
 class Completing(_Body):
-    """Holds the fields that both kinds of completions have."""
+    """Holds the fields that chat completions and text completions have in common."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -134,12 +134,12 @@ Kind = TypeVar("Kind", bound=_Body)
 
 
 def checked(body: Mapping, kind: type[Kind]) -> Kind:
-    """Return a body's fields by a schema. Raises Refused for a value that it does not take, naming the field."""
+    """Return a body's fields, checked by the schema ``kind``. Raises Refused, naming the field that does not fit."""
     try:
         return kind.model_validate(body)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_context=False)[0]
-    # A path ends where the schema's names for the kinds of a value begin.
+    # pydantic's location also names the variant of a union. Keep only the parts that are in the body.
     path, value = [], body
     for part in fault["loc"]:
         if isinstance(value, list) and isinstance(part, int):
@@ -153,7 +153,7 @@ def checked(body: Mapping, kind: type[Kind]) -> Kind:
 
 
 def chat_request(body: Mapping, temperature: float) -> CompletionRequest:
-    """Return a request for a chat completion. ``temperature``: ``rollout.temperature``. Raises Refused."""
+    """Return the request of a chat completion's body. ``temperature``: ``rollout.temperature``. Raises Refused."""
     fields = checked(body, ChatBody)
     messages = tuple(message.plain() for message in fields.messages)
     if messages[-1]["role"] == "assistant":
@@ -173,7 +173,7 @@ def chat_request(body: Mapping, temperature: float) -> CompletionRequest:
 
 
 def completion_request(body: Mapping, temperature: float, vocab_size: int) -> CompletionRequest:
-    """Return a request for the completion of a text or of token ids, each below ``vocab_size``. Raises Refused."""
+    """Return the request of a completion's body, for a text or for token ids below ``vocab_size``. Raises Refused."""
     fields = checked(body, CompletionBody)
     prompt = fields.prompt
     if isinstance(prompt, list) and isinstance(prompt[0], str | list):
@@ -197,7 +197,7 @@ def completion_request(body: Mapping, temperature: float, vocab_size: int) -> Co
 
 
 def reward_in(body: Mapping) -> float:
-    """Return the reward that a body gives. Raises Refused."""
+    """Return the reward in a body. Raises Refused."""
     return checked(body, RewardBody).reward
 
 

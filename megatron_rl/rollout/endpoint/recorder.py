@@ -1,10 +1,11 @@
 """The record of one agent's session: its turns, how they chain, and the sample that they become. Pure.
 
-1. A request that extends a recorded conversation keeps the recorded tokens: its context is the
-   earlier turn's context, the earlier turn's sampled tokens, and the tokens of what is new.
-2. Conversations that share a beginning are branches of one tree. The branch of the turn that was
-   answered last is the session's sample: a group has a fixed number of samples.
-3. Of that sample each sampled token carries loss, and no other token.
+1. A request that extends a recorded conversation keeps the recorded tokens. Its context is the
+   earlier turn's context, the earlier turn's sampled tokens, and the tokens of the new messages or
+   text.
+2. Conversations that share a beginning are branches of one tree. The session's sample is the branch
+   of the turn that was answered last. There is only one, since a group has a fixed number of samples.
+3. In that sample each sampled token carries loss, and no other token does.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# A conversation is a text, token ids, or messages, each as canonical JSON: any sequence with prefixes.
+# A conversation is a text, token ids, or messages as canonical JSON texts. All are sequences that have prefixes.
 Conversation = str | tuple
 Frame = tuple[str, str]
 
 
 def digests(conversation: Conversation, lengths: Iterable[int]) -> list[tuple[int, bytes]]:
-    """Return (length, digest) of a conversation's beginnings of these lengths, which ascend; in linear time."""
+    """Return (length, digest) of a conversation's beginnings, in linear time. ``lengths``: ascending."""
     state, beginnings, start = hashlib.blake2b(digest_size=16), [], 0
     for end in lengths:
         part = conversation[start:end]
-        text = part if isinstance(part, str) else "".join(f"{piece}\n" for piece in part)  # JSON has no line's end
+        text = part if isinstance(part, str) else "".join(f"{piece}\n" for piece in part)  # JSON has no newline
         state.update(text.encode())
         beginnings.append((end, state.digest()))
         start = end
@@ -34,14 +35,14 @@ def digests(conversation: Conversation, lengths: Iterable[int]) -> list[tuple[in
 class Turn:
     """Holds one answered request.
 
-    frame:    the form and what is rendered beside the conversation, such as ("chat", the tools'
-              digest); only turns of one frame chain.
-    parent:   the turn that it extends, or None.
+    frame:    ("chat", digest of the tools), ("text", "") or ("ids", ""). A turn extends only turns of
+              the same frame.
+    parent:   the turn that this turn extends; None if it begins a conversation.
     known:    (length, digest) of the whole conversation, the reply included (``digests``).
-    new_ids:  the tokens between the parent's last and the first sampled one; of a turn without a
-              parent, its prompt.
-    ids, logprobs: [T] what was sampled, its stop token included.
-    weight_versions: (version, tokens) in order, as in Rollout.
+    new_ids:  the tokens between the parent's last token and the first sampled token. Without a
+              parent, the whole prompt.
+    ids, logprobs: [T], the sampled tokens with the stop token, and their log-probs.
+    weight_versions: (version, number of tokens) pairs in order, as in Rollout.
     finish_reason: "stop" or "length".
     """
 
@@ -55,7 +56,7 @@ class Turn:
     finish_reason: str
 
     def path(self) -> list[Turn]:
-        """Return the turns from the first one to this."""
+        """Return the turns from the first turn of the conversation to this turn."""
         turns, turn = [], self
         while turn is not None:
             turns.append(turn)
@@ -63,7 +64,7 @@ class Turn:
         return turns[::-1]
 
     def token_ids(self) -> tuple[int, ...]:
-        """Return the context and the sampled tokens of this turn and of all before it."""
+        """Return the context of this turn, followed by its sampled tokens."""
         return tuple(token for turn in self.path() for token in (*turn.new_ids, *turn.ids))
 
 
@@ -72,12 +73,12 @@ class Branch:
     """Holds the sample of a session.
 
     prompt_ids: the tokens of its first request.
-    response_ids, logprobs, loss_mask: [T], as in Rollout; log-probs are 0.0 where nothing was
-        sampled.
-    weight_versions: as in Rollout; tokens that were not sampled count to the turn before them.
+    response_ids, logprobs, loss_mask: [T], as in Rollout. Log-probs are 0.0 for tokens that were
+        not sampled.
+    weight_versions: as in Rollout. Tokens that were not sampled count to the turn before them.
 
-    Example: prompt (5,), a turn (8, 0), a tool's (4,), a turn (9, 0): ``response_ids=(8, 0, 4, 9,
-    0)``, ``loss_mask=(True, True, False, True, True)``.
+    Example: the prompt is (5,), then come a turn (8, 0), a tool's answer (4,) and a turn (9, 0).
+    Then ``response_ids=(8, 0, 4, 9, 0)`` and ``loss_mask=(True, True, False, True, True)``.
     """
 
     prompt_ids: tuple[int, ...]
@@ -93,15 +94,15 @@ class Record:
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
-        self._lengths: dict[Frame, tuple[int, ...]] = {}  # of the turns' conversations, ascending
+        self._lengths: dict[Frame, tuple[int, ...]] = {}  # frame → lengths of its turns' conversations, ascending
         self._known: dict[tuple[Frame, tuple[int, bytes]], list[Turn]] = {}
 
     def parent_of(self, frame: Frame, conversation: Conversation) -> Turn | None:
-        """Return the turn that a request extends: the one with the longest conversation, the latest of equals.
+        """Return the turn that a request extends, or None. It is the longest match, and the latest of equal length.
 
-        The request must say something new, unless it lets a text go on that ``max_tokens`` had cut
-        off. It takes time linear in the conversation and the number of turns, and may be called
-        while another thread adds one.
+        The request must add something to the turn's conversation. The exception is a text that
+        ``max_tokens`` had cut off, which may simply go on. The time is linear in the conversation's
+        length and the number of turns. Another thread may add a turn during the call.
         """
         lengths = [length for length in self._lengths.get(frame, ()) if length <= len(conversation)]
         for known in reversed(digests(conversation, lengths)):
@@ -116,12 +117,12 @@ class Record:
         self._known.setdefault((turn.frame, turn.known), []).append(turn)
 
     def leaves(self) -> list[Turn]:
-        """Return the turns that no other turn extends, in order."""
+        """Return the turns that no other turn extends, in the order of their answers."""
         parents = {id(turn.parent) for turn in self.turns}
         return [turn for turn in self.turns if id(turn) not in parents]
 
     def last_branch(self) -> Branch:
-        """Return the branch of the turn that was answered last. Raises IndexError where there is none."""
+        """Return the branch of the turn that was answered last. Raises IndexError if there are no turns."""
         path = self.turns[-1].path()
         ids: list[int] = []
         logprobs: list[float] = []

@@ -1,4 +1,4 @@
-"""Requests as tokens, and sampled texts as OpenAI's answers."""
+"""The rendering of requests to tokens, and of sampled texts to OpenAI's answers."""
 
 from __future__ import annotations
 
@@ -15,37 +15,38 @@ from megatron_rl.json_text import parse_json
 from megatron_rl.rollout.endpoint.recorder import Turn
 from megatron_rl.rollout.endpoint.requests import CompletionRequest, Refused
 
-FORMS = ((True, ""), (False, ""), (True, None), (False, None))  # arguments as an object; a content that is empty
-LEAST_CHARACTERS = 2**16  # that a request may have, whatever the context: for tools that a template shortens
+# Forms of a message with calls: (whether arguments are an object instead of a text, its empty content).
+FORMS = ((True, ""), (False, ""), (True, None), (False, None))
+LEAST_CHARACTERS = 2**16  # any request may have, even with a small context, since templates may shorten tools
 MOST_SAID = 1000  # characters of a template's or a tokenizer's own words in an error
-# The form in which Hermes', Qwen's and other templates ask for calls; a call in another form stays
-# in the content.
+# Hermes', Qwen's and other templates ask for calls in this form. A call in another form stays in the content.
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class Rendering:
-    """Turns what is new in a request into tokens, by the tokenizer's chat template.
+    """Turns the new part of a request into tokens, by the tokenizer's chat template.
 
     variables: ``data.template_variables``.
 
-    Calls come with arguments as JSON texts and a content that is "", as OpenAI's clients write
-    them. The template gets the first of FORMS in which it writes calls.
+    In messages of OpenAI's clients, calls of tools have their arguments as JSON texts, and the content
+    is "". Templates differ in the forms that they write. So a template gets messages in the first of
+    FORMS that it writes.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object] | None = None) -> None:
         self._tokenizer, self._variables = tokenizer, variables or {}
         self._form: tuple[bool, str | None] | None = None
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
-        self._encode("0")  # a fast tokenizer changes itself at its first call, which threads must not do at once
+        self._encode("0")  # a fast tokenizer's first call changes its state, which two threads must not do at once
 
     def most_characters(self, num_tokens: int) -> int:
-        """Return the most characters that a request of so many tokens may have: no token has more than the longest."""
+        """Return the maximum of characters in a request of ``num_tokens`` tokens, by the vocabulary's longest token."""
         return max(LEAST_CHARACTERS, num_tokens * self._longest_token)
 
     def new_ids(self, request: CompletionRequest, parent: Turn | None) -> tuple[int, ...]:
-        """Return the tokens between the parent's last one and the first one to sample; without a parent all of them.
+        """Return the tokens between the parent's last token and the first token to sample. Without a parent: all.
 
-        Raises Refused for whatever the template or the tokenizer raises.
+        Raises Refused for every error of the template or the tokenizer.
         """
         try:
             return self._new_ids(request, parent)
@@ -53,7 +54,7 @@ class Rendering:
             raise
         except ConfigError as error:
             raise Refused(shortened(str(error), MOST_SAID)) from error
-        except BaseException as error:  # a PanicException of the tokenizer's Rust is no Exception
+        except BaseException as error:  # the tokenizer's Rust code raises PanicException, which is no Exception
             said = shortened(f"{type(error).__name__}: {error}", MOST_SAID)
             raise Refused(
                 f"the tokenizer or its chat template cannot read the request ({said}); ask otherwise"
@@ -71,8 +72,8 @@ class Rendering:
             return self._encode(
                 render_chat(self._tokenizer, messages, "messages", add_generation_prompt=True, beside=beside)
             )
-        # The parent's reply, which its messages end with, is not rendered: its tokens are those
-        # that were sampled.
+        # The parent's messages end with its reply. The reply is not rendered, since its sampled tokens
+        # are kept.
         before, new = messages[: start - 1], messages[start:]
         first = parent.path()[0].known[0] - 1
         then = [*before[first:], {"role": "assistant", "content": TURN}, *new]
@@ -89,7 +90,7 @@ class Rendering:
         return [_in_form(message, *self._form) for message in messages]
 
     def _writes(self, form: tuple[bool, str | None]) -> bool:
-        """Return whether the template writes a call that has this form."""
+        """Return whether the template writes a call in this form."""
         call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": json.dumps({TURN: TURN})}}
         calling = _in_form({"role": "assistant", "content": "", "tool_calls": [call]}, *form)
         try:
@@ -116,20 +117,20 @@ class Rendering:
 
 
 def _in_form(message: Mapping, as_object: bool, content: str | None) -> Mapping:
-    """Return a message in one of FORMS; one without calls as it is."""
+    """Return a message in one of FORMS. A message without calls is returned as it is."""
     if "tool_calls" not in message:
         return message
     calls = []
     for call in message["tool_calls"]:
         arguments = call["function"]["arguments"]
-        with contextlib.suppress(ValueError):  # a policy's own words, which no template need parse
+        with contextlib.suppress(ValueError):  # a policy may write arguments that are no JSON; they stay a text
             arguments = parse_json(arguments, "arguments", error=ValueError) if as_object else arguments
         calls.append({**call, "function": {"name": call["function"]["name"], "arguments": arguments}})
     return {**message, "content": message["content"] or content, "tool_calls": calls}
 
 
 def reply_of(text: str, request: CompletionRequest, turn_number: int) -> dict:
-    """Return a sampled text as the assistant's message, its calls of tools apart where the request offers tools.
+    """Return a sampled text as the assistant's message. Calls are taken out of it if the request offers tools.
 
     Example: ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`` → content "" and one
     call of ``add``.
@@ -155,7 +156,7 @@ def reply_of(text: str, request: CompletionRequest, turn_number: int) -> dict:
 def answer(
     request: CompletionRequest, turn: Turn, reply: Mapping, name: str, created: int, names: Sequence[str] | None
 ) -> dict:
-    """Return OpenAI's answer to a request. ``names``: each token's text, for log-probs; None: none are given."""
+    """Return OpenAI's answer to a request. ``names``: each token's text, for log-probs; None: without log-probs."""
     num_sampled = len(turn.ids)
     num_prompt = len(turn.token_ids()) - num_sampled
     usage = {
@@ -186,7 +187,7 @@ def answer(
 
 
 def chunks(request: CompletionRequest, answered: Mapping) -> list[str]:
-    """Return an answer as the events of a stream: the whole message in one chunk, its end, and the stream's end."""
+    """Return an answer as a stream's events: the whole message, its finish_reason, the usage if wanted, and [DONE]."""
     [choice] = answered["choices"]
     head = {name: answered[name] for name in ("id", "created", "model")}
     if request.is_chat:

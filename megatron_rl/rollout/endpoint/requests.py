@@ -1,4 +1,4 @@
-"""Requests that were checked: what is compared with a session's record, rendered and sampled."""
+"""Checked requests, as they are compared with a session's record, rendered and sampled."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from megatron_rl.rollout.endpoint.recorder import Conversation
 
-# Of an agent's reward. Beyond it advantages times a gradient leave float32, which ends a run
-# whatever on_error says.
+# The limit of an agent's reward. Beyond it, advantages times a gradient can exceed float32, which ends a
+# run under any on_error.
 MOST_REWARD = 1e12
 
 
 class Refused(ValueError):
-    """Reports a request that is not served: the message names the field, the value and the way out.
+    """Raised for a request that is not served. The message names the field, its value and the fix.
 
-    status: HTTP's code. code: OpenAI's name of the error.
+    status: HTTP's status. code: OpenAI's name of the error.
     """
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error") -> None:
@@ -26,14 +26,14 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """Holds a request that was checked (``bodies.py``).
+    """Holds a checked request (``bodies.py``).
 
-    frame: as in ``recorder.Turn``. conversation: a text, token ids, or messages, each by
-        ``canonical``.
-    messages: the conversation, each message in its one form; None for a text or token ids.
-    tools: descriptions of functions, for the template; None: none.
-    num_characters: of the conversation and the tools; of token ids their number.
-    max_tokens: the most tokens that are sampled; None: as many as the session has left.
+    frame: as in ``recorder.Turn``.
+    conversation: a text, token ids, or messages in the form of ``canonical``.
+    messages: the messages in the form of ``Message.plain``; None for a text or token ids.
+    tools: descriptions of functions, for the template; None if there are none.
+    num_characters: characters of the conversation and the tools. For token ids, their number.
+    max_tokens: the maximum of tokens to sample; None: as many as the session has left.
     """
 
     frame: tuple[str, str]
@@ -53,5 +53,5 @@ class CompletionRequest:
 
 
 def canonical(value: object) -> str:
-    """Return a checked message, or tools, as the text by which conversations are compared."""
+    """Return a checked message, or the tools, as JSON text. Conversations are compared by these texts."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False)

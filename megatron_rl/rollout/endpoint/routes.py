@@ -1,4 +1,4 @@
-"""The endpoint's routes over HTTP: OpenAI's routes under /sessions/ID/v1, and the session's reward."""
+"""The endpoint's HTTP routes: OpenAI's routes under /sessions/ID/v1, and the route of the session's reward."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from megatron_rl.rollout.http_doors import Bounds, Doors
 from megatron_rl.rollout.http_server import json_object
 
 HOST = "127.0.0.1"
-BESIDE = 4  # bodies of the largest size that may be held beside one of each agent
+BESIDE = 4  # bodies of the largest size that may be held beside one body for each agent
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # OpenAI's names of errors
-MOST_BYTES = 12  # of a character in JSON: two escapes of six, of a surrogate pair
+MOST_BYTES = 12  # of one character in JSON: a surrogate pair of two escapes, six bytes each
 
 
 class SessionRoutes:
-    """Answers HTTP requests. What takes long, such as reading a body and tokenizing it, runs in threads of a pool.
+    """Answers HTTP requests. Slow work, such as parsing and tokenizing a body, runs in a pool of threads.
 
-    temperature: ``rollout.temperature``. vocab_size: the model's. keys: those that clients may
-        present; none takes any.
+    temperature: ``rollout.temperature``.
+    vocab_size: the model's vocabulary size.
+    keys: the keys that clients may present. Empty: any key, or none.
     submit: hands a request to the engine's thread.
     """
 
@@ -126,7 +127,7 @@ class SessionRoutes:
 
 def _error(status: int, message: str, code: str) -> JSONResponse:
     body = {"error": {"message": message, "type": code, "param": None, "code": code}}
-    # The client's own retries would each be another request of the session.
+    # The header tells OpenAI's client not to retry: each retry would count as a request of the session.
     return JSONResponse(body, status_code=status, headers={"x-should-retry": "false"})
 
 

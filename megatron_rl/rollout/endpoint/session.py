@@ -1,11 +1,11 @@
-"""Sessions: one agent's episode each, from its first request to its reward, and what becomes of them in numbers.
+"""Sessions: one agent's episode each, from its first request to its reward, and counts of their outcomes.
 
-1. A session's requests and its reward are taken until it is closed; later ones are refused and
+1. A session's requests and its reward are taken until it is closed. Later ones are refused and
    counted.
-2. What takes long, such as tokenizing, is done outside a session's lock, one request of a session
-   at a time: an end of the session waits for none of it.
-3. A draw is named by the sample and the context, and counted where a context comes again: the order
-   in which requests arrive changes nothing.
+2. Slow work, such as tokenizing, is done outside a session's lock, for one request of a session at a
+   time. So the session's end never waits for it.
+3. A draw's seed depends on the sample, the context, and a number that counts repeats of the context.
+   So the order in which requests arrive does not change a draw.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megatron_rl.rollout.endpoint.rendering import Rendering, reply_of
 from megatron_rl.rollout.endpoint.requests import CompletionRequest, Refused, canonical
 from megatron_rl.types import Prompt, Rollout
 
-MAX_NAMES = 20  # that a report lists of each kind
-# Sessions, of which each but the lost gives a sample; the untrained branches of those samples; what
-# came too late, or could not be sampled.
+MAX_NAMES = 20  # samples that a report names for each kind
+# Outcomes that are counted: of sessions (every session but a lost one gives a sample), of branches, of late
+# or failed requests.
 KINDS = (
     "sessions",
     "failed",
@@ -45,7 +45,7 @@ KINDS = (
 
 
 class Tally:
-    """Counts what became of sessions and requests, and names the samples of the first few of each kind."""
+    """Counts sessions and requests by outcome (KINDS), and keeps the names of the first few samples of each kind."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -54,7 +54,7 @@ class Tally:
         self._lock = threading.Lock()
 
     def note(self, kind: str, name: str | None = None, count: int = 1) -> None:
-        """Count something of one of KINDS. Raises ValueError for any other kind."""
+        """Count an outcome of KINDS. ``name``: the sample's name. Raises ValueError for an unknown kind."""
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")
         with self._lock:
@@ -64,14 +64,14 @@ class Tally:
                 names.append(name)
 
     def take(self) -> dict[str, int]:
-        """Return the counts since the last call by their metrics' names, zeros included."""
+        """Return the counts since the last call, zeros included, under their metrics' names."""
         with self._lock:
             found = {f"endpoint/{kind.replace(' ', '_')}": self.counts[kind] - self._taken[kind] for kind in KINDS}
             self._taken = self.counts.copy()
         return found
 
     def report(self) -> str:
-        """Return one line, such as "3 sessions; 1 abandoned (17@0#2)"."""
+        """Return all counts as one line, such as "3 sessions; 1 abandoned (17@0#2)"."""
         with self._lock:
             parts = [
                 f"{self.counts[kind]:,} {kind}" + (f" ({', '.join(self.names[kind])})" if self.names[kind] else "")
@@ -85,8 +85,9 @@ class Tally:
 class Pending:
     """Holds a request that waits for the engine.
 
-    prompt: its context, under the name of its draw. limit: the most tokens that are sampled.
-    done: gets (Turn, the reply's message, the turn's number), or Refused.
+    prompt: its context. The prompt's id is the draw's name.
+    limit: the maximum of tokens to sample.
+    done: receives (Turn, the reply's message, the turn's number), or Refused.
     """
 
     session: Session
@@ -101,10 +102,11 @@ class Pending:
 class Session:
     """Holds one sample's episode.
 
-    key: its part of the address. room: tokens that the response may have. max_prompt_tokens: of its
-        first request.
-    max_turns: requests that are tokenized, those among them that are refused for what they say.
-    turnstile: held, in the event loop, by the request that is being read and tokenized.
+    key: the session's part of the address.
+    room: the maximum of tokens of the response.
+    max_prompt_tokens: the maximum of tokens of the first request.
+    max_turns: the maximum of requests. Requests that tokenizing refuses count too.
+    turnstile: a lock of the event loop. The request that is being tokenized holds it.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class Session:
         self.name = f"{prompt.name}#{sample_index}"
         self.record = Record()
         self.reward: float | None = None
-        self.exhausted: str | None = None  # the finish_reason, where a request was refused for the session's limits
+        self.exhausted: str | None = None  # the finish_reason, if a request was refused for the session's limits
         self._max_prompt_tokens, self._max_turns = max_prompt_tokens, max_turns
         self.turnstile = asyncio.Lock()
         self._lock = threading.Lock()
@@ -124,7 +126,7 @@ class Session:
         self._closed = False
 
     def check_length(self, num_characters: int, rendering: Rendering) -> None:
-        """Raise Refused for a request that the session's tokens cannot hold, before it is tokenized."""
+        """Raise Refused for a request with too many characters for the session's tokens. Called before tokenizing."""
         num_tokens = self._max_prompt_tokens + self.room
         if num_characters > (most := rendering.most_characters(num_tokens)):
             self.exhausted = "length"
@@ -135,9 +137,10 @@ class Session:
             )
 
     def ask(self, request: CompletionRequest, rendering: Rendering, tally: Tally) -> Pending:
-        """Take a request: find the turn that it extends and tokenize what is new. Raises Refused.
+        """Find the turn that a request extends, and tokenize the request's new part. Raises Refused.
 
-        If another request was answered meanwhile, it is seen whether that is the turn to extend.
+        If another request was answered meanwhile, its turn may be the one to extend, so the search
+        is repeated.
         """
         self.check_length(request.num_characters, rendering)
         with self._lock:
@@ -148,6 +151,7 @@ class Session:
                     f"the session has had its rollout.endpoint.max_turns={self._max_turns} requests", code="max_turns"
                 )
             self._num_requests += 1
+        # Tokenize without the lock, until no turn was added meanwhile.
         parent, new_ids = None, None
         while True:
             num_turns = len(self.record.turns)
@@ -182,12 +186,12 @@ class Session:
             prompt=Prompt(prompt_id=name, text="", token_ids=context, columns={}),
             limit=limit if request.max_tokens is None else min(limit, request.max_tokens),
         )
-        pending.done.set_running_or_notify_cancel()  # a client that goes away cancels nothing
+        pending.done.set_running_or_notify_cancel()  # from here on a client that goes away cannot cancel it
         self._waiting.add(pending.done)
         return pending
 
     def _limit(self, parent: Turn | None, context: tuple[int, ...]) -> int:
-        """Return the most tokens that a turn may have. Raises Refused where the session has none left."""
+        """Return the maximum of tokens for a turn. Raises Refused if the session has none left."""
         if parent is None:
             if len(context) <= self._max_prompt_tokens:
                 return self.room
@@ -203,7 +207,7 @@ class Session:
         raise Refused(message, code="context_length_exceeded")
 
     def take(self, pending: Pending, rollout: Rollout, tally: Tally) -> None:
-        """Record what the engine sampled for a request, and answer it; a closed session's is counted and refused."""
+        """Record the engine's sample for a request, and answer the request. Late samples are only counted."""
         request, number = pending.request, next(self._answers)
         reply = reply_of(rollout.text, request, number)
         said = (canonical(reply),) if request.is_chat else rollout.text
@@ -229,7 +233,7 @@ class Session:
         pending.done.set_result((turn, reply, number))
 
     def give_up(self, pending: Pending, error: Exception, tally: Tally) -> None:
-        """Refuse a request that the engine could not sample, and count it."""
+        """Refuse and count a request that the engine could not sample."""
         with self._lock:
             is_waiting = pending.done in self._waiting
             self._waiting.discard(pending.done)
@@ -245,7 +249,7 @@ class Session:
             )
 
     def take_reward(self, reward: float, tally: Tally) -> None:
-        """Take the session's reward, once. Raises Refused."""
+        """Take the session's reward. Raises Refused for a second reward, or after the session's end."""
         with self._lock:
             self._check_open("a reward", tally)
             self.reward = reward
@@ -256,7 +260,7 @@ class Session:
             raise Refused(f"{what} came after the end of session {self.key}", status=410, code="session_ended")
 
     def close(self) -> None:
-        """End the session: waiting requests are refused, and so are all later ones."""
+        """End the session. Refuse its waiting requests and all later requests."""
         with self._lock:
             self._closed = True
             waiting, self._waiting = self._waiting, set()
@@ -264,10 +268,10 @@ class Session:
             done.set_exception(Refused(f"session {self.key} has ended", status=410, code="session_ended"))
 
     def rollout(self, rendering: Rendering, why_excluded: str | None, *, version: int, filler: int) -> Rollout:
-        """Return the branch of its last turn as a rollout.
+        """Return the branch of the session's last turn as a rollout.
 
-        A session without a turn, which can only be an excluded one, is one token ``filler`` without
-        loss, of weights ``version``.
+        A session without turns is always excluded. Its rollout has the one token ``filler``, without
+        loss, from weight version ``version``.
         """
         common = {
             "prompt": self.prompt,

@@ -1,1 +1,1 @@
-"""Inference engines: their interface, the embedded one, and engines around another one."""
+"""Inference engines: their interface, the embedded engine, and engines that wrap another engine."""

@@ -33,10 +33,10 @@ from megatron_rl.weights.reader import HEAD_NAME, MemoryReader, used_names
 class BitwiseEngine(TransformersEngine):
     """Samples with a second copy of the trainer's model, whose every operation is row-invariant.
 
-    It draws as TransformersEngine does, from the same seeds. Its log-probs are those that the
-    trainer computes for the same tokens, bit by bit, whatever stands beside them there or here. The
-    model is whole on every rank, on a grid of its own, and computes what the trainer's tensor ranks
-    do one after the other.
+    It draws as TransformersEngine does, from the same seeds. Its log-probs equal the trainer's for
+    the same tokens bit by bit. Other rows of a batch, here or in the trainer, do not change them.
+    Every rank holds the whole model, on its own grid. The model computes the shares of the trainer's
+    tensor ranks one after the other.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class BitwiseEngine(TransformersEngine):
         *,
         deadline_s: float,
     ) -> None:
-        """Build the model, without weights; a collective. settings: with ``bitwise``, the dtype settled."""
+        """Build the model, without weights. A collective. ``settings``: with ``bitwise`` set and a known dtype."""
         path = settings.model.hf_path
         check_embedded(path, rollout)
         hf_config = load_hf_config(path)
@@ -67,10 +67,11 @@ class BitwiseEngine(TransformersEngine):
         )
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
-        """Copy every weight into the model, as ``Engine.load_weights`` does; rollouts carry ``version`` >= 0."""
+        """Copy every weight into the model (see ``Engine.load_weights``). ``version``: at least 0."""
         if version < 0:
             raise ValueError(f"load_weights: version={version} must be at least 0")
         model, started = self._open_model(), time.perf_counter()
+        # Collect the weights, and check that each arrives once.
         self.weight_version = NO_WEIGHTS
         weights: dict[str, torch.Tensor] = {}
         used = used_names(self._shape)
@@ -84,6 +85,7 @@ class BitwiseEngine(TransformersEngine):
             raise ValueError(
                 f"load_weights: {len(missing)} of {len(used)} weights did not arrive: {', '.join(missing)}"
             )
+        # Load them as from a checkpoint's files.
         try:
             with torch.no_grad(), self._grid.active():
                 load_weights([model], self._shape, self._topology, MemoryReader(weights))
@@ -103,17 +105,19 @@ class BitwiseEngine(TransformersEngine):
 
     @torch.inference_mode()
     def _decode(self, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row]) -> Decoded:
-        """Decode one batch, as TransformersEngine does, of rows whose temperature and stops are the same."""
+        """Decode one batch, as TransformersEngine does. All rows have the same temperature and stop tokens."""
         temperature, repeats = rows[0].temperature, len(rows) // len(prompts)
         limits = np.array([row.max_tokens for row in rows])
         max_steps = int(limits.max())
         uniforms = None if rows[0].greedy else torch.from_numpy(uniforms_of(rows, max_steps))
         with self._grid.active():
+            # Run the prompts into the cache.
             model, weight, vocab_size = self._open_model(), head_weight(self._open_model()), self._shape.vocab_size
             width = max(map(len, prompts)) + max_steps
             cache = Cache(num_rows=len(rows) * width)
             hidden = run_prompts(model, cache, prompts, repeats, width)
-            running = np.arange(len(rows))  # the rows in the batch, by their numbers
+            # Draw a token for each row that runs, drop the rows that end, and run the others on their tokens.
+            running = np.arange(len(rows))  # numbers of the rows that are still decoded
             prompt_lengths = np.repeat([len(prompt) for prompt in prompts], repeats)
             token_ids = np.zeros((max_steps, len(rows)), dtype=np.int64)
             logprobs = np.zeros((max_steps, len(rows)), dtype=np.float32)
@@ -139,7 +143,7 @@ class BitwiseEngine(TransformersEngine):
 def run(
     model: torch.nn.Module, cache: Cache, tokens: torch.Tensor, parts: Sequence[tuple[np.ndarray, int, np.ndarray]]
 ) -> torch.Tensor:
-    """Return the hidden states [T, H] of the next tokens [T] of sequences; parts: see ``Sight.of``."""
+    """Return the hidden states [T, H] of the next tokens [T] of sequences. ``parts``: see ``Sight.of``."""
     packed = CachedSequences.of(cache, parts)
     return model(tokens[None], None, None, packed_seq_params=packed)[0]
 
@@ -147,10 +151,10 @@ def run(
 def run_prompts(
     model: torch.nn.Module, cache: Cache, prompts: Sequence[tuple[int, ...]], repeats: int, width: int
 ) -> torch.Tensor:
-    """Run each prompt once, give its keys and values to all its samples, and return their last hidden states.
+    """Run each prompt once, copy its keys and values to all its samples, and return their last hidden states.
 
-    Returns [len(prompts) · repeats, H]. Row r of the samples has rows r · width to (r + 1) · width
-    of the cache.
+    Returns [len(prompts) · repeats, H]. Sample r has the rows r · width to (r + 1) · width of the
+    cache.
     """
     starts = np.cumsum([0, *map(len, prompts)])
     parts = [

@@ -1,8 +1,8 @@
-"""Decoding by a Hugging Face model: the rows of a batch to their ends, each by settings and numbers of its own.
+"""Decoding by a Hugging Face model: a batch of rows, each with its own settings and random numbers.
 
-A row's draws come from a generator of its own, so that its tokens do not depend on the rows that
-share its batch, beyond float rounding of the logits. Rollouts are rows of equal settings, a
-server's requests rows of their own.
+Each row has its own random generator. So its tokens depend on the other rows of the batch only
+through float rounding of the logits. The rows of rollouts have equal settings, the rows of a
+server's requests may differ.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ if TYPE_CHECKING:
     from megatron_rl.rollout.engines.router_records import RouterRecords
 
 Decode = Callable[[list[int]], str]
-# Compacting copies the cache of the rows that stay, about the cost of one decode step's torch.cat;
-# below a quarter finished, the rows it saves do not pay for that copy within a few steps.
+# Dropping finished rows copies the cache of the others, which costs about one decode step's torch.cat.
+# With less than a quarter finished, the saved rows do not pay for that copy within a few steps.
 COMPACT_FRACTION = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Says how one sample is decoded.
+    """Holds how one sample is decoded.
 
-    prompt: its number among the batch's prompts. seed: of its own random numbers, below 2^64.
-    temperature: of the distribution that its log-probs are of, and that it is drawn from if it is
-        not greedy.
-    top_k, top_p: the cuts of that distribution; 0 and 1: none. top: how many of its most likely
-        tokens are told.
-    stop_ids, stop_texts: what ends it before ``max_tokens``, as in SampleRequest.
+    prompt: the number of its prompt in the batch.
+    seed: the seed of its random numbers, below 2^64.
+    temperature: the temperature of its distribution, which gives its log-probs. Its tokens are
+        drawn from that distribution unless ``greedy``.
+    top_k, top_p: cuts of the distribution; 0 and 1: none.
+    top: how many most likely tokens are reported at each step.
+    stop_ids, stop_texts: tokens and texts that end it before ``max_tokens`` (see SampleRequest).
     """
 
     prompt: int
@@ -54,11 +55,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decoded:
-    """Holds decoded rows; what lies behind a row's length is meaningless.
+    """Holds decoded rows. Entries beyond a row's length are meaningless.
 
     token_ids: int64 [steps, rows]. logprobs: float32 [steps, rows].
-    lengths: [rows], the stop token included. stopped: [rows], whether a stop ended it.
-    top_ids, top_logprobs: [steps, rows, most] of the most likely tokens; log-probs are −inf outside
+    lengths: [rows], the stop token included.
+    stopped: [rows], whether a stop token or text ended the row.
+    top_ids, top_logprobs: [steps, rows, most], the most likely tokens; log-probs are −inf outside
         the cuts.
     """
 
@@ -71,10 +73,10 @@ class Decoded:
 
 
 def uniforms_of(rows: Sequence[Row], num_positions: int) -> np.ndarray:
-    """Return [positions, rows] float64 in [0, 1): each row's own random stream, drawn ahead for every position."""
+    """Return float64 [positions, rows] in [0, 1): the random numbers of each row's own stream."""
     raw = np.empty((len(rows), num_positions), dtype=np.uint64)
     for number, row in enumerate(rows):
-        # random_raw, not Generator.random: NumPy keeps bit generators' streams fixed across
+        # random_raw, not Generator.random: NumPy keeps only the streams of bit generators fixed across
         # versions (NEP 19).
         raw[number] = np.random.Philox(key=row.seed).random_raw(num_positions)
     return (raw >> np.uint64(11)).T * 2.0**-53
@@ -83,10 +85,10 @@ def uniforms_of(rows: Sequence[Row], num_positions: int) -> np.ndarray:
 def ends_of(
     token_ids: np.ndarray, rows: Sequence[Row], text_ends: Mapping[int, int] = MappingProxyType({})
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row's length [rows], and whether a stop ended it [rows].
+    """Return each row's length [rows], and whether a stop token or text ended it [rows].
 
-    token_ids: [steps, rows]. text_ends: the length of each row that a stop text ended, if no token
-        did before.
+    token_ids: [steps, rows].
+    text_ends: row → its length at the end of its stop text. A stop token before it counts instead.
     """
     num_steps = len(token_ids)
     limits = np.array([row.max_tokens for row in rows])
@@ -109,10 +111,10 @@ def decode_rows(
     decode: Decode,
     routers: RouterRecords | None = None,
 ) -> Decoded:
-    """Decode rows to their ends, as one batch, which finished rows leave.
+    """Decode rows to their ends, as one batch. Finished rows leave the batch.
 
-    decode: token ids → their text, special tokens too. routers: take the experts of every pass;
-        None: nobody asks.
+    decode: returns the text of token ids, special tokens included.
+    routers: records the experts of every pass; None: not needed.
     """
     device, max_steps = next(model.parameters()).device, max(row.max_tokens for row in rows)
     cache, logits, position, mask, padded = _run_rows(model, prompts, [row.prompt for row in rows], max_steps)
@@ -120,12 +122,12 @@ def decode_rows(
     if routers is not None:
         routers.begin(len(prompts), len(rows), max_steps)
     draws, ends = _Draws(rows, max_steps, device), _Ends(rows, decode, device)
-    running = torch.arange(len(rows), device=device)  # the rows in the batch, by their numbers
+    running = torch.arange(len(rows), device=device)  # numbers of the rows in the batch
     done = torch.zeros(len(rows), dtype=torch.bool, device=device)
     for step in range(max_steps):
         tokens = draws.take(logits, step, running)
         done = ends.after(done, tokens, step, running, draws.token_ids)
-        num_done = int(done.sum()) if ends.come_early else 0  # the loop's one wait for the device
+        num_done = int(done.sum()) if ends.come_early else 0  # the only wait for the device in this loop
         if num_done == len(running) or step + 1 == max_steps:
             break
         # Drop finished rows from the batch, then run the model on the others' tokens.
@@ -153,7 +155,8 @@ def _run_rows(
 ) -> tuple[DynamicCache, torch.Tensor, torch.Tensor, torch.Tensor, bool]:
     """Run each prompt once, and repeat its outputs for its rows.
 
-    Returns what ``run_prompts`` does, for each row, with a mask [rows, width + max_steps].
+    Returns the results of ``run_prompts``, per row instead of per prompt. The mask is [rows, width +
+    max_steps].
     """
     cache, logits, position, mask, padded = run_prompts(model, prompts)
     mask = torch.cat([mask, mask.new_ones(len(prompts), max_steps)], dim=1)
@@ -165,7 +168,7 @@ def _run_rows(
 
 
 class _Draws:
-    """Draws the tokens of a batch's rows, and keeps them, with their log-probs and the most likely ones."""
+    """Draws the tokens of a batch's rows. Keeps them, their log-probs and the most likely tokens."""
 
     def __init__(self, rows: Sequence[Row], max_steps: int, device: torch.device) -> None:
         self._rows, self._most = rows, max(row.top for row in rows)
@@ -186,7 +189,7 @@ class _Draws:
             self._cuts = torch.tensor(top_k, device=device), torch.tensor(top_p, device=device)
 
     def take(self, logits: torch.Tensor, step: int, running: torch.Tensor) -> torch.Tensor:
-        """Draw the next token of each running row, and return them, int64 [R]."""
+        """Draw the next token of each running row; return the tokens, int64 [R]."""
         temperature = self._temperatures[running] if self._temperature is None else self._temperature
         cuts = None if self._cuts is None else tuple(values[running] for values in self._cuts)
         logprobs = distribution(logits, temperature, cuts)
@@ -204,7 +207,7 @@ class _Draws:
         return tokens
 
     def decoded(self, num_steps: int, text_ends: Mapping[int, int]) -> Decoded:
-        """Return the rows after so many steps. text_ends: see ``ends_of``."""
+        """Return the rows after ``num_steps`` steps. ``text_ends``: see ``ends_of``."""
         token_ids, logprobs, top_ids, top_logprobs = (
             values[:num_steps].cpu().numpy()
             for values in (self.token_ids, self._logprobs, self._top_ids, self._top_logprobs)
@@ -221,7 +224,7 @@ class _Draws:
 
 
 class _Ends:
-    """Says which rows end with their latest token: by a stop token, a stop text, or their most tokens."""
+    """Finds the rows that end with their latest token: by a stop token, a stop text, or ``max_tokens``."""
 
     def __init__(self, rows: Sequence[Row], decode: Decode, device: torch.device) -> None:
         self._rows, self._decode = rows, decode
@@ -234,15 +237,17 @@ class _Ends:
             padded = [[*row.stop_ids, *[-1] * (most - len(row.stop_ids))] for row in rows]
             self._stop_ids = torch.tensor(padded, dtype=torch.long, device=device)
         self._by_text = [number for number, row in enumerate(rows) if row.stop_texts]
-        self.text_ends: dict[int, int] = {}  # a row's length where a text ended it
+        self.text_ends: dict[int, int] = {}  # row → its length, for rows that a stop text ended
         self.come_early = bool(most or self._uneven or self._by_text)
 
     def after(
         self, done: torch.Tensor, tokens: torch.Tensor, step: int, running: torch.Tensor, token_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Return which of the running rows are done after the step's tokens [R]; done: before them.
+        """Return which of the running rows are done after this step, bool [R].
 
-        token_ids: of all rows so far, [steps, rows].
+        done: bool [R], the rows that were done before.
+        tokens: int64 [R], the step's tokens.
+        token_ids: [steps, rows], the tokens of all rows so far.
         """
         if self._shared is None:
             done = done | (tokens[:, None] == self._stop_ids[running]).any(dim=1)
@@ -254,7 +259,7 @@ class _Ends:
         return done | self._ended_by_text(step, running, token_ids) if self._by_text else done
 
     def _ended_by_text(self, step: int, running: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return which running rows a stop text has ended, by now; it is looked for in the last tokens alone."""
+        """Return which running rows a stop text has ended. Only a row's last tokens are searched for it."""
         in_batch = set(running.tolist())
         for number in self._by_text:
             if number in in_batch and number not in self.text_ends:

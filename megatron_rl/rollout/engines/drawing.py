@@ -1,4 +1,4 @@
-"""Draws of the next token: a row's own distribution at its temperature, within its cuts, inverted at its own number."""
+"""Draws of the next token: each row's distribution at its temperature and cuts, inverted at its random number."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def draw(logits: torch.Tensor, temperature: float, uniforms: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row; return ids, int64 [R], and their log-probs at ``temperature``, float32 [R].
+    """Draw one token per row; return the ids, int64 [R], and their log-probs at ``temperature``, float32 [R].
 
     logits: [R, vocab].
     uniforms: float64 [R] in [0, 1); None for greedy.
@@ -21,7 +21,8 @@ def distribution(
 ) -> torch.Tensor:
     """Return the log-probs of the distributions that rows are drawn from, float32 [R, vocab].
 
-    temperature: of all rows, or [R, 1]. cuts: see ``cut``; None: no row has any.
+    temperature: one number for all rows, or [R, 1].
+    cuts: top_k and top_p (see ``cut``); None: no row has cuts.
     """
     scaled = logits.float() / temperature
     return torch.log_softmax(scaled if cuts is None else cut(scaled, *cuts), dim=-1)
@@ -30,21 +31,23 @@ def distribution(
 def inverted(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Return each row's first token, int64 [R], whose cumulative probability exceeds the row's number.
 
-    So a token of probability 0 is never drawn. uniforms: float64 [R] in [0, 1).
+    So a token of probability 0 is never drawn. ``uniforms``: float64 [R] in [0, 1).
     """
-    # float64: over 150,000 tokens a float32 sum is off by more than a rare token's probability.
-    # Scaled by the row's own total, which rounding keeps from being exactly 1.
+    # float64: over 150,000 tokens the error of a float32 sum is larger than a rare token's probability.
+    # The number is scaled by the row's total, which rounding keeps from being exactly 1.
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1]
     target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
-    return tokens.clamp_(max=logprobs.shape[-1] - 1)  # NaN logits: reported by the caller, once, not per step
+    return tokens.clamp_(max=logprobs.shape[-1] - 1)  # for NaN logits, which the caller reports after decoding
 
 
 def cut(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Return the logits with −inf at tokens outside top_k, then outside the smallest set that has top_p.
+    """Return the logits with −inf at tokens outside the cuts: first top_k, then top_p.
 
-    top_k: int64 [R], the vocabulary's size for no cut. top_p: float32 [R], 1 for no cut.
+    top_k: int64 [R], the number of most likely tokens to keep; at least the vocabulary's size: all.
+    top_p: float32 [R]; of these, the smallest set of most likely tokens that has this probability
+        is kept; 1: all.
     """
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     outside = torch.arange(logits.shape[-1], device=logits.device) >= top_k[:, None]

@@ -28,10 +28,10 @@ MAX_EMBEDDED_PARAMETERS = 1_000_000_000
 
 
 class TransformersEngine:
-    """Samples with a Hugging Face causal LM that is built from its config; weights come by ``load_weights``.
+    """Samples with a Hugging Face causal LM. It is built from its config, and ``load_weights`` brings the weights.
 
     It is an ``Engine`` (rollout/engines/engine.py). Rollouts and requests are decoded by the same
-    loop (decoding.py), a rollout with the seed that ``sample_seed`` gives it.
+    loop (decoding.py). The seed of a rollout comes from ``sample_seed``.
 
     Example: ``TransformersEngine(path, tokenizer, RolloutConfig(), seed=0, dtype=torch.float32,
     device=torch.device("cpu"))``
@@ -49,8 +49,8 @@ class TransformersEngine:
     ) -> None:
         """Build the model, without weights. ``seed``: the run's seed.
 
-        Raises ConfigError for a directory that does not exist, a model too large, or an impossible
-        stop token.
+        Raises ConfigError if the directory does not exist, the model is too large, or a stop token
+        lies outside the vocabulary.
         """
         model = _build_model(hf_path, rollout, dtype, device)
         text_config = model.config.get_text_config()
@@ -68,7 +68,7 @@ class TransformersEngine:
         max_positions: int,
         stop_ids: Sequence[int],
     ) -> None:
-        """Take over what every embedded engine has, before any weights."""
+        """Set the fields that every embedded engine has. No weights are loaded yet."""
         self.weight_version = NO_WEIGHTS
         self._tokenizer, self._rollout, self._seed, self._device = tokenizer, rollout, seed, device
         self._model: torch.nn.Module | None = model
@@ -80,51 +80,52 @@ class TransformersEngine:
             self._routers = RouterRecords(model)
 
     lost = ()
-    lacks_weights = True  # it takes no adapters apart from the weights
+    lacks_weights = True  # so every sync sends the weights, never adapters alone
     is_elsewhere, progressed_at, _alike = False, -math.inf, False
-    num_running = 0  # samples that are decoded now
+    num_running = 0  # samples that are being decoded
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
-        """Do nothing: the engine is in this process, and lives and dies with it."""
+        """Do nothing: the engine is part of this process, and cannot be lost without it."""
         return ()
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Do nothing: no rank can fail to reach it (see ``recover``)."""
+        """Do nothing: the engine is part of this process, and always reached."""
 
     def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
         """Do nothing: ``load_weights`` has raised every error."""
 
     def readings(self) -> Sequence[EngineReading]:
-        """Return the engine's weights and the samples that it decodes; it has no cache of fixed size."""
+        """Return one reading: the weight version, and the number of samples that are being decoded."""
         from megatron_rl.observability.prometheus.live import EngineReading
 
         version = self.weight_version
         return (EngineReading(number=None, is_up=True, weight_version=version, restarts=0, running=self.num_running),)
 
     def sleep(self) -> None:
-        """Do nothing: the weights and caches are this process's own."""
+        """Do nothing: the weights and caches stay in this process."""
 
     def wake(self, *, tags: Sequence[str]) -> None:
-        """Do nothing: ``sleep`` gave nothing back."""
+        """Do nothing: ``sleep`` freed nothing."""
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
-        """Copy every weight into the model, as ``Engine.load_weights`` does; rollouts carry ``version`` >= 0.
+        """Copy every weight into the model (see ``Engine.load_weights``). ``version``: at least 0.
 
-        Names are those of checkpoint files; a mixture's fused experts take them in part by part.
+        The names are the same as in checkpoint files. A mixture's fused expert tensors are filled
+        part by part.
         """
         if version < 0:
             raise ValueError(f"load_weights: version={version} must be at least 0")
         model = self._open_model()
-        # Targets are parameters and persistent buffers, tied aliases under each of their names.
+        # Targets are parameters and persistent buffers. A tied tensor appears under each of its names.
         targets = file_tensors(model.state_dict(keep_vars=True), model.config.get_text_config().model_type)
         owners: dict[int, str] = {}
         for name, target in targets.items():
             owners.setdefault(id(target), name)
         started, num_bytes = time.perf_counter(), 0
-        self.weight_version = NO_WEIGHTS  # a load that fails halfway leaves mixed weights, which must not be sampled
+        self.weight_version = NO_WEIGHTS  # nothing may be sampled from the mixed weights of a load that fails halfway
         seen: set[str] = set()
         filled: set[int] = set()
-        # Each name may arrive once; a tied alias only with the values that its target has already.
+        # Each name may arrive once. A tied alias must bring the values that its target already has.
         with torch.no_grad():
             for name, tensor in tensors:
                 if name not in targets:
@@ -168,17 +169,17 @@ class TransformersEngine:
         max_tokens: Sequence[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Rollout]:
-        """Return rollouts as ``Engine.generate`` does.
+        """Return rollouts (see ``Engine.generate``).
 
-        Log-probs are at the temperature of the call; greedy ones at ``rollout.temperature``.
+        Log-probs are at the temperature of the call. For greedy samples they are at
+        ``rollout.temperature``.
         """
         bounds = self._check(prompts, samples_per_prompt, max_tokens)
         greedy, logprob_temperature = temperature == 0.0, temperature or self._rollout.temperature
-        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))  # like lengths pad least
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))  # for the fewest pads
         max_rows = self._rollout.max_batch_samples
         rollouts: list[list[Rollout]] = [[] for _ in prompts]
-        # A group larger than the batch limit is sampled in slices, at one more prefill of its
-        # prompt for each.
+        # A group larger than the batch limit is sampled in slices. Each slice runs the prompt again.
         for first in range(0, samples_per_prompt, max_rows):
             samples = range(first, min(first + max_rows, samples_per_prompt))
             num_prompts = max_rows // len(samples)
@@ -236,11 +237,12 @@ class TransformersEngine:
         return sample_seed(self._seed, prompt.prompt_id, sample, self.weight_version, prompt.attempt)
 
     def _decode(self, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row]) -> Decoded:
-        """Decode one batch: the same number of rows of each prompt, in the prompts' order."""
+        """Decode one batch. Every prompt has the same number of rows, in the order of the prompts."""
         return decode_rows(self._open_model(), prompts, rows, self._tokenizer.decode, self._routers)
 
     def _to_rollouts(self, samples: Sequence[tuple[Prompt, int]], decoded: Decoded) -> list[Rollout]:
-        """Make the rollouts of decoded samples, each a prompt and a sample's number."""
+        """Make the rollouts of decoded samples. ``samples``: each row's prompt and sample index."""
+        # Refuse log-probs that are not finite.
         token_ids, logprobs, lengths = decoded.token_ids, decoded.logprobs, decoded.lengths
         within = np.arange(len(token_ids))[:, None] < lengths
         if not np.isfinite(logprobs[within]).all():
@@ -253,7 +255,8 @@ class TransformersEngine:
         experts: list[np.ndarray | None] = [None] * len(samples)
         if self._routers is not None:
             experts = self._routers.of([len(prompt.token_ids) for prompt, _ in samples], lengths.tolist())
-        texts: dict[tuple[int, ...], str] = {}  # short answers repeat within a group, and decoding is slow
+        # Cut each row at its length, and decode its text without the stop token.
+        texts: dict[tuple[int, ...], str] = {}  # a cache: short answers repeat in a group, and decoding is slow
         rollouts = []
         parts = token_ids.T.tolist(), logprobs.T.tolist(), lengths.tolist(), decoded.stopped.tolist(), experts
         for (prompt, sample), row_ids, row_logprobs, length, stop, routed in zip(samples, *parts, strict=True):
@@ -276,15 +279,15 @@ class TransformersEngine:
 
 
 def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Build the model of ``hf_path``'s config in eval mode, its weights not yet set. Raises ConfigError.
+    """Build the model of ``hf_path``'s config in eval mode. Its weights are not set yet. Raises ConfigError.
 
-    Its attention is torch's (sdpa) where transformers has it for the family; one with sinks has
-    none.
+    Its attention is torch's (sdpa) if transformers has that for the family. Families with attention
+    sinks do not.
     """
     config = parse_hf_config(hf_path)
     settle_tying(config, hf_path)
     check_embedded(hf_path, rollout)
-    # Modules draw their initial values from torch's global generator, which belongs to the trainer.
+    # Modules draw initial values from torch's global generator. The fork keeps the trainer's state of it.
     accelerators = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=accelerators), torch.device(device):
         model = transformers_model(config, hf_path, dtype=dtype)
@@ -292,7 +295,7 @@ def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, devic
 
 
 def check_embedded(hf_path: str, rollout: RolloutConfig) -> None:
-    """Raise ConfigError for a model too large to be held whole on every rank; no weights are made."""
+    """Raise ConfigError for a model too large to be held whole on every rank. The check creates no weights."""
     if rollout.allow_large_embedded_model:
         return
     config = parse_hf_config(hf_path)
@@ -308,7 +311,7 @@ def check_embedded(hf_path: str, rollout: RolloutConfig) -> None:
 
 
 def stop_tokens(hf_path: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[int]:
-    """Return the stop tokens of tokenizer and generation_config.json, ascending.
+    """Return the stop tokens of the tokenizer and of generation_config.json, ascending.
 
     Raises ConfigError for a token outside the vocabulary.
     """

@@ -1,7 +1,7 @@
-"""Sampling by request with the embedded engine's model: rows of one batch, each with settings of its own.
+"""Sampling by request with the embedded engine's model: rows of one batch, each with its own settings.
 
-With no cut, a temperature of 1 and the same seed a request draws what the engine's ``generate``
-draws.
+Without cuts, at temperature 1 and with the same seed, a request and the engine's ``generate`` draw
+the same tokens.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from megatron_rl.rollout.engines.decoding import Decode, Decoded, Row, decode_ro
 from megatron_rl.rollout.engines.prefill import counts_pads, cut_batches
 from megatron_rl.rollout.engines.sampling import EMPTY, SampledSequence, SampleRequest, SampleResult, TopLogProbs
 
-LOGIT_ROWS = 256  # rows of a prompt's logits that exist at a time
+LOGIT_ROWS = 256  # rows of a prompt's logits that are in memory at a time
 
 
 def sample_requests(
     model: PreTrainedModel, decode: Decode, requests: Sequence[SampleRequest], *, max_rows: int
 ) -> list[SampleResult]:
-    """Return the result of each request, in their order.
+    """Return the result of each request, in the order of the requests.
 
-    decode: token ids → their text, special tokens too. max_rows: samples decoded at once.
+    decode: returns the text of token ids, special tokens included.
+    max_rows: samples that are decoded at once.
     """
     results: dict[int, SampleResult] = {}
-    order = sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids))  # like lengths pad least
+    order = sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids))  # for the fewest pads
     rows = [(i, sample) for i in order for sample in range(requests[i].num_samples)]
     sequences: dict[int, list[SampledSequence]] = {i: [] for i in order}
     alike = counts_pads(model)
     for part in cut_batches(rows, lambda row: len(requests[row[0]].token_ids), max_rows, alike=alike):
-        prompts = list(dict.fromkeys(requests[i].token_ids for i, _ in part))  # each is run once
+        prompts = list(dict.fromkeys(requests[i].token_ids for i, _ in part))  # each prompt is run once
         numbers = {prompt: number for number, prompt in enumerate(prompts)}
         settings = [_row(requests[i], sample, numbers[requests[i].token_ids]) for i, sample in part]
         decoded = decode_rows(model, prompts, settings, decode)
@@ -60,7 +61,7 @@ def _row(request: SampleRequest, sample: int, prompt: int) -> Row:
 
 
 def _sequence(decoded: Decoded, number: int, request: SampleRequest) -> SampledSequence:
-    """Return a row of a batch as the sample of its request."""
+    """Return row ``number`` of a decoded batch as a sample of its request."""
     own = (slice(decoded.lengths[number]), number)
     logprobs = decoded.logprobs[own]
     if not np.isfinite(logprobs).all():
@@ -71,7 +72,7 @@ def _sequence(decoded: Decoded, number: int, request: SampleRequest) -> SampledS
     top = None
     if request.top:
         ids, values = decoded.top_ids[own][:, : request.top], decoded.top_logprobs[own][:, : request.top]
-        gone = ~np.isfinite(values)  # tokens that a cut has left out
+        gone = ~np.isfinite(values)  # tokens outside the cuts
         top = TopLogProbs(
             token_ids=np.where(gone, 0, ids).astype(np.int32),
             logprobs=np.where(gone, EMPTY, values).astype(np.float32),
@@ -86,7 +87,7 @@ def _sequence(decoded: Decoded, number: int, request: SampleRequest) -> SampledS
 
 @torch.inference_mode()
 def _read_prompt(model: PreTrainedModel, request: SampleRequest) -> tuple[np.ndarray | None, TopLogProbs | None]:
-    """Return the log-probs of a prompt's tokens, and of the most likely ones, as far as they are asked for."""
+    """Return the log-probs of a prompt's tokens, and its most likely tokens. Each is None if not requested."""
     if not (request.prompt_logprobs or request.prompt_top):
         return None, None
     device, length = next(model.parameters()).device, len(request.token_ids)

@@ -1,4 +1,4 @@
-"""The interface that every inference engine offers the loop, and the seed of each sample's random numbers."""
+"""The interface of every inference engine to the training loop, and the seed of each sample's random numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron_rl.observability.prometheus.live import EngineReading
     from megatron_rl.rollout.engines.sampling import SampleRequest, SampleResult
 
-# Takes a prompt's position in the call, and its whole group in the order of sample_index.
+# A function of a prompt's position in the call, and its whole group in the order of sample_index.
 OnFinished = Callable[[int, list[Rollout]], None]
 NO_WEIGHTS = -1  # an engine's weight_version before its first complete load_weights
 
@@ -26,10 +26,10 @@ class SyncReport:
     """Reports one weight sync on this rank.
 
     num_bytes: the size of the weights.
-    sent_bytes: the most bytes of weights that one engine was sent.
-    changed_share: of the elements compared with the sync before (docs/vllm.md); None where
-        none were.
-    failed:    engine → the reason of its failure; empty where all engines hold the version now.
+    sent_bytes: bytes of weights that one engine was sent; the largest number of all engines.
+    changed_share: the changed share of the elements that were compared with the sync before
+        (docs/delta-sync.md). None if none were compared.
+    failed:    engine → the reason of its failure. Empty if all engines now hold the version.
     lost:      the failed engines that are gone or hang.
     """
 
@@ -44,10 +44,10 @@ class SyncReport:
 
 
 class EngineLost(RuntimeError):
-    """Says that no engine is left for the rest of a call.
+    """Raised if no engine is left for the rest of a call.
 
-    finished: the finished groups by their prompt's position in the call; the others are asked for
-        again.
+    finished: a prompt's position in the call → its group, for the finished groups. The other groups
+        are requested again.
     """
 
     def __init__(self, message: str, *, finished: Mapping[int, list[Rollout]]) -> None:
@@ -58,44 +58,46 @@ class EngineLost(RuntimeError):
 class Engine(Protocol):
     """Samples completions from the trainer's weights, for one owner and one call at a time.
 
-    Only under ``weight_sync.in_flight`` may one thread generate while another thread makes the
-    other calls, and with ``rollout.producer.straggler_share`` several threads, each a call of its
-    own. Tokens that were sampled before a ``load_weights`` keep their version; later ones, from
-    keys and values that are computed again, carry the new version.
+    There are two exceptions. Under ``weight_sync.in_flight`` one thread may generate while another
+    thread makes the other calls. With ``rollout.producer.straggler_share`` several threads may
+    generate, each in its own call.
+
+    Tokens that were sampled before a ``load_weights`` keep their version. Later tokens carry the new
+    version, and their keys and values are computed again.
     """
 
     weight_version: int
-    lacks_weights: bool  # an engine of this rank would take no adapters alone, which belong to weights that it has
-    lost: Sequence[str]  # engines of this rank that are known to be gone, by name
+    lacks_weights: bool  # an engine of this rank lacks the frozen weights, so adapters alone do not suffice
+    lost: Sequence[str]  # names of this rank's engines that are known to be gone
     is_elsewhere: bool  # samples in other processes, so that ``generate`` only waits, and may do so in any thread
-    progressed_at: float  # time.monotonic() when one of them last said that it computes; −inf where none says so
+    progressed_at: float  # time.monotonic() when an engine last reported that it computes; −inf: never reported
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
-        """Wait until the engine serves, after its start or a loss; its weights must be loaded afterwards.
+        """Wait until the engine serves, after its start or a loss. Its weights must be loaded afterwards.
 
         lost: names of the engines that any rank knows to be gone.
 
-        Returns the names of the engines that the run can do without for now. Raises EngineError if
-        it will not recover.
+        Returns the names of engines that do not serve yet, and that the run can do without for now.
+        Raises EngineError if the engine does not recover.
         """
         ...
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Leave out the engines that some rank cannot reach for now; every later ``recover`` tries them again."""
+        """Do not use engines that some rank cannot reach. Every later ``recover`` tries them again."""
         ...
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
-        """Take over every weight, as full tensors under their Hugging Face names, from any device and dtype.
+        """Load every weight, as full tensors under their Hugging Face names, from any device and dtype.
 
-        Every parameter arrives exactly once; a tied alias (``lm_head.weight`` under tied
-        embeddings) may be absent. Missing, doubled or unknown names and wrong shapes raise
-        ValueError naming them; the engine then holds no usable weights until a later call succeeds.
-        For an engine in another process the report carries its errors, and nothing is raised.
+        Every parameter arrives exactly once. A tied alias (``lm_head.weight`` under tied
+        embeddings) may be absent. Missing, doubled or unknown names and wrong shapes raise a
+        ValueError that names them. The engine then has no usable weights until a later call succeeds.
+        Errors of an engine in another process are not raised. They are in the report.
         """
         ...
 
     def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
-        """Take the reports of all ranks on the sync that just ended: the names of the failed and the lost engines."""
+        """Note the result of the sync that just ended on all ranks: the names of the failed and the lost engines."""
         ...
 
     def generate(
@@ -109,52 +111,54 @@ class Engine(Protocol):
     ) -> list[Rollout]:
         """Return [len(prompts) * samples_per_prompt] rollouts, prompt by prompt, sample_index 0, 1, ... within each.
 
-        temperature: None for ``rollout.temperature``; at 0 sampling is greedy, and a prompt's
-            samples are all the same.
-        max_tokens: the most tokens of a sample, one number per prompt, each from 1 to
-            ``rollout.max_response_tokens``; None for that maximum. Tokens below the bound are those
-            of a call without it.
-        on_finished: called in this thread, once for each prompt as soon as its group is whole;
-            before an EngineLost exactly for its finished groups. An exception from it ends the
-            call, with nothing left under way.
+        temperature: None: ``rollout.temperature``. 0: greedy sampling, and all samples of a prompt
+            are the same.
+        max_tokens: a sample's maximum of tokens for each prompt, from 1 to
+            ``rollout.max_response_tokens``. None: that maximum. The bound only cuts samples; it does
+            not change the tokens before it.
+        on_finished: called in this thread, once for each prompt as soon as its group is whole. If
+            EngineLost is raised, it was called exactly for ``EngineLost.finished``. An exception
+            from it ends the call, and no request stays under way.
 
-        ``Prompt.attempt`` distinguishes repeated draws for the same prompt at the same weights. Raises ConfigError for
-        a prompt that cannot be run, RuntimeError where no weights were loaded, EngineLost.
+        ``Prompt.attempt`` distinguishes repeated draws for the same prompt at the same weights.
+
+        Raises ConfigError for a prompt that cannot be run, RuntimeError if no weights are loaded,
+        and EngineLost.
         """
         ...
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
-        """Return the result of each request, each of which has settings of its own, in their order.
+        """Return the result of each request, in the order of the requests. Each request has its own settings.
 
-        No request may be longer than the engine's context. Raises RuntimeError where no weights
-        were loaded, EngineLost.
+        No request may be longer than the engine's context. Raises RuntimeError if no weights are
+        loaded, and EngineLost.
         """
         ...
 
     def readings(self) -> Sequence[EngineReading]:
-        """Return what is known of this rank's engines now; any thread may ask, and nothing waits."""
+        """Return the current readings of this rank's engines. Any thread may call this, and it does not wait."""
         ...
 
     def sleep(self) -> None:
-        """Give the engine's share of the device back until ``wake``; do nothing if it has none of its own."""
+        """Free the engine's device memory until ``wake``. Do nothing if the engine has none of its own."""
         ...
 
     def wake(self, *, tags: Sequence[str]) -> None:
-        """Take the share again: ``weights`` before load_weights, ``kv_cache`` before generate."""
+        """Take device memory again. ``tags``: "weights" before load_weights, "kv_cache" before generate."""
         ...
 
     def close(self) -> None:
-        """Give the memory back; the engine cannot be used afterwards. Closing twice is harmless."""
+        """Free all memory. The engine cannot be used afterwards. Closing twice is harmless."""
         ...
 
 
 def sample_seed(run_seed: int, prompt_id: str, sample_index: int, weight_version: int, attempt: int) -> int:
     """Return a 64-bit seed for one sample, equal on every machine and in every Python process.
 
-    It depends on no rank and no batch position, so another layout, or a resumed run, draws the same
-    rollouts.
+    The seed depends on no rank and no batch position. So another layout, or a resumed run, draws
+    the same rollouts.
     """
-    # The id comes last: it is the only free-form field, so no two different identities share a text.
+    # prompt_id comes last because it is the only field of free form. So different samples have different texts.
     identity = f"{run_seed}/{sample_index}/{weight_version}/{attempt}/{prompt_id}"
     return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little")
 
@@ -166,13 +170,13 @@ def token_bounds(
     max_response_tokens: int,
     longest: int,
 ) -> list[int]:
-    """Return [len(prompts)], the most tokens that each prompt's samples may have.
+    """Return [len(prompts)], the maximum of tokens for the samples of each prompt.
 
-    max_tokens: these bounds; None for ``rollout.max_response_tokens`` each.
-    longest: the positions that the model, or the engine, has.
+    max_tokens: the maximum for each prompt; None: ``rollout.max_response_tokens`` for all.
+    longest: the number of positions of the model, or of the engine.
 
-    Raises ConfigError for a request that no engine can sample, ValueError for ``max_tokens`` that
-    is not one number from 1 to ``rollout.max_response_tokens`` for each prompt.
+    Raises ConfigError for a request that no engine can sample. Raises ValueError unless
+    ``max_tokens`` has one number from 1 to ``rollout.max_response_tokens`` for each prompt.
     """
     if samples_per_prompt < 1:
         raise ConfigError(f"samples_per_prompt={samples_per_prompt} must be at least 1")

@@ -1,4 +1,4 @@
-"""The engine of a run that asks for no completion, a supervised one say: it holds no weights and starts nothing."""
+"""The engine of a run without completions, such as a supervised run. It holds no weights and starts no process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_rl.types import Prompt, Rollout
 
 
 class IdleEngine:
-    """Has the methods of Engine. Being sent weights or asked for a completion is a fault of the caller's."""
+    """Has the methods of Engine. Sending it weights, or requesting a completion, is a bug of the caller."""
 
     weight_version = NO_WEIGHTS
     lacks_weights = False

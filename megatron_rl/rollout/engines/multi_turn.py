@@ -1,20 +1,20 @@
-"""Multi-turn episodes: an engine around an engine, whose samples are conversations of the policy with an environment.
+"""Multi-turn episodes: an engine around another engine; its samples are conversations of policy and environment.
 
-The first turn of all samples is one call of the engine, with a prompt's samples together; then
-environments step, and the episodes that are not over go on as prompts of one sample each, turn
-after turn. A sample's response is all tokens behind its prompt; the environment's tokens carry no
+The first turn of all samples is one call of the inner engine, with a prompt's samples together.
+Then the environments step. Each episode that is not over goes on as a prompt with one sample, turn
+after turn. A sample's response is all tokens after its prompt. The environment's tokens carry no
 loss.
 
-An episode ends
-- with finish_reason "stop" where the environment says so, or after ``environment.max_turns`` turns;
-- with "length" where ``rollout.max_response_tokens``, which bounds the whole response, is reached
-  within a turn, or leaves no token behind an observation. The environment never sees a turn that
-  was cut off, and an observation that does not fit is not appended.
+An episode ends in one of two ways:
+- With finish_reason "stop" if the environment ends it, or after ``environment.max_turns`` turns.
+- With "length" if the response reaches ``rollout.max_response_tokens`` within a turn, or if no token
+  would be left after an observation. The environment never sees a turn that was cut off. An
+  observation that does not fit is not appended.
 
-1. A draw is named by prompt, sample and turn, never by a rank or a position in a call: any layout,
-   and a resumed run, draws the same.
+1. A draw's seed depends on prompt, sample and turn, never on a rank or a position in a call. So any
+   layout, and a resumed run, draws the same.
 2. The policy's tokens stay as they were sampled; only the environment's text is tokenized.
-3. A prompt's group is reported once, whole; if the engine is lost, all groups that were not
+3. A prompt's group is reported once, and whole. If the engine is lost, all groups that were not
    reported begin again.
 """
 
@@ -44,12 +44,13 @@ MAX_TRACEBACK = 20_000  # characters
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Episode:
-    """Holds one sample under way.
+    """Holds the state of one sample that is not finished.
 
-    room: tokens that its response may have.
-    experts: of the tokens so far, [tokens, layers, top_k], where the engine gives them.
+    room: the number of tokens that its response may have.
+    experts: [tokens, layers, top_k], the experts of the tokens so far. None if the engine reports
+        none.
     said: the pending result of the environment's last call.
-    why_excluded: the environment's failure, if it failed.
+    why_excluded: the environment's failure; None if it did not fail.
     """
 
     prompt: Prompt
@@ -73,7 +74,7 @@ class _Episode:
         return f"{self.prompt.name}#{self.sample_index}"
 
     def next_prompt(self) -> Prompt:
-        """Return the prompt of the next turn, under a name of its own."""
+        """Return the prompt of the next turn. Its id names the sample and the turn."""
         if not self.turns:
             return self.prompt
         return Prompt(
@@ -83,7 +84,7 @@ class _Episode:
     def add_turn(self, rollout: Rollout) -> None:
         self.last, self.turns = rollout, self.turns + 1
         if rollout.routed_experts is not None:
-            known = [] if self.experts is None else [self.experts[:-1]]  # as they were when they were sampled
+            known = [] if self.experts is None else [self.experts[:-1]]  # earlier tokens keep their first experts
             self.experts = np.concatenate([*known, rollout.routed_experts[sum(map(len, known)) :]])
         self._add(rollout.response_ids, rollout.logprobs, True)
         for version, count in rollout.weight_versions:
@@ -122,11 +123,11 @@ class _Episode:
 
 
 class MultiTurnEngine(EngineAround):
-    """Runs episodes on an inner engine (see the module). It is an ``Engine``; all but ``generate`` is the inner one's.
+    """Runs episodes on an inner engine (see the module). It is an ``Engine``, and only ``generate`` is its own.
 
     make: makes a sample's environment.
     observations: turns the environment's observations into tokens.
-    max_response_tokens: bounds the whole response.
+    max_response_tokens: the limit of the whole response.
     """
 
     def __init__(
@@ -159,10 +160,10 @@ class MultiTurnEngine(EngineAround):
         max_tokens: Sequence[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Rollout]:
-        """Return rollouts as ``Engine.generate`` does; ``max_tokens`` bounds whole responses.
+        """Return rollouts (see ``Engine.generate``). ``max_tokens`` bounds whole responses.
 
-        Raises EpisodeError, with the sample's id and the turn, if an environment fails or takes too
-        long under ``environment.on_error=fail``.
+        Under ``environment.on_error=fail`` an environment that fails, or takes too long, raises
+        EpisodeError with the sample's id and the turn.
         """
         rooms = [self._max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
         groups = [
@@ -173,7 +174,7 @@ class MultiTurnEngine(EngineAround):
         try:
             for episode in [member for group in groups for member in group]:
                 episode.said = self._pool.submit(lambda episode=episode: self._begin(episode), (episode, "reset"))
-            # The first turn samples whole groups, each later one every unfinished episode by itself.
+            # The first turn samples whole groups. Each later turn samples every unfinished episode by itself.
             self._turn(groups, samples_per_prompt, temperature, max_tokens)
             self._report(groups, finished, on_finished)
             while unfinished := [[member] for group in groups for member in group if member.finish_reason is None]:
@@ -196,7 +197,7 @@ class MultiTurnEngine(EngineAround):
         temperature: float | None,
         max_tokens: Sequence[int] | None,
     ) -> None:
-        """Run one turn of each episode; environments step while other episodes are still being sampled."""
+        """Run one turn of each episode. Environments step while other episodes are still being sampled."""
 
         def took(index: int, rollouts: list[Rollout]) -> None:
             for episode, rollout in zip(groups[index], rollouts, strict=True):
@@ -208,7 +209,7 @@ class MultiTurnEngine(EngineAround):
             self._answer(episode)
 
     def _take(self, episode: _Episode, rollout: Rollout) -> None:
-        if self._pool.failed is not None:  # while engines sample
+        if self._pool.failed is not None:  # an environment failed while engines sampled
             self._result(self._pool.failed)
         episode.add_turn(rollout)
         if episode.turns == 1:
@@ -220,7 +221,7 @@ class MultiTurnEngine(EngineAround):
             episode.said = self._pool.submit(lambda: episode.environment.step(rollout.text), (episode, call))
 
     def _answer(self, episode: _Episode) -> None:
-        """Take the environment's answer to the episode's last turn: its reward, and its observation or the end."""
+        """Add the environment's answer to the last turn: the reward, and the observation or the episode's end."""
         step = self._result(episode.said)
         if episode.finish_reason is not None:
             return
@@ -240,10 +241,9 @@ class MultiTurnEngine(EngineAround):
             episode.add_observation(token_ids)
 
     def _result(self, said: Ticket) -> Step | None:
-        """Return the result of an environment's call; if it failed, raise EpisodeError or exclude the sample.
+        """Return the result of an environment's call. If it failed, raise EpisodeError or exclude the sample.
 
-        Under ``environment.on_error=fail`` another call's failure is raised as well: nothing else
-        is waited for.
+        Under ``environment.on_error=fail`` a failure of another call is raised at once too.
         """
         ended = self._pool.wait(said)
         (episode, call), reason = ended.subject, None
@@ -270,7 +270,7 @@ class MultiTurnEngine(EngineAround):
     def _report(
         self, groups: Sequence[Sequence[_Episode]], finished: dict[int, list[Rollout]], on_finished: OnFinished | None
     ) -> None:
-        """Report the groups that became whole by the last turn."""
+        """Report the groups that the last turn completed."""
         for index, group in enumerate(groups):
             if index not in finished and all(member.finish_reason is not None for member in group):
                 finished[index] = [member.rollout(self._decode) for member in group]

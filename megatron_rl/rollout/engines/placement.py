@@ -1,4 +1,4 @@
-"""Placement of the engines: each rank's part in the rollouts, whose GPU they share, and what that rules out."""
+"""Placement of the engines: each rank's part in the rollouts, sharing of GPUs, and the settings that do not fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rl.errors import ConfigError, quoted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLocation:
-    """Locates a rank: its number in the world and on its node, and the number of ranks in each."""
+    """Holds a rank's number in the world and on its node, and the number of ranks in each."""
 
     rank: int
     world_size: int
@@ -22,10 +22,10 @@ class RankLocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRole:
-    """Describes a rank's part in the rollouts.
+    """Holds a rank's part in the rollouts.
 
-    share:  see RolloutWorker.
-    starts: whether the rank starts an engine of its own.
+    share:  the rank's share of the prompts (see RolloutWorker).
+    starts: whether the rank starts its own engine.
     drives: whether the rank sends weights.
     """
 
@@ -56,7 +56,7 @@ def role_of(rollout: RolloutConfig, location: RankLocation) -> EngineRole:
             f"rollout.tensor_parallel={width} is more than the {location.local_world_size} ranks of a node; an engine "
             "stays on one"
         )
-    # The ranks fall into equal slices, one per engine; the first ``width`` ranks of a slice are its engine's.
+    # The ranks are cut into equal slices, one per engine. An engine runs on the first ``width`` ranks of its slice.
     number, rest = divmod(location.rank, location.world_size // engines)
     for engine in range(engines):
         first = engine * (location.world_size // engines) % location.local_world_size
@@ -71,7 +71,7 @@ def role_of(rollout: RolloutConfig, location: RankLocation) -> EngineRole:
 
 
 def shares_device(rollout: RolloutConfig, device: torch.device) -> bool:
-    """Return whether trainer and engine take turns on one GPU. Raises ConfigError if they must and share none."""
+    """Return whether trainer and engine take turns on one GPU. Raises ConfigError if they must but share no GPU."""
     own_engines = rollout.engine == "vllm" and not rollout.servers
     if rollout.sleep == "always" and not (own_engines and device.type == "cuda"):
         raise ConfigError(
@@ -81,10 +81,10 @@ def shares_device(rollout: RolloutConfig, device: torch.device) -> bool:
 
 
 def refuse_sharing(rollout: RolloutConfig, weight_sync: WeightSyncConfig, shared: bool) -> None:
-    """Raise ConfigError if trainer and engine take turns on one GPU, and settings rule that out.
+    """Raise ConfigError if trainer and engine take turns on one GPU, and other settings do not allow that.
 
-    Such settings have the engines generate while the trainer trains, or keep weights that an engine
-    drops asleep.
+    Such settings let the engines generate while the trainer trains, or need weights that a sleeping
+    engine drops.
     """
     producer = rollout.producer
     if shared and weight_sync.adapters == "alone":
@@ -102,7 +102,7 @@ def refuse_sharing(rollout: RolloutConfig, weight_sync: WeightSyncConfig, shared
 
 
 def refuse_mixture(weight_sync: WeightSyncConfig, num_experts: int) -> None:
-    """Raise ConfigError if a mixture of experts is to take adapters apart from its weights."""
+    """Raise ConfigError if engines with a mixture of experts are to be sent adapters alone."""
     if num_experts and weight_sync.adapters == "alone":
         raise ConfigError(
             f"weight_sync.adapters=alone and a model of {num_experts} experts, whose layers vLLM (0.32.0) prepares for "
@@ -111,7 +111,7 @@ def refuse_mixture(weight_sync: WeightSyncConfig, num_experts: int) -> None:
 
 
 def refuse_delta(rollout: RolloutConfig, weight_sync: WeightSyncConfig, shared: bool) -> None:
-    """Raise ConfigError if only changed weights are to travel to engines that discard theirs, or quantize them."""
+    """Raise ConfigError if only changed weights are sent to engines that discard their weights or quantize them."""
     if not weight_sync.delta:
         return
     if shared:

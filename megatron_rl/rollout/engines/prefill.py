@@ -1,4 +1,4 @@
-"""The first pass of generation by a Hugging Face model: every prompt once, padded on the left, into a cache."""
+"""The first pass of generation by a Hugging Face model: each prompt runs once, padded on the left, into a cache."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def run_prompts(
     """Run each of P prompts once.
 
     Returns the cache, the last position's logits [P, V], the next position [P, 1], the mask [P,
-    width], and whether any prompt is padded. Without padding there is no mask to pass: sdpa then
-    takes its fast path, and the model builds none at every step.
+    width], and whether any prompt is padded. Without padding the model is passed no mask. So sdpa
+    takes its fast path, and the model does not build a mask at every step.
     """
     input_ids, mask = _left_pad(prompts, next(model.parameters()).device)
     positions = mask.long().cumsum(1).sub_(1).clamp_(min=0)
@@ -39,7 +39,7 @@ def run_prompts(
 
 
 def counts_pads(model: PreTrainedModel) -> bool:
-    """Return whether a model takes pads before a prompt for positions, so that none may be there."""
+    """Return whether a model counts pads before a prompt as positions, so that prompts may not be padded."""
     config = model.config.get_text_config()
     family = family_of(config.model_type)
     return family is not None and family.counts_pads(config)
@@ -48,9 +48,10 @@ def counts_pads(model: PreTrainedModel) -> bool:
 def cut_batches(
     prompts: Sequence[T], length_of: Callable[[T], int], most: int, *, alike: bool
 ) -> Iterator[Sequence[T]]:
-    """Yield at most ``most`` prompts that run together, in their order; of one length where ``alike``.
+    """Yield batches of at most ``most`` prompts, in their order. ``alike``: a batch has prompts of one length only.
 
-    Example: a to d of lengths 2, 2, 2, 5, at most 2: ab and cd, or, alike, ab, c and d.
+    Example: prompts a, b, c, d of lengths 2, 2, 2, 5, and ``most`` 2: [a, b], [c, d]. With
+    ``alike``: [a, b], [c], [d].
     """
     start = 0
     while start < len(prompts):
@@ -63,7 +64,7 @@ def cut_batches(
 
 
 def _left_pad(prompts: Sequence[tuple[int, ...]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int64 ids and a bool mask, [P, longest], with prompts at the right end, so that all end in one column."""
+    """Return int64 ids and a bool mask, [P, longest]. All prompts end in the last column."""
     longest = max(len(prompt) for prompt in prompts)
     token_ids = np.zeros((len(prompts), longest), dtype=np.int64)
     mask = np.zeros((len(prompts), longest), dtype=bool)

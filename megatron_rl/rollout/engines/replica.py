@@ -1,8 +1,8 @@
-"""Replica: the interface of one running vLLM engine, whether a process of our own or a server.
+"""The interface ``Replica`` of one running vLLM engine, either a process of our own or a server.
 
-Nothing here imports vLLM; ``rollout/vllm/process_replica.py`` and
-``rollout/vllm/server_replica.py`` are the two kinds, ``rollout/vllm/dispatch.py`` spreads requests
-over them.
+This module does not import vLLM. The two kinds of replicas are in
+``rollout/vllm/process_replica.py`` and ``rollout/vllm/server_replica.py``.
+``rollout/vllm/dispatch.py`` spreads requests over replicas.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import numpy as np
 from megatron_rl.config import RolloutConfig
 from megatron_rl.errors import ConfigError
 
-UPDATING = -2  # a replica's weight_version while weights reach it in flight; requests to it wait there meanwhile
-OLDEST_VLLM = (0, 32)  # weight transfer in four calls, weight versions on tokens; older ones were not run
+UPDATING = -2  # a replica's weight_version during an update in flight, while requests wait in the engine
+OLDEST_VLLM = (0, 32)  # has weight transfer in four calls and weight versions on tokens; older releases were not run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """Asks for ``n`` samples of one prompt in one request, so that they share the prompt's keys and values.
+    """Requests ``n`` samples of one prompt at once, so that they share the prompt's keys and values.
 
     request_id: unique among the requests that are under way.
     temperature: 0 for greedy (then n must be 1).
-    seed: of sample 0, below 2^62; sample k draws with seed + k (vLLM,
+    seed: the seed of sample 0, below 2^62; sample k draws with seed + k (vLLM,
         v1/engine/parallel_sampling.py, 0.32.0).
-    stop_token_ids: the only tokens that end a completion before ``max_tokens``; the engine's own
+    stop_token_ids: the only tokens that end a completion before ``max_tokens``. The engine's own
         end of sequence is switched off.
-    top_k: the most likely tokens that are drawn from; 0: all. top_p: their share of probability; 1:
-        all.
-    prompt_logprobs: whether the first completion brings the log-probs of the prompt's tokens.
+    top_k: only the top_k most likely tokens are drawn; 0: all.
+    top_p: only the most likely tokens with this total probability are drawn; 1: all.
+    prompt_logprobs: whether the first completion carries the log-probs of the prompt's tokens.
     """
 
     request_id: str
@@ -50,18 +50,17 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """Holds one sample as the engine gave it, not checked yet.
+    """Holds one sample as the engine returned it. It is not checked yet.
 
     token_ids: [T] int64, the stop token included.
-    logprobs: [T'] float32 of the sampled tokens at the sampling temperature (at 1 for greedy); T' =
-        T unless the engine erred.
-    finish_reason: "stop", "length", or the engine's word for a sample that it broke off ("abort",
-        "error").
-    weight_versions: (version, tokens) in order: the weights that produced so many tokens; () if the
-        engine names none.
-    prompt_logprobs: float32 [prompt], NaN at its first token; None where they were not asked for.
-    routed_experts: [tokens, layers, top_k], see rollout/vllm/routed_experts.py; None where the
-        engine returns none.
+    logprobs: [T'] float32, of the sampled tokens at the sampling temperature (at 1 for greedy). T'
+        = T unless the engine made an error.
+    finish_reason: "stop", "length", or the engine's word for an aborted sample ("abort", "error").
+    weight_versions: (version, number of tokens) pairs in the order of the tokens. () if the engine
+        reports no versions.
+    prompt_logprobs: float32 [prompt], NaN at its first token. None if not requested.
+    routed_experts: [tokens, layers, top_k] (see rollout/vllm/routed_experts.py). None if the engine
+        returns none.
     """
 
     token_ids: np.ndarray
@@ -74,9 +73,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFacts:
-    """Holds the facts that an engine states when it is connected; None for one that it does not state.
+    """Holds the facts that an engine reports when it is connected. A fact is None if it is not reported.
 
-    routed_experts: whether it returns the experts of each token.
+    routed_experts: whether the engine returns the experts of each token.
     """
 
     vllm_version: str
@@ -90,8 +89,9 @@ class ReplicaFacts:
 def check_facts(name: str, facts: ReplicaFacts, vocab_size: int, longest: int, rollout: RolloutConfig) -> None:
     """Raise ConfigError for an engine that cannot serve this run.
 
-    name: the engine's, for messages. vocab_size: the trainer's. longest: the most tokens of a
-        prompt and its response.
+    name: the engine's name, for messages.
+    vocab_size: the vocabulary size of the trainer's model.
+    longest: the maximum of tokens of a prompt and its response together.
     """
     release = tuple(int(part) for part in facts.vllm_version.split(".")[:2])
     if release < OLDEST_VLLM:
@@ -123,7 +123,7 @@ def check_facts(name: str, facts: ReplicaFacts, vocab_size: int, longest: int, r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReceipt:
-    """Describes the weights that each worker of an engine says it holds after a sync, or why it holds none."""
+    """Holds what an engine's worker reports after a sync: its weights, or why it has none (``failure``)."""
 
     version: int
     checksum: str
@@ -132,25 +132,25 @@ class WeightReceipt:
 
 
 class ReplicaLost(RuntimeError):
-    """Raised where the engine is gone, late, or broke a request off; the request is issued again, to any engine."""
+    """Raised if the engine is gone, late, or aborted a request. The request is sent again, to any engine."""
 
 
 class RequestRefused(RuntimeError):
-    """Raised where the engine will never serve a request or update.
+    """Raised if the engine will never serve a request or update.
 
-    Causes: a prompt too long, a token outside its vocabulary, a wrong key.
+    Causes are a prompt that is too long, a token outside the vocabulary, or a wrong key.
     """
 
 
 class Replica(Protocol):
     """Drives one engine. Thread-safe; every wait has a deadline. Errors: ReplicaLost, RequestRefused."""
 
-    ours: bool  # whether restart() ends it
+    ours: bool  # whether this run started the engine, so that restart() ends it
     name: str  # for messages: the URL, or the process id
-    # the version that it holds, as known here; NO_WEIGHTS before, during and after a failed sync,
-    # UPDATING in flight
+    # The last known version of its weights. NO_WEIGHTS before the first sync, during a sync, and after a
+    # failed sync. UPDATING during an update in flight.
     weight_version: int
-    # time.monotonic() when it was last known to compute for its requests; −inf where it has never said so
+    # time.monotonic() when it last reported that it computes for its requests; −inf: never reported
     progressed_at: float
 
     def start(self) -> None:
@@ -158,42 +158,43 @@ class Replica(Protocol):
         ...
 
     def wait_ready(self, timeout_s: float) -> ReplicaFacts:
-        """Wait until it serves; raise ReplicaLost, with the way out, where it does not come up in time."""
+        """Wait until the engine serves. Raise ReplicaLost, with advice, if it does not serve in time."""
         ...
 
     def check_tokenizer(self, encode: Callable[[str], list[int]], texts: Sequence[str]) -> None:
-        """Raise RequestRefused where the engine's tokenizer, if it has one, differs from the trainer's on a text."""
+        """Raise RequestRefused if the engine's tokenizer, if it has one, differs from the trainer's on a text."""
         ...
 
     def submit(self, request: GenerateRequest) -> Future[list[Completion]]:
-        """Start a request at once; the future will hold ``n`` completions by sample index, or the error."""
+        """Start a request at once. The future will hold ``n`` completions by sample index, or the error."""
         ...
 
     def abort(self, request_id: str) -> None:
-        """Give a request up; its future may still end either way and is ignored."""
+        """Give up a request. Its future is ignored: it may still end with completions or an error."""
         ...
 
     def control(self, method: str, arguments: Mapping[str, object], timeout_s: float) -> object:
-        """Call a control method by name, JSON in and JSON out, and return its answer.
+        """Call a control method by name and return its answer. Arguments and answer are JSON values.
 
-        The methods: init_weight_transfer, start_weight_update, update_weights,
-        finish_weight_update, weights_received, use_adapter, reset_prefix_cache, sleep, wake, pause,
-        resume. ``pause`` keeps the requests under way, and nothing is sampled until ``resume``;
-        reset_prefix_cache with ``running`` set makes them compute their keys and values again.
+        The methods are init_weight_transfer, start_weight_update, update_weights,
+        finish_weight_update, weights_received, use_adapter, reset_prefix_cache, sleep, wake, pause
+        and resume. ``pause`` keeps the requests under way, and nothing is sampled until ``resume``.
+        reset_prefix_cache with ``running`` set lets these requests compute their keys and values
+        again.
         """
         ...
 
     def give_up(self, cause: str) -> None:
-        """End all requests under way with ReplicaLost, after an update in flight that failed. Raises nothing.
+        """End all requests under way with ReplicaLost, after an update in flight has failed. Raises nothing.
 
-        A server goes on serving; an engine of ours is restarted anyway.
+        A server goes on serving. An engine of our own is restarted anyway.
         """
         ...
 
     def restart(self) -> None:
-        """End the engine if it is ours, and start it again, with the weights of its files (see ``weight_version``)."""
+        """End the engine if this run started it (``ours``), and start it again, with the weights of its files."""
         ...
 
     def close(self) -> None:
-        """End the engine if it is ours. Closing twice is harmless."""
+        """End the engine if this run started it (``ours``). Closing twice is harmless."""
         ...

@@ -1,7 +1,7 @@
-"""Records of the experts that an embedded mixture sends each token to, for ``rollout.routing_replay=rollout``.
+"""Records of each token's experts in an embedded mixture of experts, for ``rollout.routing_replay=rollout``.
 
 transformers' routers (5.19, models/mixtral and models/qwen3_moe) return logits, weights and
-experts; a hook on each of them keeps the experts of the latest pass.
+experts. A hook on each router keeps the experts of the latest pass.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from megatron_rl.errors import ConfigError
 
 
 def routers_of(mlp: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return a layer's router, by transformers' names of it (``gate``; gpt_oss: ``router``); none of a dense MLP."""
+    """Return a layer's router, which transformers names ``gate`` or ``router`` (gpt_oss). Empty for a dense MLP."""
     return [module for name, module in mlp.named_children() if name in ("gate", "router")]
 
 
 class RouterRecords:
-    """Keeps the experts of a batch that is sampled: of its prompts, then of each step's tokens.
+    """Keeps the experts of a batch that is sampled: first of its prompts, then of each step's tokens.
 
-    ``begin``, then ``note`` after each step's pass, then ``of``.
+    Call ``begin`` after the pass over the prompts, ``note`` after each step's pass, and ``of`` at
+    the end.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -49,7 +50,7 @@ class RouterRecords:
         return torch.stack([x.to(torch.int16).view(rows, -1, x.shape[-1]) for x in self._latest], dim=2)
 
     def begin(self, num_prompts: int, num_rows: int, max_steps: int) -> None:
-        """Keep the experts of the pass over the prompts; no response token is known yet."""
+        """Keep the experts of the pass over the prompts. The experts of response tokens are −1 until ``note``."""
         self._prompts = self._pass(num_prompts)
         shape = (max_steps, num_rows, *self._prompts.shape[2:])
         self._steps = torch.full(shape, -1, dtype=torch.int16, device=self._prompts.device)
@@ -59,10 +60,10 @@ class RouterRecords:
         self._steps[step, rows] = self._pass(len(rows))[:, 0]
 
     def of(self, prompt_lengths: Sequence[int], lengths: Sequence[int]) -> list[np.ndarray]:
-        """Return each row's experts, int16 [prompt + response, layers, top_k], the last token's −1.
+        """Return each row's experts, int16 [prompt + response, layers, top_k], with −1 for the last token.
 
-        prompt_lengths: of each row's prompt, whose pads lie before it. lengths: of each row's
-            response.
+        prompt_lengths: the tokens of each row's prompt, without the pads before it.
+        lengths: the tokens of each row's response.
         """
         prompts, steps = self._prompts.cpu().numpy(), self._steps.cpu().numpy()
         self._prompts = self._steps = None

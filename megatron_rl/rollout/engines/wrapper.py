@@ -1,4 +1,4 @@
-"""An engine around another one, which it asks for all but the rollouts."""
+"""An engine that wraps another engine, and passes all calls on to it except the sampling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.rollout.engines.engine import Engine, SyncReport
 
 
 class EngineAround:
-    """Passes every call of ``Engine`` but ``generate`` and ``sample`` on to an inner engine."""
+    """Passes every call of ``Engine`` on to an inner engine, except ``generate`` and ``sample``."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -1,1 +1,1 @@
-"""The groups of a rollout: which of them are trained, replayed, asked again, or left under way."""
+"""The choice of a rollout's groups: which are trained, replayed, sampled again, or left under way."""

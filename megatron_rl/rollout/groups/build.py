@@ -1,4 +1,4 @@
-"""Chooses the parts that a rollout's groups go through; a part that a run has not is not imported."""
+"""The choice of the parts that select a rollout's groups. A part that the run does not use is not imported."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from megatron_rl.rollout.scored_batch import GroupScorer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSettings:
-    """Says which parts a run has.
+    """Holds the settings by which a run's parts are chosen.
 
     num_stragglers: groups that each rollout leaves under way
         (``rollout.producer.straggler_share``).
-    seed:           the run's.
+    seed:           the run's seed.
     """
 
     dynamic_sampling: DynamicSamplingConfig
@@ -45,7 +45,7 @@ class GroupSettings:
 def build_parts(
     settings: GroupSettings, prompts: PromptDataset, manager: RolloutManager, scorer: GroupScorer, timer: StepTimer
 ) -> GroupParts:
-    """Build the parts of a queue."""
+    """Build the parts of a queue. Refill comes before replay in the order of the filters."""
     order, reroll = _start_order(settings.start_order), _reroll(settings.reroll)
     filters: list[GroupFilter] = []
     if settings.dynamic_sampling.max_rounds:
@@ -96,7 +96,7 @@ def _stragglers(manager: RolloutManager, timer: StepTimer, prompts_per_rollout: 
 def with_stragglers(
     parts: GroupParts, manager: RolloutManager, timer: StepTimer, *, prompts_per_rollout: int
 ) -> GroupParts:
-    """Return the parts of a queue that takes a checkpoint's stragglers, though the run leaves none of its own."""
+    """Return parts that can take a checkpoint's stragglers, even if the run itself leaves no stragglers."""
     if not isinstance(parts.hand_out, WholeRollouts):
         return parts
     return dataclasses.replace(parts, hand_out=_stragglers(manager, timer, prompts_per_rollout, 0))

@@ -1,9 +1,9 @@
-"""Longest first: a rollout's groups that are expected to be longest are started first.
+"""Longest first: a rollout first starts the groups that are expected to be longest.
 
-An engine samples so many responses at once; a long one that is started last is sampled nearly alone
-at the rollout's end. Started longest first (Graham's longest-processing-time rule, SIAM J. Appl.
-Math. 17(2), 1969), the short ones fill the gaps at the end. A sample's seed depends on no order, so
-the order moves no draw.
+An engine samples a limited number of responses at once. A long response that is started last is
+sampled nearly alone at the rollout's end. If the longest are started first (Graham's
+longest-processing-time rule, SIAM J. Appl. Math. 17(2), 1969), short responses fill the gaps at the
+end. A sample's seed does not depend on the order, so the order changes no draw.
 
 Pure, and the same on every rank: lengths come from facts that all ranks hold.
 """
@@ -18,21 +18,21 @@ from megatron_rl.types import BatchFacts, Prompt
 
 
 class LongestFirst:
-    """Orders the groups of rollouts, and remembers for each row of the data how long its group came last.
+    """Orders the groups of rollouts by the length of each data row's latest group.
 
-    Example: groups at places 0 to 3, whose rows came with 5 tokens at most, never, with 9, and
-    never, and whose prompts have 3, 4, 3 and 8 tokens: the order is [3, 1, 2, 0].
+    Example: places 0 to 3 have prompts of 3, 4, 3 and 8 tokens. The longest responses of their rows'
+    latest groups had 5 tokens, unknown, 9 tokens, and unknown. The order is [3, 1, 2, 0].
     """
 
     def __init__(self) -> None:
-        self.lengths: dict[str, int] = {}  # by row: the longest response's tokens, when its prompt was sampled last
+        self.lengths: dict[str, int] = {}  # data row → tokens of the longest response in its latest group
 
     def arrange(self, prompts: Mapping[int, Prompt]) -> dict[int, Prompt]:
         """Return prompts by place, in the order in which their groups are to be started.
 
-        First the groups of rows without a known length, since any of them may be the longest, by
-        the tokens of their prompts; then the others by their length. The longest comes first, and
-        of equal ones the lower place.
+        Groups of rows without a known length come first, since any of them may be the longest. They
+        are ordered by the length of their prompts. The other groups follow, by the length of their
+        latest responses. In both, the longest comes first, and of equals the lower place.
         """
         places = sorted(sorted(prompts), key=lambda place: self._key(prompts[place]))
         return {place: prompts[place] for place in places}
@@ -42,7 +42,10 @@ class LongestFirst:
         return (False, -len(prompt.token_ids)) if length is None else (True, -length)
 
     def note(self, prompts: Mapping[int, Prompt], facts: BatchFacts) -> None:
-        """Remember how long groups came. prompts: by place, of all ranks; ``facts.groups`` are places."""
+        """Remember the longest response of each group. ``prompts``: place → prompt, of all ranks.
+
+        ``facts.groups`` holds the places.
+        """
         for place in np.unique(facts.groups).tolist():
             longest = facts.response_tokens[facts.groups == place].max()
             self.lengths[_row(prompts[place])] = int(longest)
@@ -55,5 +58,5 @@ class LongestFirst:
 
 
 def _row(prompt: Prompt) -> str:
-    """Return the data's row, which is the prompt's id without its epoch."""
+    """Return the name of the prompt's data row: its id without the epoch."""
     return prompt.prompt_id.partition("@")[0]

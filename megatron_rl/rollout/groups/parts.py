@@ -1,4 +1,4 @@
-"""The parts that choose a rollout's groups, as the queue sees them, and what stands for a part that a run has not."""
+"""The interfaces of the parts that choose a rollout's groups, and the stand-ins for parts that a run does not use."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megatron_rl.types import BatchFacts, Prompt
 
 
 class GroupFilter(Protocol):
-    """Gives places without signal to other groups, before a rollout is trained."""
+    """Replaces groups without signal by other groups, before a rollout is trained."""
 
     def fill(self, index: int, selection: Selection) -> Selection:
-        """Return the selection of rollout ``index`` with other groups in its dead places. A collective."""
+        """Return the selection of rollout ``index`` with other groups in the places without signal. A collective."""
         ...
 
 
@@ -29,7 +29,7 @@ class StartOrder(Protocol):
     def arrange(self, prompts: Mapping[int, Prompt]) -> dict[int, Prompt]: ...
 
     def note(self, prompts: Mapping[int, Prompt], facts: BatchFacts) -> None:
-        """Note how groups came. prompts: by place, of all ranks; ``facts.groups`` are places."""
+        """Note the facts of scored groups. ``prompts``: place → prompt, of all ranks. ``facts.groups`` are places."""
         ...
 
     def state(self) -> dict[str, int]: ...
@@ -38,14 +38,21 @@ class StartOrder(Protocol):
 
 
 class Reroll(Protocol):
-    """Names prompts that are asked again. Its methods are not collectives."""
+    """Chooses prompts that are sampled again. Its methods are not collectives."""
 
     def take(self, fraction: float, room: int) -> list[tuple[str, int]]:
-        """Return (prompt_id, attempt) of at most ``room`` prompts to ask now, at that fraction of the training."""
+        """Return (prompt_id, attempt) of at most ``room`` prompts to sample again now.
+
+        fraction: the fraction of the training that is done, 0 to 1.
+        """
         ...
 
     def note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt], fresh: Collection[int]) -> None:
-        """Note scored groups. prompts: by place, of all ranks. fresh: the places that are not too old."""
+        """Note scored groups.
+
+        prompts: place → prompt, of all ranks.
+        fresh: the places whose groups are not too old.
+        """
         ...
 
     def metrics(self) -> dict[str, float]: ...
@@ -58,13 +65,13 @@ class Reroll(Protocol):
 class Replay(Protocol):
     """Keeps trained groups, to be trained again. Its methods are not collectives.
 
-    groups: this rank's groups that are kept, by their prompts' names.
+    groups: ``Prompt.name`` → group, for the kept groups of this rank.
     """
 
     groups: dict[str, Group]
 
     def remember(self, taken: TrainingBatch, advantages: np.ndarray) -> None:
-        """Take a trained batch into account. advantages: [S], by rewards alone and without noise."""
+        """Choose groups of a trained batch to keep. ``advantages``: [S], from rewards alone and without noise."""
         ...
 
     def metrics(self) -> dict[str, float]: ...
@@ -77,28 +84,29 @@ class Replay(Protocol):
 class HandOut(Protocol):
     """Decides how many groups a rollout starts, and which of them are trained with it.
 
-    late: by how many rollouts a group may be trained after its own.
-    left: the job of the groups that the rollout taken last has left under way; None if none.
+    late: the number of rollouts by which a group may be trained later than its own rollout.
+    left: the job of the groups that the latest taken rollout left under way; None if there are
+        none.
     """
 
     late: int
     left: RolloutJob | None
 
     def num_to_start(self, jobs: Collection[RolloutJob], number: int, *, is_last: bool) -> int:
-        """Return the groups that a rollout starts. Not a collective.
+        """Return the number of groups that a rollout starts. Not a collective.
 
-        jobs: the rollouts that are started and not taken. number: of rollouts that are not taken,
-            up to this one.
-        is_last: whether none comes after it.
+        jobs: the rollouts that are started and not taken.
+        number: the number of rollouts that are not taken, up to and with this one.
+        is_last: whether this is the last rollout.
         """
         ...
 
     def has_groups(self, jobs: Collection[RolloutJob], number: int) -> bool:
-        """Tell whether started groups suffice for the ``number``-th rollout that is not taken. Not a collective."""
+        """Return whether the started groups reach the ``number``-th rollout that is not taken. Not a collective."""
         ...
 
     def take(self, job: RolloutJob) -> RolloutJob:
-        """Return the job of the groups that are trained now, in place of a rollout's own. A collective."""
+        """Return the job of the groups that are trained now. A collective. ``job``: the rollout's own job."""
         ...
 
     def metrics(self) -> dict[str, float]: ...
@@ -106,7 +114,7 @@ class HandOut(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupParts:
-    """Holds a queue's parts; the filters apply in their order (groups/build.py)."""
+    """Holds a queue's parts. The filters are applied in their order (groups/build.py)."""
 
     order: StartOrder
     reroll: Reroll
@@ -130,7 +138,7 @@ class AsDrawn:
 
 
 class NoReroll:
-    """Asks no prompt again; prompts that wait in a checkpoint wait on."""
+    """Samples no prompt again. Waiting prompts of a checkpoint are kept for the next checkpoint."""
 
     def __init__(self) -> None:
         self._state = {"waiting": [], "num_buffered": 0, "num_issued": 0}
@@ -156,7 +164,7 @@ class NoReroll:
 
 
 class NoReplay:
-    """Keeps no group; those of a checkpoint are dropped."""
+    """Keeps no group. The kept groups of a checkpoint are dropped."""
 
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}

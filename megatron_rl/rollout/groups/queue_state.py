@@ -1,4 +1,4 @@
-"""The queue of rollouts in a checkpoint: what is finished and not trained, and the state of each of its parts."""
+"""The queue of rollouts in a checkpoint: the groups that are finished but not trained, and the state of each part."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from megatron_rl.rollout.groups.serialization import SavedGroup, pack_groups, un
 from megatron_rl.rollout.queue import RolloutQueue
 from megatron_rl.rollout.worker import Group, RolloutJob
 
-LEFT = "left"  # in the place of a rollout's index: the stragglers of the rollout that was taken last
+LEFT = "left"  # stands instead of a rollout's index for the stragglers of the latest taken rollout
 
 
 def save(queue: RolloutQueue) -> tuple[dict, bytes]:
-    """Return (the state that every rank holds, as JSON; this rank's own groups, as bytes) between two rollouts.
+    """Return the queue's state between two rollouts. A collective.
 
-    Waits for all rollouts under way, since the weights that they come from are gone after a
-    checkpoint. The next rollout that is started has the current weights. A collective.
+    Returns (the state that every rank holds, as JSON-able values; this rank's own groups, as bytes).
+
+    It first waits for all rollouts under way, because a run that goes on from the checkpoint no
+    longer has their weights. The next rollout is started with the current weights.
     """
     queue.manager.settle()
     queue.resend_weights = True
@@ -46,15 +48,17 @@ def save(queue: RolloutQueue) -> tuple[dict, bytes]:
 
 
 def _identities(job: RolloutJob) -> list[list]:
-    """Return [place, prompt id, attempt] of a job's groups, of all ranks."""
+    """Return [place, prompt id, attempt] for each group of a job, of all ranks."""
     return [[place, prompt.prompt_id, prompt.attempt] for place, prompt in job.prompts.items()]
 
 
 def restore(queue: RolloutQueue, state: Mapping, rows: Sequence[bytes]) -> None:
-    """Take over the state and the groups that ``save`` returned. Not a collective.
+    """Restore the state and the groups that ``save`` returned. Not a collective.
 
-    rows: the bytes that ``save`` returned on some of its ranks; each rank's go to exactly one rank
-        of this run. The prompts' cursor must be restored before.
+    rows: the bytes that ``save`` returned on some of the saving ranks. The bytes of each saving rank
+        go to exactly one rank of this run.
+
+    The cursor of the prompts must be restored before.
     """
     queue.next_rollout, queue.resend_weights = state["next_rollout"], True
     queue.parts.reroll.load_state(state["reroll"])
@@ -77,7 +81,10 @@ def restore(queue: RolloutQueue, state: Mapping, rows: Sequence[bytes]) -> None:
 def _restored_job(
     queue: RolloutQueue, number: int | str, identities: Sequence, groups: Mapping[str, SavedGroup]
 ) -> RolloutJob:
-    """Start the job of a rollout that was finished before a checkpoint, of the groups that this rank reads."""
+    """Start the job of a rollout that was finished before a checkpoint, with the groups that this rank reads.
+
+    number: the rollout's index, or LEFT.
+    """
     prompts = {place: queue.prompts.recall(*identity) for place, *identity in identities}
     job = RolloutJob(prompts, (), queue.settings.samples_per_prompt)
     for key, group in groups.items():

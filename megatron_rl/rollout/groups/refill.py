@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups without signal give way to groups of further prompts, round after round."""
+"""Dynamic sampling: groups without signal are replaced by groups of further prompts, round after round."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_rl.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FurtherPrompts:
-    """Draws further prompts and has them answered. epochs: after which the data end; None: they do not."""
+    """Holds what dynamic sampling needs for further prompts. ``epochs``: passes over the data; None: no limit."""
 
     prompts: PromptDataset
     epochs: int | None
@@ -31,12 +31,12 @@ class FurtherPrompts:
     reroll: Reroll
 
     def next(self, places: Sequence[int]) -> dict[int, Prompt]:
-        """Return prompts for the places, fewer near the data's end, in the order in which they are started."""
+        """Return prompts for the places, in the order in which to start them. Near the data's end there are fewer."""
         return self.order.arrange(dict(zip(places, self.prompts.next(len(places), self.epochs), strict=False)))
 
 
 class Refill:
-    """Asks further prompts in the places of groups without signal (``rollout.dynamic_sampling``)."""
+    """Samples further prompts in the places of groups without signal (``rollout.dynamic_sampling``)."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class Refill:
         self.settings, self.further, self.scorer, self.timer = settings, further, scorer, timer
 
     def fill(self, index: int, selection: Selection) -> Selection:
-        """Ask in at most ``max_rounds`` rounds. A collective.
+        """Replace groups without signal, in at most ``max_rounds`` rounds. A collective.
 
-        Raises NoSignalError if groups without signal are left, and that is to end the run.
+        If such groups are left, NoSignalError is raised under ``on_exhausted=fail``.
         """
         settings, further, scoring, num_rounds = self.settings, self.further, self.scorer.scoring, 0
         selection = selection.narrowed(kept_places(settings.metric, scoring.reward, selection.scored))
@@ -64,7 +64,7 @@ class Refill:
             with self.timer.measure("reward"):
                 scored = self.scorer.gather(job.groups())
             further.order.note(prompts, scored.facts)
-            further.reroll.note(scored, prompts, list(prompts))  # all are of the current weights
+            further.reroll.note(scored, prompts, list(prompts))  # all are fresh: made by the current weights
             live = kept_places(settings.metric, scoring.reward, scored)
             whole = self.scorer.join([selection.scored, scored], list(selection.prompts))
             selection = selection.refill(prompts, job.groups(), live, whole)
@@ -80,17 +80,19 @@ class Refill:
 
 
 def kept_places(metric: str | None, reward: RewardConfig, scored: ScoredBatch) -> set[int]:
-    """Return the places whose group dynamic sampling keeps: it may have signal, and its answers differ by the metric.
+    """Return the places whose group dynamic sampling keeps: it may have signal, and its samples differ in the metric.
 
     DAPO keeps a group in which some answers are correct and some are not (arXiv:2503.14476, eq.
-    11): a penalty of their lengths makes no group of wrong answers worth keeping.
+    11). So a group of wrong answers is not kept, even if a length penalty makes their rewards
+    differ.
 
-    metric: ``rollout.dynamic_sampling.metric``: a reward function; ``reward``, the sum of all
-        before the penalty; ``shaped``, signal alone; None: the first built-in function that
-        compares answers, else ``reward``. A function's missing value counts as 0.
+    metric: ``rollout.dynamic_sampling.metric``. It is a reward function, or ``reward`` (the sum of
+        all functions before the penalty), or ``shaped`` (signal alone decides). None: the first
+        built-in function that compares answers, else ``reward``. A function's missing value counts
+        as 0.
 
-    Example: two wrong answers, of which one loses 0.5 to the overlong buffer: dropped, and kept
-    under ``shaped``.
+    Example: a group has two wrong answers, and one loses 0.5 to the overlong penalty. The group is
+    dropped, but kept under ``shaped``.
     """
     functions = reward.functions
     if metric is None:

@@ -1,4 +1,4 @@
-"""Replay: the groups with the most signal are kept, and trained again in the places of groups without signal."""
+"""Replay: the groups with the most signal are kept, and later trained again in place of groups without signal."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatron_rl.rollout.worker import Group
 
 
 class GroupReplay:
-    """Keeps groups by the buffer's decisions, each on the rank that has its rows; draws those to be trained again."""
+    """Keeps the groups that the buffer chooses, each on the rank that has its rows, and draws groups for replay."""
 
     def __init__(
         self, config: ReplayConfig, seed: int, *, backend: MegatronBackend, scorer: GroupScorer, timer: StepTimer
     ) -> None:
         self.backend, self.scorer, self.timer = backend, scorer, timer
         self.buffer = ReplayBuffer(config, seed)
-        self.groups: dict[str, Group] = {}  # this rank's, by their prompts' names
+        self.groups: dict[str, Group] = {}  # Prompt.name → group, for this rank's groups
 
     def fill(self, index: int, selection: Selection) -> Selection:
         """Replace groups without signal by replayed groups. A collective."""
@@ -44,16 +44,16 @@ class GroupReplay:
         return selection.replay(key_at, groups, scored).measured(metrics)
 
     def remember(self, taken: TrainingBatch, advantages: np.ndarray) -> None:
-        """Keep groups with signal, and drop the used-up ones. Not a collective.
+        """Keep groups with signal, and drop groups that were replayed ``replay.max_uses`` times. Not a collective.
 
-        advantages: [S], by rewards alone and without noise.
+        advantages: [S], from rewards alone and without noise.
         """
         facts, scored = taken.facts, taken.scored
         replayed = set(facts.groups[taken.replayed].tolist())
         scores = group_scores(advantages, facts.groups, scored.rewards.included, scored.by_function)
         entries = []
         for number, score in zip(*scores, strict=True):
-            if number not in replayed:  # a score of 0 is never kept
+            if number not in replayed:  # the buffer drops scores of 0
                 version = int(facts.weight_versions[facts.groups == number].min())
                 entries.append(Entry(key=taken.prompts[int(number)].name, score=float(score), version=version))
         self._forget(self.buffer.retire())
@@ -74,6 +74,6 @@ class GroupReplay:
         return self.buffer.state()
 
     def load_state(self, state: Mapping, groups: Mapping[str, Group]) -> None:
-        """Take over a checkpoint's buffer and this rank's ``groups``, less what a smaller buffer drops."""
+        """Restore a checkpoint's buffer and this rank's ``groups``, without the groups that a smaller buffer drops."""
         gone = self.buffer.load_state(state)
         self.groups = {name: group for name, group in groups.items() if name not in gone}

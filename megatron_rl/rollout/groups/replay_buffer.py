@@ -1,23 +1,24 @@
 """The replay buffer: keeps the groups with the most signal, draws some to be trained again, and drops the others.
 
 Pure: numbers in, decisions out. Every rank holds the same buffer of facts and takes the same
-decisions; the rows (tokens) are held elsewhere, by key, and are dropped when this buffer returns
-their key as gone. Scores are compared, added and divided, no more: no library's logarithm decides a
-rank's draw.
+decisions. The rows (tokens) are held elsewhere, by key, and are dropped when this buffer returns
+their key as gone. Draws only compare, add and divide scores, so no library's logarithm can make two
+ranks draw differently.
 
 Invariants (``assert_invariants`` in tests/unit/rollout/test_replay_buffer.py):
 
-1. The buffer holds at most ``replay.capacity_groups`` entries, one per key, every score finite and
-   above 0, the best first: the higher score, then the newer weights, then the smaller key. ``add``
-   keeps the best of the entries that it had and was given.
-2. No key is lost or doubled: each key that was held or came in is afterwards either held or
+1. The buffer holds at most ``replay.capacity_groups`` entries, one per key, each with a finite score
+   above 0. The best comes first: the higher score, then the newer weights, then the smaller key.
+   ``add`` keeps the best of the held and the new entries.
+2. No key is lost or doubled. After a call, each key that was held or came in is either held or
    returned as gone, once.
-3. A draw gives distinct keys that are held, not excluded and not used up, as many as were asked for
-   or all of them, and counts each as used once more; it changes nothing else.
-4. A draw depends on (seed, rollout, the entries held) alone. The chance of each next key is its
-   score over the sum of the scores still to be drawn.
-5. Age is counted in weight versions: after ``expire(v)`` no entry is older than
-   ``replay.max_age_versions`` at version v; after ``retire`` none is used up.
+3. A draw returns distinct keys that are held, not excluded and not used up. It returns as many as
+   requested, or all of them if there are fewer. It counts each as used once more, and changes
+   nothing else.
+4. A draw depends only on the seed, the rollout's number and the held entries. The chance of each
+   next key is its score over the sum of the scores still to be drawn.
+5. Age is counted in weight versions. After ``expire(v)`` no entry is older than
+   ``replay.max_age_versions`` at version v. After ``retire`` no entry is used up.
 6. A state that went through JSON and back has the same future.
 """
 
@@ -35,16 +36,16 @@ from megatron_rl.config import ReplayConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Describes one group that may be trained again.
+    """Holds the facts of one group that may be trained again.
 
-    key:     the group's ``Prompt.name``; its rows are held under it.
-    score:   its signal, see `group_scores`; a draw is in proportion to it.
-    version: the oldest weights that any of its tokens comes from.
-    uses:    how often it was drawn.
+    key:     the group's ``Prompt.name``, under which its rows are held.
+    score:   the group's signal (``group_scores``). The chance to be drawn is proportional to it.
+    version: the version of the oldest weights that made any of its tokens.
+    uses:    how often the group was drawn.
 
-    Raises ValueError for a score that is not a finite number, or is below 0.
+    Raises ValueError for a score that is not finite, or is below 0.
 
-    Example: ``Entry(key="17@0", score=2.0, version=3)``; at version 19 it is 16 versions old.
+    Example: ``Entry(key="17@0", score=2.0, version=3)``. At version 19 it is 16 versions old.
     """
 
     key: str
@@ -65,18 +66,20 @@ def group_scores(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the signal of each group: (group numbers, int64 [P], sorted; scores, float64 [P]).
 
-    score = Σ over its samples of |A| · Σ_f std_f, the unbiased standard deviation (n − 1) of reward
-    function f over the group's included samples where f applied; 0 where those are fewer than two,
-    and exactly 0 where they are equal as numbers. It is not finite where an advantage or a reward
-    is not; `Entry` refuses it by its key.
+        score = (Σ_i |A_i|) · (Σ_f std_f)
+
+    over the group's included samples i and the reward functions f. std_f is the unbiased standard
+    deviation (n − 1) of f over the included samples to which f applied. It is 0 for fewer than two
+    such samples, and exactly 0 if their values are equal as numbers. If an advantage or a reward is
+    not finite, neither is the score, and ``Entry`` raises an error that names the group.
 
     advantages: [S], of each sample.
     groups: int64 [S], each sample's group number.
-    included: bool [S]; a sample that is not included counts nothing.
-    rewards_by_function: [S, F], NaN where a function did not apply.
+    included: bool [S]; samples that are not included are ignored.
+    rewards_by_function: [S, F]; NaN if a function did not apply.
 
-    Example: a group with rewards (1, 0) and advantages (0.5, −0.5): 1.0 · 0.7071 = 0.7071; one with
-    rewards (1, 1): 0.
+    Example: a group with rewards (1, 0) and advantages (0.5, −0.5) has 1.0 · 0.7071 = 0.7071. A group
+    with rewards (1, 1) has 0.
     """
     numbers, index = np.unique(groups, return_inverse=True)
     index, size = index.reshape(-1), len(numbers)
@@ -97,18 +100,18 @@ def _spreads(values: np.ndarray, index: np.ndarray, applied: np.ndarray, size: i
     np.maximum.at(high, index, values)
     np.minimum.at(low, index, values)
     squares = np.bincount(index, weights=(values - mean[index]) ** 2, minlength=size)
-    # Equal values have no spread, whatever the rounding of their mean. Infinite ones do not count
-    # as equal: NaN.
+    # Equal values have spread 0, whatever the rounding of their mean. Infinite values never count as
+    # equal, so that their spread is NaN.
     return np.where((high > low) | np.isinf(high), np.sqrt(squares / np.maximum(count - 1, 1)), 0.0)
 
 
 class ReplayBuffer:
-    """Holds the facts of the groups with the most signal. No method depends on the order in which entries came in.
+    """Holds the facts of the groups with the most signal. No result depends on the order in which entries came in.
 
-    seed: the run's; draws derive from it and the rollout's number.
+    seed: the run's seed. Draws are derived from it and the rollout's number.
 
-    Example: ``size=2``; adding a (score 1), b (3) and c (2) returns ``["a"]``; ``draw(1,
-    rollout=5)`` returns ``["b"]`` three times out of five over the seeds, else ``["c"]``; with
+    Example: with ``capacity_groups=2``, adding a (score 1), b (3) and c (2) returns ``["a"]``. Then
+    ``draw(1, rollout=5)`` returns ``["b"]`` for three of five seeds on average, else ``["c"]``. With
     ``max_uses=1``, ``retire()`` then returns the same key.
     """
 
@@ -126,10 +129,10 @@ class ReplayBuffer:
         return tuple(self._entries)
 
     def add(self, entries: Iterable[Entry]) -> list[str]:
-        """Keep the ``replay.capacity_groups`` best of the held and the new entries; return the keys that are not held.
+        """Keep the ``replay.capacity_groups`` best of the held and the new entries; return the keys of the others.
 
-        The rows of these keys may be dropped. A key that is held already, or comes twice, is
-        replaced by the later entry, as its rows are. A score of 0 is never kept.
+        The rows of the returned keys may be dropped. If a key is already held, or comes twice, the
+        later entry replaces the earlier, like its rows. An entry with score 0 is never kept.
         """
         latest = {entry.key: entry for entry in (*self._entries, *entries)}
         ranked = sorted(latest.values(), key=lambda entry: (-entry.score, -entry.version, entry.key))
@@ -138,13 +141,13 @@ class ReplayBuffer:
         return [entry.key for entry in ranked[len(kept) :]]
 
     def draw(self, count: int, *, rollout: int, exclude: Collection[str] = ()) -> list[str]:
-        """Draw up to ``count`` distinct keys, without replacement, in proportion to score; each counts as used.
+        """Draw up to ``count`` distinct keys, without replacement, in proportion to score. Each counts as used.
 
-        rollout: the batch's number; the same number draws the same, so a second draw for a batch
-            must exclude the keys of the first.
-        exclude: keys of groups that the batch has itself.
+        rollout: the rollout's number. The same number draws the same keys, so a second draw for a
+            rollout must exclude the keys of the first.
+        exclude: keys of groups that are already in the batch.
 
-        An entry that was used ``replay.max_uses`` times is not drawn, retired or not.
+        An entry that was used ``replay.max_uses`` times is not drawn, even before ``retire``.
         """
         assert count >= 0, f"count={count} groups to draw"
         barred = set(exclude)
@@ -152,8 +155,8 @@ class ReplayBuffer:
         scores = np.array([entry.score for entry in left], dtype=np.float64)
         drawn: list[str] = []
         for uniform in _uniforms(self._seed, rollout, min(count, len(left))):
-            # Divided by the largest, so that no sum overflows; a score that underflows beside it
-            # can be drawn when the larger ones are gone.
+            # Scores are divided by the largest, so that no sum overflows. A score that underflows then
+            # can be drawn once the larger scores are gone.
             ends = np.cumsum(scores / scores.max())
             position = int(np.searchsorted(ends, uniform * ends[-1], side="right"))
             drawn.append(left.pop(position).key)
@@ -168,7 +171,7 @@ class ReplayBuffer:
         return [] if limit is None else self._remove(lambda entry: version - entry.version > limit)
 
     def retire(self) -> list[str]:
-        """Remove the entries used ``replay.max_uses`` times, after the step that used them; return their keys."""
+        """Remove the entries that were used ``replay.max_uses`` times; return their keys. Call it after the step."""
         return self._remove(lambda entry: entry.uses >= self._config.max_uses)
 
     def _remove(self, goes: Callable[[Entry], bool]) -> list[str]:
@@ -186,7 +189,7 @@ class ReplayBuffer:
         }
 
     def load_state(self, state: Mapping) -> list[str]:
-        """Replace all entries by saved ones; return the saved keys beyond a smaller ``replay.capacity_groups``."""
+        """Replace all entries by saved ones; return the saved keys that exceed ``replay.capacity_groups``."""
         loaded = [Entry(**entry) for entry in state["entries"]]
         assert len({entry.key for entry in loaded}) == len(loaded), "a key stands twice in the saved replay buffer"
         self._entries = []
@@ -196,6 +199,6 @@ class ReplayBuffer:
 def _uniforms(seed: int, rollout: int, count: int) -> list[float]:
     """Return ``count`` numbers in [0, 1) that derive from the seed and the rollout's number."""
     key = np.array([seed % 2**64, rollout], dtype=np.uint64)
-    counter = np.array([0, 0, 0, 1], dtype=np.uint64)  # the prompts' order uses the same keys, counted from 0
-    # random_raw, not Generator.random: NumPy keeps bit generators' streams fixed across versions (NEP 19).
+    counter = np.array([0, 0, 0, 1], dtype=np.uint64)  # the prompts' order uses the same keys with counters from 0
+    # random_raw, not Generator.random: NumPy keeps only the streams of bit generators fixed across versions (NEP 19).
     return ((np.random.Philox(key=key, counter=counter).random_raw(count) >> np.uint64(11)) * 2.0**-53).tolist()

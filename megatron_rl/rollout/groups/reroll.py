@@ -1,4 +1,4 @@
-"""Re-roll: prompts whose whole group failed are asked again later (``reroll.max_groups``)."""
+"""Re-roll: prompts whose whole group failed are sampled again later (``reroll.max_groups``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rl.types import Prompt
 
 
 class GroupReroll:
-    """Finds failed groups, whose prompts wait in a buffer until they are asked again."""
+    """Finds failed groups. Their prompts wait in a buffer until they are sampled again."""
 
     def __init__(self, config: RerollConfig) -> None:
         self.buffer, self._threshold = RerollBuffer(config), config.fail_threshold
@@ -22,7 +22,10 @@ class GroupReroll:
         return self.buffer.take(fraction, room)
 
     def note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt], fresh: Collection[int]) -> None:
-        """Let the prompts of failed groups wait, but for groups that are too old: those are asked again anyway."""
+        """Put the prompts of failed groups in the buffer.
+
+        Groups that are too old are left out, since their prompts are drawn again anyway.
+        """
         failed = failed_groups(scored.rewards.totals, scored.facts.groups, self._threshold)
         failed = np.intersect1d(failed, list(fresh))
         self.buffer.note([(prompts[number].prompt_id, prompts[number].attempt) for number in failed.tolist()])

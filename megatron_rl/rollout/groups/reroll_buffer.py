@@ -1,20 +1,20 @@
-"""The re-roll buffer: holds the prompts whose whole group failed, until they are asked again.
+"""The re-roll buffer: holds the prompts whose whole group failed, until they are sampled again.
 
 Pure: numbers in, decisions out. Every rank holds the same buffer of (prompt_id, attempt) and takes
 the same decisions.
 
 Invariants (``assert_invariants`` in tests/unit/rollout/test_reroll_buffer.py):
 
-1. At most ``reroll.capacity_prompts`` prompts wait, each once; the longest-waiting leaves for a
-   newer one.
-2. No prompt waits whose attempt has reached ``reroll.max_attempts``, so none is asked for an
-   attempt above it.
-3. ``take`` gives the longest-waiting first, at most ``reroll.max_groups`` and at most ``room`` of
-   them, and none before ``reroll.start_fraction``; the prompts that it gives no longer wait.
-4. A prompt that is noted again while it waits keeps its place and the later of its attempts: while
-   no failure is noted twice, no attempt is asked for twice.
-5. ``num_buffered`` counts the prompts that began to wait, ``num_issued`` the prompts that were
-   given.
+1. At most ``reroll.capacity_prompts`` prompts wait, each once. If there are more, the prompt that
+   waited longest is dropped.
+2. No prompt waits whose attempt has reached ``reroll.max_attempts``, so ``take`` returns no higher
+   attempt.
+3. ``take`` returns the longest-waiting prompts first, at most ``reroll.max_groups`` and at most
+   ``room`` of them, and none before ``reroll.start_fraction``. The returned prompts no longer wait.
+4. A prompt that is noted again while it waits keeps its place and the later of its attempts. So no
+   attempt is returned twice, unless a failure is noted twice.
+5. ``num_buffered`` counts the prompts that began to wait, ``num_issued`` the prompts that ``take``
+   returned.
 6. A state that went through JSON and back has the same future.
 """
 
@@ -30,13 +30,13 @@ from megatron_rl.config import RerollConfig
 def failed_groups(totals: np.ndarray, groups: np.ndarray, threshold: float) -> np.ndarray:
     """Return the groups, int64 and sorted, whose included samples all have a reward of at most ``threshold``.
 
-    A group without an included sample is not among them.
+    A group without an included sample is not returned.
 
-    totals: float64 [S], the total reward of each sample; NaN where it is excluded.
+    totals: float64 [S], the total reward of each sample; NaN: the sample is excluded.
     groups: int64 [S], each sample's group number.
 
-    Example: totals (0, NaN, 0, 1, NaN) in groups (4, 4, 7, 7, 9) at threshold 0 → (4): group 7 has
-    a reward of 1, group 9 has none.
+    Example: totals (0, NaN, 0, 1, NaN) in groups (4, 4, 7, 7, 9) at threshold 0 → (4). Group 7 has a
+    reward of 1, and group 9 has no included sample.
     """
     included = ~np.isnan(totals)
     above = groups[included & (totals > threshold)]
@@ -44,18 +44,18 @@ def failed_groups(totals: np.ndarray, groups: np.ndarray, threshold: float) -> n
 
 
 class RerollBuffer:
-    """Holds the prompts that wait to be asked again.
+    """Holds the prompts that wait to be sampled again.
 
-    num_buffered: prompts that began to wait, in total.
-    num_issued: prompts that ``take`` gave, in total.
+    num_buffered: total number of prompts that began to wait.
+    num_issued: total number of prompts that ``take`` returned.
 
-    Example: ``max_groups=1``: after ``note([("3@0", 0), ("8@0", 0)])``, ``take(0.7, room=4)``
+    Example: with ``max_groups=1``, after ``note([("3@0", 0), ("8@0", 0)])``, ``take(0.7, room=4)``
     returns ``[("3@0", 1)]``.
     """
 
     def __init__(self, config: RerollConfig) -> None:
         self._config = config
-        self._waiting: dict[str, int] = {}  # prompt_id → the attempt that failed, the longest-waiting first
+        self._waiting: dict[str, int] = {}  # prompt_id → its failed attempt; the longest-waiting prompt comes first
         self.num_buffered = 0
         self.num_issued = 0
 
@@ -63,11 +63,11 @@ class RerollBuffer:
         return len(self._waiting)
 
     def note(self, failed: Sequence[tuple[str, int]]) -> None:
-        """Add the prompts of groups that failed just now. ``failed``: (prompt_id, attempt) of each.
+        """Add the prompts of groups that just failed. ``failed``: (prompt_id, attempt) of each.
 
-        A prompt that waits already keeps its place and the later of its attempts. A prompt whose
-        last attempt has failed does not wait (any more); beyond ``reroll.capacity_prompts`` the one
-        that waited longest leaves.
+        A prompt that already waits keeps its place and the later of its attempts. A prompt whose
+        last allowed attempt failed is not added, or leaves the buffer. Beyond
+        ``reroll.capacity_prompts`` the prompt that waited longest is dropped.
         """
         for prompt_id, attempt in failed:
             latest = max(attempt, self._waiting.get(prompt_id, attempt))
@@ -80,10 +80,10 @@ class RerollBuffer:
                 del self._waiting[next(iter(self._waiting))]
 
     def take(self, fraction: float, room: int) -> list[tuple[str, int]]:
-        """Return (prompt_id, attempt) of the prompts to ask now, each attempt one above the failed one.
+        """Return (prompt_id, attempt) of the prompts to sample now. Each attempt is the failed attempt plus one.
 
         fraction: the fraction of the training that is done, 0 to 1.
-        room: groups that the rollout can still take.
+        room: the number of groups that the rollout can still take.
         """
         if fraction < self._config.start_fraction:
             return []
@@ -101,8 +101,8 @@ class RerollBuffer:
     def load_state(self, state: Mapping) -> None:
         """Replace the waiting prompts by saved ones.
 
-        Under a smaller ``reroll.capacity_prompts`` the longest-waiting leave, under a smaller
-        ``reroll.max_attempts`` the prompts that have reached it.
+        If ``reroll.capacity_prompts`` is smaller now, the longest-waiting prompts are dropped. If
+        ``reroll.max_attempts`` is smaller now, the prompts that have reached it are dropped.
         """
         self._waiting = {}
         self.note([(prompt_id, attempt) for prompt_id, attempt in state["waiting"]])

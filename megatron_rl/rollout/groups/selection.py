@@ -1,4 +1,4 @@
-"""The groups of a rollout that are to be trained, by their place in it; a filter returns a new selection."""
+"""The selection of a rollout's groups to be trained, one for each place. A filter returns a new selection."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megatron_rl.types import Prompt
 class Selection:
     """Holds one group for each place of a batch.
 
-    prompts:  of every rank's places, the prompt that the batch's group answers; for a replayed
-              group, the prompt whose group it replaces.
-    groups:   of this rank's places, the group.
+    prompts:  place → the prompt of its group, of all ranks. A replayed group's place keeps the
+              prompt of the group that was replaced.
+    groups:   place → group, for this rank's places.
     scored:   the groups' facts and rewards, of all ranks.
     live:     places whose group may have signal.
-    replaced: places that have another group than the rollout had.
+    replaced: places whose group is not the rollout's own.
     replayed: places whose group an earlier rollout has trained.
-    metrics:  of the filters.
+    metrics:  metrics of the filters.
 
-    Example: places 0 and 1, of which 1 has no signal: ``refill({1: prompt}, {1: group}, {1},
-    scored)`` leaves no place dead, and ``replaced == {1}``.
+    Example: of places 0 and 1, place 1 has no signal. After ``refill({1: prompt}, {1: group}, {1},
+    scored)`` no place is dead, and ``replaced == {1}``.
     """
 
     prompts: Mapping[int, Prompt]
@@ -37,7 +37,7 @@ class Selection:
 
     @classmethod
     def of_job(cls, job: RolloutJob, scored: ScoredBatch) -> Selection:
-        """Return the selection of a finished job's groups that are in the scored batch."""
+        """Return the selection with those groups of a finished job that are in the scored batch."""
         places = set(scored.facts.groups.tolist())
         return cls(
             prompts={number: job.prompts[number] for number in sorted(places)},
@@ -54,12 +54,12 @@ class Selection:
     def refill(
         self, prompts: Mapping[int, Prompt], groups: Mapping[int, Group], live: Collection[int], scored: ScoredBatch
     ) -> Selection:
-        """Return a selection with further prompts' groups in the places that they name.
+        """Return a selection with the groups of further prompts in some places.
 
-        prompts: the new prompt of each of these places.
-        groups:  the new groups of this rank's places among them.
-        live:    the places among them whose group may have signal.
-        scored:  the whole selection's groups from now on.
+        prompts: place → its new prompt, of all ranks.
+        groups:  place → its new group, for this rank's places.
+        live:    the new groups' places that may have signal.
+        scored:  facts and rewards of all groups of the new selection.
         """
         return replace(
             self,
@@ -71,7 +71,10 @@ class Selection:
         )
 
     def replay(self, places: Collection[int], groups: Mapping[int, Group], scored: ScoredBatch) -> Selection:
-        """Return a selection with replayed ``groups`` (those of this rank) in ``places``, whose prompts stay."""
+        """Return a selection with replayed groups in ``places``. The places keep their prompts.
+
+        groups: place → replayed group, for this rank's places.
+        """
         return replace(
             self,
             groups=self._with_groups(places, groups),
@@ -81,7 +84,7 @@ class Selection:
         )
 
     def narrowed(self, live: Collection[int]) -> Selection:
-        """Return the selection in which only places of ``live`` may have signal."""
+        """Return the selection in which no place outside ``live`` counts as live."""
         return replace(self, live=self.live & frozenset(live))
 
     def measured(self, metrics: Mapping[str, float]) -> Selection:

@@ -1,10 +1,10 @@
-"""Packs finished groups into bytes and back, for a checkpoint's untrained rollouts and replayed groups.
+"""The byte format of finished groups, for a checkpoint's untrained rollouts and replayed groups.
 
 The bytes are an .npz without pickles: ``header`` (JSON, UTF-8), ``token_ids`` int32, ``logprobs``
-float32 and ``loss_mask`` bool (True throughout where a rollout has none), flat over all samples in
-the header's order. ``experts`` int16 lies flat too, where rollouts have routed experts; the header
-holds each one's shape. Older files, from before rollouts had masks or experts, hold none; their
-rollouts are read without.
+float32, ``loss_mask`` bool and ``experts`` int16. All but the header are flat over all samples, in
+the header's order. The mask is True for all tokens of a rollout without a mask. The header holds the
+shape of each rollout's experts. Older files have no masks or experts, and their rollouts are read
+without them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 
 from megatron_rl.types import Prompt, Rollout, Score
 
-OLDER = (False, None, None, None, None)  # what files hold that were written before a sample's newer fields
+OLDER = (False, None, None, None, None)  # values of a sample's newer fields for older files that lack them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedGroup:
-    """Holds all samples of a prompt; ``scores`` is None where they were not scored yet."""
+    """Holds all samples of a prompt. ``scores``: None if they are not scored yet."""
 
     prompt: Prompt
     rollouts: Sequence[Rollout]
@@ -32,7 +32,7 @@ class SavedGroup:
 
 
 def pack_groups(groups: Mapping[str, SavedGroup]) -> bytes:
-    """Pack groups, each under any text as its key, into bytes."""
+    """Pack groups into bytes. The keys may be any texts."""
     header, token_ids, logprobs, masks = [], [np.empty(0, np.int32)], [np.empty(0, np.float32)], [np.empty(0, bool)]
     experts = [np.empty(0, np.int16)]
     for key, group in groups.items():
@@ -64,7 +64,7 @@ def pack_groups(groups: Mapping[str, SavedGroup]) -> bytes:
 
 
 def check_packed(data: bytes) -> None:
-    """Raise an exception, of any class, for bytes that ``unpack_groups`` could not unpack."""
+    """Raise an exception, of any class, if ``unpack_groups`` cannot unpack the bytes."""
     for group in unpack_groups(data, _any_prompt).values():
         for rollout in group.rollouts:
             if len(rollout.response_ids) != len(rollout.logprobs):
@@ -78,12 +78,13 @@ def _any_prompt(prompt_id: str, attempt: int) -> Prompt:
 
 
 def unpack_groups(data: bytes, recall: Callable[[str, int], Prompt]) -> dict[str, SavedGroup]:
-    """Unpack the groups that ``pack_groups`` packed; ``recall`` finds a prompt by its id and attempt."""
+    """Unpack the groups of ``pack_groups``. ``recall``: returns a prompt from its id and attempt."""
     with np.load(io.BytesIO(data), allow_pickle=False) as file:
         header = json.loads(file["header"].tobytes())
         token_ids, logprobs = file["token_ids"].tolist(), file["logprobs"].tolist()
         mask = file["loss_mask"].tolist() if "loss_mask" in file.files else []
         experts = file["experts"] if "experts" in file.files else np.empty(0, np.int16)
+    # Cut each sample's tokens, log-probs, mask and experts from the flat arrays.
     groups, start = {}, 0
     for key, prompt_id, attempt, samples, scores in header:
         prompt, rollouts = recall(prompt_id, attempt), []
@@ -113,5 +114,5 @@ def unpack_groups(data: bytes, recall: Callable[[str, int], Prompt]) -> dict[str
 
 
 def _score(total: float | None, values: Sequence[float | None], error: str | None = None) -> Score:
-    """Make a score of its fields; older files have no error."""
+    """Make a score from its saved fields. Older files have no ``error``."""
     return Score(total=total, by_function=tuple(values), error=error)

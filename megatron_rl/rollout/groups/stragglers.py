@@ -1,17 +1,18 @@
-"""Stragglers: the groups of a rollout that are still under way when it is trained, and that join the next one.
+"""Stragglers: the groups that are still under way when their rollout is trained, and that join the next rollout.
 
 A rollout is handed out when all but a share of its groups are whole
-(``rollout.producer.straggler_share``). The others stay under way at their engines, with the tokens
-that they have and, under ``weight_sync.in_flight``, go on with newer weights. Time decides which
-groups these are; the ranks agree on them in a collective before anything is trained.
+(``rollout.producer.straggler_share``). The other groups stay under way at their engines and keep
+their tokens. Under ``weight_sync.in_flight`` they go on with newer weights. Time decides which groups
+these are. The ranks agree on them in a collective before anything is trained.
 
-With P prompts a rollout and S stragglers, the first rollout starts P + S groups, each later one P,
-and the last P − S; each trains P of them. Invariants (tests/unit/rollout/test_stragglers.py):
+With P prompts per rollout and S stragglers, the first rollout starts P + S groups, each later
+rollout P, and the last P − S. Each rollout trains P groups. Invariants
+(tests/unit/rollout/test_stragglers.py):
 
-1. Each rollout trains P groups (fewer only where the data end), and every started group is trained
-   exactly once.
-2. A group is trained with its own rollout or with the next one: ``hand_out`` waits for all that was
-   left before.
+1. Each rollout trains P groups (fewer only at the end of the data), and every started group is
+   trained exactly once.
+2. A group is trained with its own rollout or with the next. For that ``collect_most`` waits for all
+   groups that the rollout before has left.
 3. After the last rollout nothing is under way.
 """
 
@@ -25,10 +26,10 @@ from megatron_rl.rollout.worker import RolloutJob
 
 
 class Stragglers:
-    """Hands rollouts out while their last groups are under way, or were so before a checkpoint.
+    """Hands out rollouts while their last groups are under way.
 
-    num_stragglers: groups that each rollout leaves under way; 0 if only those of a checkpoint are
-        left.
+    num_stragglers: groups that each rollout leaves under way. 0: only a checkpoint's stragglers are
+        handed out.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Stragglers:
         return self.num_stragglers > 0 or self.left is not None
 
     def _outstanding(self, jobs: Collection[RolloutJob]) -> int:
-        """Count the groups, over all ranks, that are started and not taken."""
+        """Count the groups of all ranks that are started and not taken."""
         return sum(len(job.prompts) for job in [*jobs, *([self.left] if self.left else [])])
 
     def num_to_start(self, jobs: Collection[RolloutJob], number: int, *, is_last: bool) -> int:
@@ -62,7 +63,7 @@ class Stragglers:
         return self._is_split and self._outstanding(jobs) > (number - 1) * self.prompts_per_rollout
 
     def take(self, job: RolloutJob) -> RolloutJob:
-        """Wait until enough of a rollout is scored, and put aside what stays under way. A collective."""
+        """Wait until enough groups are scored, and return them; keep the others as ``left``. A collective."""
         if not self._is_split:
             return job
         num_left = len(self.left.prompts) if self.left else 0
@@ -83,10 +84,10 @@ class Stragglers:
 def collect_most(
     manager: RolloutManager, job: RolloutJob, left: RolloutJob | None, num_groups: int
 ) -> tuple[RolloutJob, CollectDurations]:
-    """Wait until all of ``left`` and ``num_groups`` in all are scored on all ranks; return a job of these alone.
+    """Wait until all of ``left``, and ``num_groups`` in total, are scored on all ranks; return a job of these groups.
 
-    What stays in ``job`` stays under way and owed; ``left`` is finished. Errors are those of
-    ``collect``.
+    The other groups stay in ``job``, and under way. ``left`` is released. The errors are the same as
+    in ``RolloutManager.collect``.
     """
     jobs = [job] if left is None else [left, job]
     num_left = 0 if left is None else len(left.prompts)
@@ -110,33 +111,36 @@ def num_to_start(
     """Return the number of groups that a rollout starts.
 
     stragglers: groups that a rollout leaves under way.
-    rollouts: those that are not trained yet, up to this one.
+    rollouts: the number of rollouts that are not trained yet, up to and with this one.
     outstanding: groups that were started and not trained.
-    is_last: whether no rollout comes after it.
+    is_last: whether this is the last rollout.
 
-    Example: P = 8, S = 2: the first starts 10 (rollouts 1, outstanding 0), the next one, ahead of
-    the first's training, 8 (rollouts 2, outstanding 10), the last one of three 6 (rollouts 2,
-    outstanding 10).
+    Example: P = 8, S = 2, three rollouts. The first starts 10 groups (rollouts 1, outstanding 0). The
+    second, started before the first is trained, starts 8 (rollouts 2, outstanding 10). The last
+    starts 6 (rollouts 2, outstanding 10).
     """
     wanted = rollouts * prompts_per_rollout + (0 if is_last else stragglers) - outstanding
     return max(0, min(wanted, prompts_per_rollout + stragglers))
 
 
 def num_to_train(*, prompts_per_rollout: int, left: int, started: int) -> int:
-    """Return the groups that a rollout trains: all ``left`` by the one before, and of its own as many as P has room."""
+    """Return the number of groups that a rollout trains: all ``left`` by the rollout before, then its own up to P.
+
+    P is ``prompts_per_rollout``.
+    """
     return max(left, min(prompts_per_rollout, left + started))
 
 
 def choose(whole: Collection[int], room: int) -> list[int] | None:
-    """Return the places of a rollout that are trained now, the lowest of those that are whole; None: too few are."""
+    """Return the ``room`` lowest places whose groups are whole, to be trained now; None if there are fewer."""
     return sorted(whole)[:room] if len(whole) >= room else None
 
 
 def hand_out(job: RolloutJob, left: RolloutJob | None, places: Collection[int]) -> RolloutJob:
-    """Return a finished job of all groups of ``left``, then those of ``job`` at the places; take them out of both.
+    """Move all groups of ``left``, then the groups of ``job`` at the places, to a new job; return it.
 
-    All of them must be scored. What stays in ``job`` are its stragglers, under their places. Every
-    rank makes the same call, so that the places of the new job, 0 and on, are the same on all. Not
+    All moved groups must be scored. ``job`` keeps its stragglers under their places. The places of
+    the new job count from 0. Every rank makes the same call, so they are the same on all ranks. Not
     a collective.
     """
     whole = RolloutJob({}, (), job.samples_per_prompt)
@@ -155,7 +159,7 @@ def _move(source: RolloutJob, whole: RolloutJob, places: Collection[int]) -> Non
         whole.prompts[new] = source.prompts.pop(old)
         if old in mine:
             whole.put(new, source.rollouts.pop(old), source.scores.pop(old))
-            if old in source.ended_s:  # a group that ended before this rollout began has no part in its tail
+            if old in source.ended_s:  # at least 0, so that a group that ended before this rollout began adds no tail
                 whole.ended_s[new] = max(0.0, source.ended_s.pop(old) + shift)
     source.mine = tuple(number for number in source.mine if number in source.prompts)
     whole.generation_s = max(whole.generation_s, source.take_generation_s())

@@ -1,1 +1,1 @@
-"""Rollouts by vLLM: engines of the run's own as processes, servers over HTTP, and their supervision."""
+"""Rollouts by vLLM: engine processes of the run, servers over HTTP, and their supervision."""

@@ -1,4 +1,4 @@
-"""vLLM's completions become rollouts, or results of sampling requests; each is checked first."""
+"""The conversion of vLLM's completions to rollouts, or to results of sampling requests, with checks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from megatron_rl.types import Prompt, Rollout
 
 
 def generate_request(name: str, request: SampleRequest) -> GenerateRequest:
-    """Return a sampling request as vLLM takes it. Stop texts are left to ``Answers``: the engine has no tokenizer.
+    """Return a sampling request in vLLM's form. ``Answers`` applies the stop texts, since the engine has no tokenizer.
 
-    Raises EngineError for log-probs of the most likely tokens, which are not read from this engine.
+    Raises EngineError if log-probs of the most likely tokens are requested, which vLLM engines do not
+    serve here.
     """
     if request.top or request.prompt_top:
         raise EngineError(
@@ -39,7 +40,7 @@ def generate_request(name: str, request: SampleRequest) -> GenerateRequest:
 
 
 class Answers:
-    """Makes rollouts and results of completions. ``needs_experts``: whether a rollout must hold its tokens' experts."""
+    """Makes rollouts and results from completions. ``needs_experts``: whether rollouts need their tokens' experts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, needs_experts: bool = False) -> None:
         self._tokenizer, self._vocab_size, self._needs_experts = tokenizer, vocab_size, needs_experts
@@ -47,10 +48,9 @@ class Answers:
     def rollouts(
         self, prompt: Prompt, completions: Sequence[Completion], samples: int, stop_ids: tuple[int, ...]
     ) -> list[Rollout]:
-        """Return a prompt's rollouts; a greedy sample is one, repeated as often as asked for.
+        """Return a prompt's rollouts. A single greedy completion is repeated for all ``samples``.
 
-        stop_ids: the tokens that end a response, since the engine's own end of sequence is switched
-            off.
+        stop_ids: the tokens that end a response. The engine's own end of sequence is switched off.
         """
         if len(completions) == 1:
             completions = [completions[0]] * samples
@@ -77,7 +77,7 @@ class Answers:
         )
 
     def _checked(self, name: str, completion: Completion, stop_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return a completion's tokens; raise EngineError for tokens that do not exist, or a reason that is untrue."""
+        """Return a completion's tokens. Raises EngineError if a token does not exist, or finish_reason is wrong."""
         token_ids = tuple(completion.token_ids.tolist())
         if max(token_ids) >= self._vocab_size or min(token_ids) < 0:
             raise EngineError(
@@ -91,7 +91,7 @@ class Answers:
         return token_ids
 
     def result(self, request: SampleRequest, completions: Sequence[Completion]) -> SampleResult:
-        """Return a request's result, its samples cut at their stop texts."""
+        """Return a request's result. Its samples are cut after their stop texts."""
         prompt = None
         if request.prompt_logprobs:
             prompt = completions[0].prompt_logprobs
@@ -105,7 +105,7 @@ class Answers:
     def _sequence(self, request: SampleRequest, index: int, completion: Completion) -> SampledSequence:
         token_ids = self._checked(f"{request.request_id}#{index}", completion, request.stop_ids)
         length, reason = len(token_ids), completion.finish_reason
-        reach = max((len(stop.encode()) for stop in request.stop_texts), default=0) + 1  # tokens that a stop may span
+        reach = max((len(stop.encode()) for stop in request.stop_texts), default=0) + 1  # most tokens in a stop
         for end in range(1, length + 1) if request.stop_texts else ():
             text = self._tokenizer.decode(list(token_ids[max(0, end - reach) : end]))
             if any(stop in text for stop in request.stop_texts):

@@ -24,7 +24,7 @@ def engine_arguments(
 ) -> dict[str, object]:
     """Return the fields of vllm.EngineArgs (0.32.0) for an engine that the run starts.
 
-    ``rollout.vllm`` adds to them and may change the ``defaults`` among them.
+    ``rollout.vllm`` adds fields, and may change the ``defaults``.
     """
     on_gpu = device.type == "cuda"
     if rollout.routing_replay == "rollout" and not on_gpu:
@@ -37,7 +37,7 @@ def engine_arguments(
         "model": model.hf_path,
         "skip_tokenizer_init": True,
         "dtype": model.dtype,
-        "load_format": "dummy",  # the weights come from the trainer, at once
+        "load_format": "dummy",  # the trainer sends the weights right after the start
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "worker_extension_cls": "megatron_rl.rollout.weight_sync.receiver.Receiver",
@@ -62,16 +62,16 @@ def engine_arguments(
 
 
 def family_arguments(hf_path: str) -> dict[str, object]:
-    """Return the fields of vllm.EngineArgs by which an engine computes what the model's config.json says."""
+    """Return the fields of vllm.EngineArgs that the model's family needs to compute as its config.json says."""
     fields = read_fields(hf_path)
     family = family_of(fields.get("model_type"))
     return {} if family is None else family.engine_arguments(fields)
 
 
 def latent_arguments(model: ModelConfig, device: torch.device) -> dict[str, object]:
-    """Return the fields of vllm.EngineArgs for latent attention on a CPU; none for other models and devices.
+    """Return the fields of vllm.EngineArgs for latent attention on a CPU. Empty for other models and devices.
 
-    On a CPU with AMX vLLM 0.32 takes a kernel for bfloat16 alone, whatever the dtype
+    On a CPU with AMX, vLLM 0.32 takes a kernel that computes only bfloat16, even for other dtypes
     (platforms/cpu.py, amx_mla.py).
     """
     takes_any = device.type == "cuda" or model.dtype == "bfloat16"
@@ -83,9 +83,9 @@ def latent_arguments(model: ModelConfig, device: torch.device) -> dict[str, obje
 def adapter_arguments(
     weight_sync: WeightSyncConfig, lora: LoraConfig, dtype: str, *, on_gpu: bool
 ) -> dict[str, object]:
-    """Return the fields of vllm.EngineArgs for an engine that gets the policy's adapters alone; none where merged.
+    """Return the fields of vllm.EngineArgs for an engine that gets adapters alone. Empty if they are merged.
 
-    Raises ConfigError for numbers that vLLM's adapters do not compute in.
+    Raises ConfigError for a dtype in which vLLM's adapters do not compute.
     """
     if weight_sync.adapters == "merged":
         return {}
@@ -107,9 +107,8 @@ def adapter_arguments(
 def _on_cpu(longest: int) -> dict[str, object]:
     """Return the fields of vllm.EngineArgs that an engine needs on a CPU.
 
-    For a prompt cut in chunks vLLM (0.32.0) winds a sample's random numbers back, which torch's CPU
-    generator cannot
-    do: the engine dies. Its default block of 128 tokens would keep short prompts out of the prefix
-        cache.
+    If a prompt is cut in chunks, vLLM (0.32.0) rewinds a sample's random generator. torch's CPU
+    generator cannot do that, and the engine dies. So prompts are not cut. The default block of 128
+    tokens would keep short prompts out of the prefix cache.
     """
     return {"block_size": 32, "enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, longest)}

@@ -1,14 +1,14 @@
-"""API key check for a vLLM server: every route but /health asks for the key; vLLM's own check covers fewer routes.
+"""The API key check of a vLLM server: every route but /health needs the key. vLLM's own check covers fewer routes.
 
-vLLM 0.32.0 (entrypoints/serve/middleware/authenticate.py) asks for the key under /v1, /v2,
-/inference and /cohere only. The routes that replace the weights, reset caches, put the engine to
-sleep and call worker methods (/update_weights, /collective_rpc, /sleep ...), /tokenize, /metrics
-and /version are open to anyone who reaches the port. The server takes this class by
-``--middleware``; without a key in ``VLLM_API_KEY`` it lets everything through, which is right on a
-loopback port of a host that is yours alone.
+vLLM 0.32.0 (entrypoints/serve/middleware/authenticate.py) checks the key only under /v1, /v2,
+/inference and /cohere. Other routes are open to anyone who reaches the port. Among them are
+/tokenize, /metrics and /version. Others replace the weights, reset caches, put the engine to sleep
+or call worker methods (/update_weights, /collective_rpc, /sleep ...).
 
-The key is sent unencrypted over HTTP: between hosts, put a TLS proxy or a private network around
-it.
+The server takes this class by ``--middleware``. Without a key in ``VLLM_API_KEY`` it lets everything
+through. That is right only on a loopback port of a host without other users.
+
+The key is sent unencrypted over HTTP. Between hosts, use a TLS proxy or a private network.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REFUSAL = b'{"error": "Unauthorized: this server wants its API key as a bearer t
 
 
 class Guard:
-    """Checks the key as ASGI middleware; imports nothing of vLLM."""
+    """Checks the key as ASGI middleware. It imports nothing from vLLM."""
 
     def __init__(self, app) -> None:
         self.app = app

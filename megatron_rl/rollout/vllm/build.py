@@ -1,4 +1,4 @@
-"""Builds the engine over vLLM: its replicas, their devices, and the sender of the weights."""
+"""The construction of the engine over vLLM: its replicas, their devices, and the sender of the weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def vllm_engine(
     device: torch.device,
     vocab_size: int,
 ) -> VllmEngine:
-    """Build this rank's engine and start it, without waiting until it serves. Raises ConfigError."""
+    """Build and start this rank's engine. Do not wait until it serves. Raises ConfigError."""
+    # Choose the replicas: the named servers, or a process of this rank's own, or none.
     rollout, settings = config.rollout, config.weight_sync
     replicas: Sequence[Replica] = ()
     if rollout.servers:
@@ -54,6 +55,7 @@ def vllm_engine(
             device=device,
         )
         replicas = [process_replica(rollout, arguments, config.run.path / "engines", location, device)]
+    # Build the sender of the weights, and the engine over both.
     sender = WeightSender(
         channel=weight_channel(rollout, settings, device, os.environ),
         bucket_bytes=settings.bucket_bytes // 2,
@@ -79,7 +81,7 @@ def vllm_engine(
 
 
 def bucket_encoder(settings: WeightSyncConfig, lora: LoraConfig) -> BucketEncoder:
-    """Return what encodes the buckets of a sync: whole ones, what changed, or adapters apart from the weights."""
+    """Return the encoder of a sync's buckets: whole buckets, changes, or adapters apart from the weights."""
     match settings:
         case WeightSyncConfig(delta=True):
             from megatron_rl.rollout.weight_sync.changed_encoder import ChangedEncoder
@@ -94,7 +96,7 @@ def bucket_encoder(settings: WeightSyncConfig, lora: LoraConfig) -> BucketEncode
 
 
 def require_vllm() -> None:
-    """Raise ConfigError where vLLM is not installed in this environment."""
+    """Raise ConfigError if vLLM is not installed in this environment."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "rollout.engine=vllm starts vLLM in this environment, and it is not installed here; pip install "
@@ -104,17 +106,18 @@ def require_vllm() -> None:
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may run on, which a scheduler or a container may have limited."""
+    """Count the cores that this process may use. A scheduler or a container may limit them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def engine_devices(width: int, first: int, environment: Mapping[str, str], visible: int) -> list[str]:
-    """Return the names of an engine's GPUs: this rank's and those after it, as CUDA_VISIBLE_DEVICES names them.
+    """Return the names of an engine's GPUs for CUDA_VISIBLE_DEVICES: this rank's GPU and the next ones.
 
-    first: this rank's GPU among the visible ones (torch.device.index). visible: the number of GPUs
-        that it sees.
+    width: the number of the engine's GPUs.
+    first: the index of this rank's GPU among the visible GPUs (torch.device.index).
+    visible: the number of visible GPUs.
 
-    Raises ConfigError where fewer than ``width`` are left, as with one visible GPU for each process
+    Raises ConfigError if fewer than ``width`` are left. That happens if each process sees only one GPU
     (SLURM's --gpus-per-task).
     """
     listed = environment.get("CUDA_VISIBLE_DEVICES")
@@ -137,9 +140,10 @@ def process_replica(
     location: RankLocation,
     device: torch.device,
 ) -> ProcessReplica:
-    """Return this rank's engine in a process of its own, not started yet. Raises ConfigError.
+    """Return this rank's engine in its own process. It is not started yet. Raises ConfigError.
 
-    arguments: the fields of vllm.EngineArgs. folder: of the engines' logs.
+    arguments: the fields of vllm.EngineArgs.
+    folder: the folder of the engines' logs.
     """
     devices, threads = None, None
     if device.type == "cuda":
@@ -159,9 +163,9 @@ def weight_channel(
     device: torch.device,
     environment: Mapping[str, str],
 ) -> str:
-    """Return the channel of the weights; raise ConfigError for one that the engines cannot use.
+    """Return the channel of the weights. Raises ConfigError if the engines cannot use the configured channel.
 
-    environment: that of the trainer's process.
+    environment: the environment variables of the trainer's process.
     """
     on_gpu = device.type == "cuda"
     channel, reason = choose_channel(rollout, weight_sync, on_gpu=on_gpu, environment=environment)
@@ -171,11 +175,11 @@ def weight_channel(
 
 
 def _own_address(servers: Sequence[str]) -> str:
-    """Return this host's address towards the first server on another host; loopback if all are on this one."""
+    """Return this host's address towards the first server on another host. Without such a server: loopback."""
     for server in servers:
         parts = urlsplit(server)
         if parts.hostname not in LOOPBACK:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((parts.hostname, parts.port or 80))  # sends nothing: it is a datagram socket
+                probe.connect((parts.hostname, parts.port or 80))  # sends nothing, since it is a datagram socket
                 return probe.getsockname()[0]
     return "127.0.0.1"

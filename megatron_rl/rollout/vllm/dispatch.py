@@ -1,19 +1,19 @@
-"""Dispatcher: it spreads requests over replicas by threads and futures, and knows nothing of networks.
+"""The dispatcher, which spreads requests over replicas. It uses futures, and no network itself.
 
 Invariants (tests/unit/rollout/test_dispatch.py checks them under Hypothesis):
 
 1. Every request ends in exactly one of ``finished`` and ``lost``.
 2. An entry of ``finished`` is one attempt's whole answer, and that attempt was not given up before
-   it arrived.
-3. A request is issued at most ``attempts`` times, and never while an earlier attempt of it is still
+   the answer arrived.
+3. A request is issued at most ``attempts`` times, and never while an earlier attempt is still
    waited for.
-4. A replica has at most ``max_in_flight`` requests under way, and gets none once it is down or
-   holds weights older than the call's. One that takes new weights in flight gets requests
-   meanwhile; it may hold newer ones afterwards.
-5. The call ends: every attempt ends by its answer, its error or its deadline.
-6. ``on_finished`` is called once for every finished request, in the caller's thread and in the
-   order of finishing, with its entry of ``finished``; where it raises, every attempt under way is
-   given up.
+4. A replica has at most ``max_in_flight`` requests under way. It gets no request once it is down or
+   holds older weights than the call's. During an update in flight a replica still gets requests. It
+   may hold newer weights afterwards.
+5. The call ends, since every attempt ends by its answer, its error or its deadline.
+6. ``on_finished`` is called once for every finished request, with its entry of ``finished``. The
+   calls are made in the caller's thread and in the order of finishing. If one raises, every attempt
+   under way is given up.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ import numpy as np
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.engines.replica import UPDATING, Completion, GenerateRequest, Replica, ReplicaLost
 
-FINISHED = ("stop", "length")  # any other reason: the engine broke the sample off
-DEFECTS_ALLOWED = 1  # wrong answers to a request: one may be a passing fault, two are the engine's way
+FINISHED = ("stop", "length")  # with any other finish_reason the engine aborted the sample
+DEFECTS_ALLOWED = 1  # wrong answers to a request: one may be chance, but two end the run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Dispatched:
     """Holds the result of one call.
 
-    finished: by request id, ``n`` completions by sample index.
-    lost: the requests without an answer; the caller mends engines and issues them again.
-    causes: by request id, the cause of each failed attempt, in order, for finished requests too.
-    down: by replica name, the reason why it got no more requests in this call.
+    finished: request id → its ``n`` completions, by sample index.
+    lost: the requests without an answer. The caller restarts engines and issues them again.
+    causes: request id → the cause of each failed attempt, in order. It includes finished requests.
+    down: replica name → the reason why the replica got no more requests in this call.
     """
 
     finished: Mapping[str, list[Completion]]
@@ -73,20 +73,20 @@ def dispatch(
 ) -> Dispatched:
     """Issue each request to the replica with the fewest samples under way, until all are finished or lost.
 
-    A request that fails is issued again, elsewhere if possible.
+    A request that fails is issued again, to another replica if possible.
 
-    weight_version: no token may come from older weights.
-    deadline_s: seconds without progress after which an attempt is given up: none of its replica's
-        requests has ended, and the replica has not said that it computes. Long responses may take
-        longer.
-    max_in_flight: the most requests under way on one replica.
-    attempts: the most attempts at one request.
-    rotation: the replica from which ties are counted; clients that start together pass their rank,
-        so that not all pick the first replica.
+    weight_version: the oldest weights that may make a token.
+    deadline_s: an attempt is given up after these seconds without progress. Progress means that a
+        request on its replica ended, or that the replica reported that it computes. So long
+        responses may take longer.
+    max_in_flight: the maximum of requests under way on one replica.
+    attempts: the maximum of attempts at one request.
+    rotation: the replica that comes first among equals. Clients that start together pass their
+        rank, so that not all choose the first replica.
     on_finished: called with a request's id and completions as soon as they arrive.
 
-    Raises RequestRefused as soon as one is refused, EngineError where a request's answer is wrong
-    twice; the others are aborted then.
+    Raises RequestRefused as soon as a request is refused. Raises EngineError if a request is
+    answered wrongly twice. In both cases the other requests are aborted.
     """
     ids = Counter(request.request_id for request in requests)
     doubled = sorted(name for name, count in ids.items() if count > 1)
@@ -104,26 +104,26 @@ def dispatch(
 
 
 class _Call:
-    """Runs one call, all of it in the caller's thread; futures only say that they are done."""
+    """Runs one call in the caller's thread. Callbacks of futures only put their attempt in a queue."""
 
     def __init__(
         self, requests, replicas, weight_version, deadline_s, max_in_flight, attempts, rotation, on_finished
     ) -> None:
         self.replicas = list(replicas)
-        self.names = [replica.name for replica in self.replicas]  # kept, since a restart gives a replica another name
+        self.names = [replica.name for replica in self.replicas]  # a copy, since a restart changes a replica's name
         self.weight_version, self.deadline_s = weight_version, deadline_s
         self.max_in_flight, self.attempts, self.on_finished = max_in_flight, attempts, on_finished
         first = rotation % max(1, len(self.replicas))
         self.order = [*range(first, len(self.replicas)), *range(first)]
         self.waiting: deque[GenerateRequest] = deque(requests)
-        self.under_way: set[_Attempt] = set()  # any other attempt is ignored
+        self.under_way: set[_Attempt] = set()  # answers to attempts that are not in this set are ignored
         self.done: queue.SimpleQueue[_Attempt] = queue.SimpleQueue()
         self.requests_on = Counter()
         self.samples_on = Counter()
-        self.ended_at: dict[int, float] = {}  # by replica: when it last ended one of this call's requests
+        self.ended_at: dict[int, float] = {}  # replica index → when one of this call's requests last ended there
         self.issued = Counter()
         self.causes: dict[str, list[str]] = defaultdict(list)
-        self.defects: dict[str, list[int]] = defaultdict(list)  # by request id: the replicas that answered wrongly
+        self.defects: dict[str, list[int]] = defaultdict(list)  # request id → indices of replicas that answered wrongly
         self.down: dict[int, str] = {}
         self.finished: dict[str, list[Completion]] = {}
         self.lost: list[GenerateRequest] = []
@@ -165,12 +165,15 @@ class _Call:
             attempt.future.add_done_callback(lambda _, attempt=attempt: self.done.put(attempt))
 
     def _choose(self, request: GenerateRequest) -> int | None:
-        """Return the replica with room and the fewest samples under way; None where there is none, now or ever."""
+        """Return the index of the replica with room and the fewest samples under way; None if no replica has room.
+
+        A replica that answered this request wrongly is avoided if another one can be used.
+        """
         usable = [index for index in self.order if self._usable(index)]
         wrong = self.defects[request.request_id]
         usable = [index for index in usable if index not in wrong] or usable
         free = [index for index in usable if self.requests_on[index] < self.max_in_flight]
-        return min(free, key=lambda index: self.samples_on[index], default=None)  # min keeps the first of equals
+        return min(free, key=lambda index: self.samples_on[index], default=None)  # min returns the first of equals
 
     def _usable(self, index: int) -> bool:
         version = self.replicas[index].weight_version
@@ -190,7 +193,7 @@ class _Call:
             self._settle(attempt)
 
     def _ends_at(self, attempt: _Attempt) -> float:
-        """Return the time of an attempt's deadline, which each progress of its replica moves."""
+        """Return the time of an attempt's deadline. Each progress of its replica moves it."""
         progressed_at = self.replicas[attempt.replica].progressed_at
         ended_at = self.ended_at.get(attempt.replica, -math.inf)
         return max(attempt.issued_at, progressed_at, ended_at) + self.deadline_s
@@ -204,9 +207,9 @@ class _Call:
             self._lose(attempt, f"{cause} progress")
 
     def _give_up(self, attempt: _Attempt) -> None:
-        """Abort an attempt; its future may still end either way, and is ignored."""
+        """Abort an attempt. Its future is ignored: it may still end with completions or an error."""
         self._forget(attempt)
-        with contextlib.suppress(ReplicaLost):  # it is counted as lost already
+        with contextlib.suppress(ReplicaLost):  # the attempt is given up anyway
             self.replicas[attempt.replica].abort(attempt.request.request_id)
 
     def _forget(self, attempt: _Attempt) -> None:
@@ -225,7 +228,7 @@ class _Call:
         broken_off = [x.finish_reason for x in completions if x.finish_reason not in FINISHED]
         defect = defect_of(attempt.request, completions)
         older = sorted({v for x in completions for v, _ in x.weight_versions if v < self.weight_version})
-        if older:  # somebody else restarted the server, and it samples from its files
+        if older:  # someone else restarted the server, and it samples with the weights of its files
             self._lose(attempt, f"sampled with weights of version {older[0]}, not {self.weight_version}")
         elif broken_off:
             self._lose(attempt, f"broke off {len(broken_off)} of {attempt.request.n} samples, reason {broken_off[0]!r}")
@@ -237,7 +240,7 @@ class _Call:
                 self.on_finished(attempt.request.request_id, completions)
 
     def _lose(self, attempt: _Attempt, cause: str) -> None:
-        """Mark the replica as down for the rest of the call; the request goes elsewhere."""
+        """Mark the replica as down for the rest of the call, and issue the request again."""
         self.down.setdefault(attempt.replica, cause)
         self._again(attempt, cause)
 
@@ -263,7 +266,7 @@ class _Call:
 
 
 def defect_of(request: GenerateRequest, completions: Sequence[Completion]) -> str | None:
-    """Return the fault by which an answer contradicts itself or the request, or None."""
+    """Return how an answer contradicts itself or the request; None if it does not."""
     if len(completions) != request.n:
         return f"gave {len(completions)} completions where {request.n} were asked for"
     for index, completion in enumerate(completions):

@@ -1,9 +1,9 @@
-"""Engine (see rollout/engines/engine.py) over vLLM: this rank's prompts are spread over its replicas.
+"""The ``Engine`` (rollout/engines/engine.py) over vLLM, which spreads this rank's prompts over its replicas.
 
-A replica is a process of the run's own or a server. A request is a prompt with all its samples, so
-that they share the prompt's keys and values; its seed is that of sample 0. Greedy log-probs are
-vLLM's, at temperature 1, while the Transformers engine's are at the sampling temperature; nothing
-trains on greedy samples.
+A replica is a process of the run or a server. A request is a prompt with all its samples, so that
+they share the prompt's keys and values. Its seed is the seed of sample 0. Log-probs of greedy
+samples are at temperature 1, while the Transformers engine gives them at the sampling temperature.
+Nothing trains on greedy samples.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
     from megatron_rl.observability.prometheus.live import EngineReading
 
 log = logging.getLogger(__name__)
-PROBE_S = 0.6  # for a lost server, while other servers do its work
+PROBE_S = 0.6  # seconds to try a lost server, while other servers do its work
 MEMORY_WORDS = ("out of memory", "allocate memory", "exit code -9", "bad_alloc", "MemoryError") + (
-    "could not create a primitive",  # oneDNN's on a CPU, for a kernel that found no memory for itself
+    "could not create a primitive",  # from oneDNN on a CPU, if a kernel gets no memory
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Call:
-    """Holds what one call goes by: the state of the engine when it began."""
+    """Holds the state of the engine at the beginning of one call."""
 
     number: int
     version: int
@@ -61,15 +61,14 @@ class _Call:
 
 
 class VllmEngine:
-    """Generates with this rank's replicas; a driver also sends them weights and restarts them.
+    """Generates with this rank's replicas. If the rank drives them, it also sends them weights and restarts them.
 
-    replicas: those that get its prompts, none on a rank without an engine of its own.
-    drives: whether it sends them weights and restarts them (a server has many clients and one
-        driver).
+    replicas: the replicas that get this rank's prompts. Empty on a rank without an engine.
+    drives: whether this rank drives the replicas. A server has many clients and one driver.
 
-    With ``in_flight`` one thread may generate while another one (the main thread) does all the
-    rest. A call then takes tokens of the version that was whole when it began, and of newer ones;
-    both threads write under a lock.
+    With ``in_flight`` one thread may generate while the main thread makes all other calls. A call
+    then accepts tokens of the version that was complete when the call began, and of newer versions.
+    Both threads write under a lock.
     """
 
     is_elsewhere = True
@@ -90,26 +89,26 @@ class VllmEngine:
         in_flight: bool = False,
         start_late: bool = False,
     ):
-        """Start or connect the replicas; ``recover`` waits for them.
+        """Start or connect the replicas. ``recover`` waits for them.
 
-        longest: the most tokens of a prompt and its response together.
-        in_flight: whether ``load_weights`` may come while ``generate`` is under way.
-        start_late: whether the first ``recover`` starts them: on a GPU that the trainer still
-            fills, vLLM finds too little free memory, or takes another's for its own
-            (v1/worker/utils.py, request_memory; 0.32.0).
+        longest: the maximum of tokens of a prompt and its response together.
+        in_flight: whether ``load_weights`` may be called while ``generate`` is under way.
+        start_late: whether only the first ``recover`` starts the replicas. On a GPU that the trainer
+            still fills, vLLM would find too little free memory, or count memory of other processes
+            as its own (v1/worker/utils.py, request_memory; 0.32.0).
         """
         self._replicas, self._sync, self._tokenizer, self._rollout = list(replicas), sync, tokenizer, rollout
         self._seed, self._stop_ids, self._vocab_size, self._longest = seed, tuple(stop_ids), vocab_size, longest
         self._answers = Answers(tokenizer, vocab_size, needs_experts=rollout.routing_replay == "rollout")
         self._drives, self._rank, self._in_flight = drives, rank, in_flight
         self._unready = list(self._replicas)
-        self._lost: list[Replica] = []  # a new list at every change, so that one may be read without the lock
+        self._lost: list[Replica] = []  # replaced at every change, so that it may be read without the lock
         self._lock = threading.Lock()
-        self._lives: Counter[int] = Counter()  # number of recoveries by a replica's id
+        self._lives: Counter[int] = Counter()  # a replica's id → number of its recoveries
         self._delivered = NO_WEIGHTS  # the latest version that all replicas had
-        self._absent: set[str] = set()  # servers that the run does without for now
-        self._restarts = 0
-        self._why_lost = ""  # the latest loss, in an engine's words
+        self._absent: set[str] = set()  # names of servers that are left out until they serve again
+        self._restarts = 0  # restarts since the last call without one
+        self._why_lost = ""  # error of the latest loss
         self._closed = False
         self._calls = itertools.count(1)
         self._started = False
@@ -124,9 +123,9 @@ class VllmEngine:
 
     @property
     def weight_version(self) -> int:
-        """Return the version that all serving replicas hold; NO_WEIGHTS where they differ or one is not ready.
+        """Return the version that all serving replicas hold; NO_WEIGHTS if they differ or one is not ready.
 
-        A rank without a replica gives the version that all replicas had after the latest sync.
+        On a rank without replicas, it is the version that all replicas had after the latest sync.
         """
         if not self._replicas:
             return self._delivered
@@ -152,14 +151,16 @@ class VllmEngine:
         return max((x.progressed_at for x in self._replicas), default=-math.inf)
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
-        """Wait for engines that start, restart our lost ones, and return the names of the servers left out.
+        """Wait for engines that start, restart lost engines of our own, and return the names of servers left out.
 
-        A lost server is somebody else's to restart, and left out for as long as others serve.
-        Raises EngineError after too many restarts in a row.
+        Lost servers are not restarted from here. They are left out as long as other servers serve.
+        Raises EngineError after too many restarts in a row, or if no server comes back.
         """
-        mended = [x for x in self._lost if x.name in lost or not self._in_flight]  # none lost meanwhile
+        # In flight, a replica that is lost during this call stays lost.
+        mended = [x for x in self._lost if x.name in lost or not self._in_flight]
         self._start()
         self._await()
+        # Look whether lost or absent servers serve again. Wait for them only if no other replica is left.
         servers = [x for x in self._replicas if not x.ours and (x.name in lost or x.name in self._absent)]
         for server in servers:
             self._lives[id(server)] += 1
@@ -175,6 +176,7 @@ class VllmEngine:
                     f"no server is left, and none came back in rollout.start_s={self._rollout.start_s:g} s: "
                     f"{self._why_lost}"
                 )
+        # Restart our own lost engines, and wait for them.
         self._absent -= {x.name for x in servers if x not in unreached}
         self._restart([x for x in self._replicas if x.ours and x.name in lost])
         with self._lock:
@@ -240,7 +242,7 @@ class VllmEngine:
             self._unready.pop(0)
 
     def _probes(self) -> list[str]:
-        """Return texts that two tokenizers hardly encode alike by chance: words of this vocabulary, and a mixture."""
+        """Return texts that different tokenizers hardly encode alike: words of this vocabulary, and a mixed text."""
         ids = range(0, self._vocab_size, max(1, self._vocab_size // 100))
         return [
             self._tokenizer.decode(list(ids), skip_special_tokens=True),
@@ -248,7 +250,7 @@ class VllmEngine:
         ]
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
-        """Send the weights to the replicas that this rank drives; an engine's failure is reported, never raised."""
+        """Send the weights to the replicas that this rank drives. Failures of engines are in the report, not raised."""
         behind = [x for x in self._present if x.weight_version != version] if self._drives else []
         report = self._sync.deliver(tensors, version, behind, in_flight=self._in_flight)
         if report.failed:
@@ -256,10 +258,10 @@ class VllmEngine:
         return report
 
     def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
-        """Record the joint report of all ranks' drivers, by the replicas' names."""
-        # an engine of ours is started anew after any failure: simpler than to reason about half a sync
+        """Record the replicas' states after a sync, from the reports of all ranks."""
+        # An engine of our own is restarted after any failure, so that half a sync needs no repair.
         with self._lock:
-            # replicas that a call lost during the sync stay lost; a server that took the weights lives
+            # A replica that a call lost during the sync stays lost, unless it is a server or took the weights.
             still_lost = [x for x in self._lost if self._in_flight and x.ours and x.weight_version != version]
             self._lost = [
                 x for x in self._replicas if x in still_lost or x.name in lost or (x.ours and x.name in failed)
@@ -278,7 +280,7 @@ class VllmEngine:
         max_tokens: Sequence[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Rollout]:
-        """Do as ``Engine.generate``; raise EngineLost, with the finished rollouts, where no replica is left."""
+        """Return rollouts (see ``Engine.generate``). Raises EngineLost, with finished groups, if no replica is left."""
         bounds = token_bounds(prompts, samples_per_prompt, max_tokens, self._rollout.max_response_tokens, self._longest)
         call = self._begin(bool(prompts))
         used_temperature = self._rollout.temperature if temperature is None else temperature
@@ -310,11 +312,14 @@ class VllmEngine:
         return [results[name] for name in named]
 
     def _begin(self, asks: bool) -> _Call:
-        """Return what a call goes by; raise EngineLost or RuntimeError where it asks for something and cannot run."""
+        """Return the state for a call. ``asks``: whether the call has requests.
+
+        If it has requests and cannot run, EngineLost or RuntimeError is raised.
+        """
         version, restarts, lives, lost = self.weight_version, self._restarts, self._lives.copy(), self._lost
         present = [x for x in self._present if x not in lost]
         if version == NO_WEIGHTS and self._in_flight:
-            version = self._delivered  # an update is under way; dispatch finds the replicas that can be used
+            version = self._delivered  # an update is under way, and ``dispatch`` finds the usable replicas
         if asks and (not present or (lost and not self._in_flight)):
             raise EngineLost(with_memory_advice(self._why_lost), finished={})
         if asks and version == NO_WEIGHTS:
@@ -330,7 +335,7 @@ class VllmEngine:
         finish: Callable[[str, Sequence[Completion]], None],
         rollouts: Mapping[int, list[Rollout]],
     ) -> None:
-        """Have the replicas answer requests; raise EngineLost, with ``rollouts``, where no replica is left."""
+        """Let the replicas answer requests. Raises EngineLost, with ``rollouts``, if no replica is left."""
         result = dispatch(
             requests,
             call.present,
@@ -343,7 +348,7 @@ class VllmEngine:
         )
         for name, cause in result.down.items():
             log.warning("%s: %s", name, cause)
-        # a replica that was recovered since this call began lives again
+        # Replicas that were recovered after this call began are not lost.
         self._note_lost([x for x in call.present if x.name in result.down and self._lives[id(x)] == call.lives[id(x)]])
         why = "; ".join(dict.fromkeys(result.down.values()))
         if result.down:
@@ -351,7 +356,7 @@ class VllmEngine:
         if result.lost:
             raise EngineLost(with_memory_advice(why), finished=rollouts)
         with self._lock:
-            if self._restarts == call.restarts:  # none since this call began
+            if self._restarts == call.restarts:  # no restart after this call began
                 self._restarts = 0
 
     def _request(
@@ -369,7 +374,7 @@ class VllmEngine:
         )
 
     def readings(self) -> Sequence[EngineReading]:
-        """Return what is known of this rank's engines; of a server, whose /metrics says the rest, whether it serves."""
+        """Return the readings of this rank's engines. Readings of a server lack its load, which its /metrics shows."""
         from megatron_rl.rollout.vllm.readings import reading_of
 
         away = {id(x) for x in (*self._lost, *self._unready)}
@@ -384,10 +389,10 @@ class VllmEngine:
         ]
 
     def sleep(self) -> None:
-        """Give the GPU back: weights, keys and values are dropped, and the next sync brings the weights again.
+        """Free the GPU: weights, keys and values are dropped, and the next sync brings the weights again.
 
-        Level 1 would copy them to the host and back; level 2 keeps the model's buffers (vLLM
-        0.32.0, gpu_worker.py).
+        Level 1 would copy the weights to the host and back. Level 2 drops them, and keeps only the
+        model's buffers (vLLM 0.32.0, gpu_worker.py).
         """
         self._everywhere("sleep", {"level": 2})
         for replica in self._replicas:
@@ -395,14 +400,14 @@ class VllmEngine:
         self._delivered = NO_WEIGHTS
 
     def wake(self, *, tags: Sequence[str]) -> None:
-        """Wake the engines: tag ``weights`` before a sync, ``kv_cache`` before generating."""
+        """Wake the engines. ``tags``: "weights" before a sync, "kv_cache" before generating."""
         self._everywhere("wake", {"tags": list(tags)})
 
     def _everywhere(self, method: str, arguments: Mapping[str, object]) -> None:
-        """Call a control method of every replica driven here; one that still starts is awake when it serves.
+        """Call a control method of every replica that this rank drives, except replicas that still start or are lost.
 
-        A replica that does not answer, or fails at it, is lost: it is ended, so that its memory is
-        free, and the next sync starts it again on all ranks.
+        A replica that does not answer, or fails, counts as lost. It is ended to free its memory, and
+        the next sync starts it again.
         """
         for replica in [x for x in self._replicas if self._drives and x not in self._unready and x not in self._lost]:
             try:
@@ -424,7 +429,7 @@ class VllmEngine:
 
 
 def with_memory_advice(why: str) -> str:
-    """Return an engine's words, with the settings that lower its memory added where they speak of memory."""
+    """Return an engine's error. If it is about memory, add the settings that lower the engine's memory."""
     if any(word in why for word in MEMORY_WORDS):
         return (
             f"{why}\nThis looks like too little memory: lower rollout.gpu_memory_utilization, "

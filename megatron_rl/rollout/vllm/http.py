@@ -1,8 +1,8 @@
-"""HTTP to a vLLM server: JSON requests, each under one deadline, and an error class for each kind of failure.
+"""HTTP requests to a vLLM server: JSON, one deadline per request, and an error class for each kind of failure.
 
-Each request has a connection of its own, so that cutting the connection ends the request, here and
-on the server (vLLM aborts what it generates for a client that is gone). Proxies and redirects are
-not followed: the key and the prompts go to the given address, or nowhere.
+Each request has its own connection. So cutting the connection ends the request here and on the
+server, since vLLM aborts requests of a client that is gone. Proxies and redirects are not followed.
+So the key and the prompts go only to the given address.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from megatron_rl.rollout.engines.replica import ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm.server_command import DEV_MODE, SCALE_OUT
 
 CONNECT_S = 5.0
-TOLD_CHARACTERS = 1500  # of an error's text
-BUSY = (408, 425, 429)  # refused now, maybe not later
+TOLD_CHARACTERS = 1500  # characters of a server's error text that are quoted
+BUSY = (408, 425, 429)  # statuses of requests that may succeed later
 
 
 class NotListening(ReplicaLost):
-    """Raised where nobody accepts connections at this address."""
+    """Raised if nothing accepts connections at this address."""
 
 
 class ServerFailed(ReplicaLost):
-    """Raised where a server answers that it cannot serve (5xx); for /health, that its engine is dead."""
+    """Raised if a server answers that it cannot serve (5xx). For /health this means that its engine is dead."""
 
 
 class MissingRoute(RequestRefused):
-    """Raised where the server lacks a route because of its settings or its age."""
+    """Raised if the server lacks a route, because of its settings or its release."""
 
 
 class Exchange:
-    """Runs one request. ``cut`` ends it, from any thread, at any time, and more than once."""
+    """Runs one request. ``cut`` ends it. Any thread may call ``cut``, at any time, and repeatedly."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,14 +48,14 @@ class Exchange:
         with self._lock:
             self.was_cut = True
             if self._socket is not None:
-                with contextlib.suppress(OSError):  # ended by itself meanwhile
+                with contextlib.suppress(OSError):  # the connection may have ended by itself
                     self._socket.shutdown(socket.SHUT_RDWR)
 
     def run(
         self, connection: http.client.HTTPConnection, method: str, path: str, body, headers, timeout_s: float | None
     ) -> tuple[int, bytes]:
-        """Return status and body; raise OSError or HTTPException, ``timed_out`` where the deadline was the cause."""
-        # The socket's own time-out counts from byte to byte; a server that drips would never meet it.
+        """Return status and body. Raises OSError or HTTPException. ``timed_out`` is then set if the deadline passed."""
+        # The socket's own time-out counts from byte to byte, so a slow stream of bytes would never exceed it.
         watchdog = threading.Timer(timeout_s or 0.0, self._expire)
         watchdog.daemon = True
         if timeout_s is not None:
@@ -73,8 +73,8 @@ class Exchange:
             if self.was_cut:
                 raise ConnectionAbortedError("the request was given up")
             if answer.length is None and not answer.chunked:
-                # http.client takes the connection's end for that of the headers or the body: a cut
-                # answer looks whole.
+                # Without a length, http.client takes the end of the connection for the end of the body. So a
+                # cut answer would look whole.
                 raise http.client.HTTPException("an answer without a length, as one that was cut has")
             return answer.status, content
         finally:
@@ -89,10 +89,10 @@ class Exchange:
 
 
 class Server:
-    """Holds a server's address and key, and calls it."""
+    """Holds a server's address and key, and sends requests to the server."""
 
     def __init__(self, url: str, *, api_key: str | None, key_setting: str) -> None:
-        """Check the address and the key; messages name ``key_setting`` and never the key."""
+        """Check the address and the key. Raises ConfigError. Messages name ``key_setting``, never the key."""
         parts = urllib.parse.urlsplit(url)
         if (
             parts.scheme not in ("http", "https")
@@ -116,9 +116,9 @@ class Server:
     def call(
         self, method: str, path: str, body: object = None, *, timeout_s: float | None, exchange: Exchange | None = None
     ) -> object:
-        """Return the answer's JSON, None where it is empty. Raises ReplicaLost and RequestRefused.
+        """Return the answer's JSON value, None for an empty answer. Raises ReplicaLost and RequestRefused.
 
-        timeout_s: seconds for all of it; None where the caller cuts ``exchange`` in time.
+        timeout_s: seconds for the whole request. None: the caller itself cuts ``exchange`` in time.
         """
         request = f"{self.url}: {method} {path}"
         answer = self._content(method, path, body, timeout_s, exchange or Exchange())
@@ -130,7 +130,7 @@ class Server:
             ) from error
 
     def text(self, path: str, *, timeout_s: float) -> str:
-        """Return the text that GET gives. Raises ReplicaLost and RequestRefused."""
+        """Return the text of the answer to a GET request. Raises ReplicaLost and RequestRefused."""
         return self._content("GET", path, None, timeout_s, Exchange()).decode(errors="replace")
 
     def _content(self, method: str, path: str, body: object, timeout_s: float | None, exchange: Exchange) -> bytes:
@@ -143,7 +143,7 @@ class Server:
         kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
         connection = kind(self.host, self.port, timeout=CONNECT_S if timeout_s is None else min(CONNECT_S, timeout_s))
         request = f"{self.url}: {method} {path}"
-        # Send it, and give each failure its class.
+        # Send the request, and turn each failure into its error class.
         try:
             status, answer = exchange.run(connection, method, self._folder + path, content, headers, timeout_s)
         except ConnectionRefusedError as error:
@@ -186,7 +186,7 @@ class Server:
 
 
 def text_of(answer: bytes) -> str:
-    """Return an error body's message, however vLLM, FastAPI or a proxy wrapped it."""
+    """Return the message in an error's body, in the forms of vLLM, FastAPI or a proxy."""
     text = answer.decode(errors="replace").strip()
     try:
         message = json.loads(text)

@@ -1,10 +1,10 @@
-"""The embedded engine's process: it steps vLLM's own engine for the rank at the other end of a socket pair.
+"""The process of an engine that a rank starts: runs vLLM's engine for the rank at the other end of a socket pair.
 
     python -m megatron_rl.rollout.vllm.process_main FD PARENT_PID    # started by process_replica.py alone
 
-The first frame holds the engine's arguments; then requests and control messages arrive at any time
-and completions leave as they are done. Between two control messages of a weight update nothing is
-stepped, nor between pause and resume. The process ends when its rank ends, for any reason.
+The first frame holds the engine's arguments. Then requests and control messages arrive at any time,
+and completions are sent as they are done. During a weight update, and between pause and resume, the
+engine makes no steps. The process ends when its rank ends, for any reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_rl.distributed import frames
 from megatron_rl.distributed.child_process import end_with_parent
 from megatron_rl.rollout.vllm import routed_experts
 
-PROGRESS_S = 1.0  # between two words of progress
+PROGRESS_S = 1.0  # seconds between two messages of progress
 
 
 class EngineProcess:
@@ -62,9 +62,9 @@ class EngineProcess:
             self._tell_progress()
 
     def _tell_progress(self) -> None:
-        """Tell the rank, now and then, that steps are made, and how full the engine is; and when it is idle.
+        """Send the rank a message of progress with the engine's load, every PROGRESS_S and when the engine is idle.
 
-        A long response is no engine that hangs.
+        So a long response is not mistaken for an engine that hangs.
         """
         is_idle = not self.engine.has_unfinished_requests()
         if is_idle or time.monotonic() - self.told_at >= PROGRESS_S:
@@ -72,16 +72,16 @@ class EngineProcess:
             frames.send(self.connection, {"kind": "progress", **self._load()})
 
     def _load(self) -> dict[str, float]:
-        """Return the engine's samples and the used share of its cache, from the scheduler (vLLM 0.32.0).
+        """Return the number of samples and the used share of the cache, from the scheduler (vLLM 0.32.0).
 
-        vLLM's own statistics, which ``disable_log_stats`` leaves out, would time every request.
+        vLLM's own statistics are off (``disable_log_stats``), since they would time every request.
         """
         scheduler = self.engine.engine_core.engine_core.scheduler
         running, waiting = scheduler.get_request_counts()
         return {"running": running, "waiting": waiting, "kv_cache_usage": float(scheduler.get_kv_cache_usage())}
 
     def _read(self) -> None:
-        """Read frames until the rank is gone, a frame breaks off, or memory is short; each of these ends the engine."""
+        """Read frames until the rank is gone, a frame breaks off, or memory runs out. Each of these ends the engine."""
         try:
             while True:
                 self.inbox.put(frames.receive(self.connection))
@@ -91,7 +91,7 @@ class EngineProcess:
             self.inbox.put(None)
 
     def _handle(self, message: tuple[dict, dict] | None) -> bool:
-        """Handle one message; return False where the rank is gone, or asks this process to end."""
+        """Handle one message; return False if the rank is gone, or asks this process to end."""
         if message is None:
             return False
         header, arrays = message
@@ -118,7 +118,7 @@ class EngineProcess:
             frames.send(self.connection, {"kind": "refused", "request_id": header["request_id"], "error": str(error)})
 
     def _send_output(self, output) -> None:
-        """Send all samples of a request in one frame, flat, with their lengths."""
+        """Send all samples of a request in one frame. Tokens and log-probs are flat, beside their lengths."""
         samples = sorted(output.outputs, key=lambda sample: sample.index)
         token_ids = [np.asarray(sample.token_ids, dtype=np.int64) for sample in samples]
         logprobs = [_sampled_logprobs(sample) for sample in samples]
@@ -165,8 +165,8 @@ class EngineProcess:
                 engine.set_weight_version(arguments["weight_version"])
                 self.updating = False
             case "reset_prefix_cache":
-                # Running requests begin again, with their tokens so far as the prompt; their step
-                # under way on the device (asynchronous scheduling) is lost, tokens and all
+                # Running requests begin again, with their tokens so far as the prompt. A step that is under
+                # way on the device (asynchronous scheduling) is lost with its tokens
                 # (v1/core/sched/scheduler.py, 0.32.0).
                 if not engine.reset_prefix_cache(reset_running_requests=arguments.get("running", False)):
                     raise RuntimeError("the prefix cache could not be reset: requests are still under way")
@@ -189,12 +189,12 @@ class EngineProcess:
 
 
 def _sampled_logprobs(sample) -> np.ndarray:
-    """Return [T] float32, the sampled log-probs; vLLM keeps no others with ``logprobs=0, flat_logprobs=True``."""
+    """Return [T] float32, the log-probs of sampled tokens, the only ones under ``logprobs=0, flat_logprobs=True``."""
     return np.array([] if sample.logprobs is None else sample.logprobs.logprobs, dtype=np.float32)
 
 
 def _prompt_logprobs(output) -> np.ndarray:
-    """Return [prompt] float32, the log-prob of each of the prompt's tokens, NaN at the first, which has none."""
+    """Return [prompt] float32, the log-prob of each prompt token. It is NaN for the first token."""
     logprobs = [
         np.nan if place is None or not len(place) else place[token].logprob
         for token, place in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
@@ -225,6 +225,6 @@ if __name__ == "__main__":
         code = main(sys.argv[1:])
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # out of memory, telling it can fail too
-        # Worker processes of tensor parallelism end with this one; vLLM's own teardown may wait.
+    finally:  # when out of memory, even reporting the error can fail
+        # Exit at once, since vLLM's own teardown may wait. Workers of tensor parallelism end with this process.
         os._exit(code)

@@ -1,4 +1,4 @@
-"""Replica (see replica.py) over a vLLM engine in a process of this rank's own, on its GPUs or on the CPU."""
+"""The replica (engines/replica.py) of a vLLM engine in a process that this rank starts, on its GPUs or on the CPU."""
 
 from __future__ import annotations
 
@@ -31,34 +31,35 @@ from megatron_rl.rollout.vllm.sampling_params import parse_version, sampling_par
 log = logging.getLogger(__name__)
 
 LAST_LINES = 15
-SEND_S = 30  # the longest time without a byte taken; an engine always reads, in a thread of its own
+SEND_S = 30  # seconds in which an engine must read at least a byte; it reads in its own thread, at any time
 
 
 def engine_environment(
     environment: Mapping[str, str], devices: Sequence[str] | None, threads: int | None
 ) -> dict[str, str]:
-    """Return the environment of an engine's process: the given one without the trainer's world.
+    """Return the environment of an engine's process: ``environment`` without the variables of the trainer's ranks.
 
-    devices: its GPUs; None on a CPU host.
+    devices: the engine's GPUs; None on a CPU host.
+    threads: the engine's threads on a CPU host.
     """
     own = child_process.environment(environment)
-    for name in ("VLLM_ALLOW_INSECURE_SERIALIZATION", *added_variables()):  # the latter are for the trainer alone
+    for name in ("VLLM_ALLOW_INSECURE_SERIALIZATION", *added_variables()):  # added_variables are for the trainer alone
         own.pop(name, None)
     own |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is stepped in that process, which is apart already
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in its process itself, since that is separate already
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
     if devices is not None:
         return {**own, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
-    # vLLM would pin its threads to cores of its choice, the same ones for every engine of the host
+    # vLLM would pin the threads of every engine on the host to the same cores.
     own |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads or 1), "TORCHDYNAMO_DISABLE": "1"}
     own.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     return own
 
 
 class EngineLoad(NamedTuple):
-    """Says how full an engine is: its samples that run and wait, and the used share of its keys and values."""
+    """Holds an engine's load: its running and waiting samples, and the used share of its cache of keys and values."""
 
     running: int = 0
     waiting: int = 0
@@ -66,7 +67,7 @@ class EngineLoad(NamedTuple):
 
 
 class ProcessReplica:
-    """Runs one engine process; a thread reads its frames, and errors quote the last lines of its ``log_path``."""
+    """Runs one engine process. A thread reads its frames. Errors quote the last lines of ``log_path``."""
 
     ours = True
 
@@ -94,8 +95,8 @@ class ProcessReplica:
 
     def start(self) -> None:
         ours, theirs = socket.socketpair()
-        # An engine that hangs reads nothing: with the socket full, a send would wait for ever.
-        # Receives have no bound.
+        # An engine that hangs reads nothing, and a send to its full socket would wait for ever. So sends have a
+        # time limit. Receives have none.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as output:
@@ -106,9 +107,9 @@ class ProcessReplica:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a terminal's Ctrl-C is for the ranks, which save first
+                start_new_session=True,  # so a terminal's Ctrl-C reaches only the ranks, which save first
             )
-        # Read its frames, and send it the engine's arguments.
+        # Reset the state, read the process's frames in a thread, and send it the engine's arguments.
         theirs.close()
         self.load = EngineLoad()
         self.name = f"the embedded vLLM engine (process {self._process.pid} of {socket.gethostname()})"
@@ -121,7 +122,7 @@ class ProcessReplica:
         threading.Thread(
             target=self._read, args=(ours, self._process, self._ready), daemon=True, name="vllm-frames"
         ).start()
-        # No other thread's frame comes before this one.
+        # ``connect`` runs under the lock, so no other thread can send a frame first.
         self._send({"kind": "start", "engine": self.arguments}, first=connect)
 
     def wait_ready(self, timeout_s: float) -> ReplicaFacts:
@@ -171,7 +172,7 @@ class ProcessReplica:
             requests, self._requests = self._requests, {}
         for request_id, future in requests.items():
             _settle(future, ReplicaLost(f"{self.name}: {cause}"))
-            with contextlib.suppress(ReplicaLost):  # such an engine generates no more
+            with contextlib.suppress(ReplicaLost):  # an engine that is gone generates nothing
                 self._send({"kind": "abort", "request_id": request_id})
 
     def restart(self) -> None:
@@ -205,7 +206,7 @@ class ProcessReplica:
         if connection is not None:
             connection.close()
         self.weight_version = NO_WEIGHTS
-        for future in waiting:  # the reading thread may learn of the end only after the next process starts
+        for future in waiting:  # done here, since the reading thread may notice the end after the next start
             _settle(future, ReplicaLost(f"{self.name} was ended"))
 
     def _send(
@@ -215,10 +216,10 @@ class ProcessReplica:
         *,
         first: Callable[[], None] | None = None,
     ) -> None:
-        """Send a frame.
+        """Send a frame. Raises ReplicaLost.
 
-        first: called before it under the same lock, so that a future and its frame belong to one
-            process.
+        first: called before the send, under the same lock. So a future and its frame belong to the
+            same process.
         """
         try:
             with self._lock:
@@ -228,18 +229,18 @@ class ProcessReplica:
                     raise frames.Closed("it was ended")
                 frames.send(self._connection, header, arrays)
         except OSError as error:
-            self._break_off()  # part of the frame may be on its way
+            self._break_off()  # part of the frame may have been sent
             raise ReplicaLost(f"{self.name} is gone ({error}); {self.log_path} ends:\n{self.last_lines()}") from error
 
     def _break_off(self) -> None:
         with self._lock:
             connection, self._connection = self._connection, None
         if connection is not None:
-            with contextlib.suppress(OSError):  # the other end may be gone already
+            with contextlib.suppress(OSError):  # the other end may be gone
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _read(self, connection: socket.socket, process: subprocess.Popen, ready: Future) -> None:
-        """Deliver every frame to its future until the process ends; then fail the futures that still wait."""
+        """Deliver every frame to its future until the process ends. Then set an error on all waiting futures."""
         last_error = ""
         try:
             while True:
@@ -253,7 +254,7 @@ class ProcessReplica:
             except subprocess.TimeoutExpired:
                 code = f"still running, {error}"
             end = f"{self.name} ended (exit code {code}){last_error}"
-            time.sleep(0.05)  # its last lines may still be on their way to the file
+            time.sleep(0.05)  # the last lines may not be in the log file yet
             lost = ReplicaLost(f"{end}; {self.log_path} ends:\n{self.last_lines()}")
             with self._lock:
                 waiting = (
@@ -306,7 +307,7 @@ class ProcessReplica:
 
 
 def _settle(future: Future | None, result: object) -> None:
-    """Set the future's result or error; ``future`` is None where nobody waits for it any more."""
+    """Set the future's result or error. ``future``: None if nothing waits for it any more."""
     if future is None:
         return
     try:

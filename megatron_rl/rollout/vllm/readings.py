@@ -8,10 +8,12 @@ from megatron_rl.rollout.vllm.process_replica import ProcessReplica
 
 
 def reading_of(replica: Replica, number: int, *, is_up: bool, restarts: int) -> EngineReading:
-    """Return what is known of one engine.
+    """Return the reading of one engine.
 
-    number: its place among the rank's engines. Only the engine of the rank's own process says how
-        full it is, with its progress (rollout/vllm/process_main.py).
+    number: its place among the rank's engines.
+
+    Only an engine that the rank started reports its load, with its progress
+    (rollout/vllm/process_main.py).
     """
     known = {"is_up": is_up, "restarts": restarts, "weight_version": replica.weight_version}
     if not isinstance(replica, ProcessReplica):

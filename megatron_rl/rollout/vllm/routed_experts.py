@@ -1,11 +1,12 @@
-"""The experts that vLLM sent each token to, from its answers to a sample's rows.
+"""The experts to which vLLM sent each token: read from its answers, and turned into a sample's rows.
 
-vLLM 0.32.0 with ``enable_return_routed_experts`` (read: distributed/aux_output_connector/,
-v1/engine/ output_processor.py): ``CompletionOutput.routed_experts`` is uint8 or uint16 [prompt +
-response − 1, layers, top_k], by the model's own expert numbers, before any balancing over ranks.
-The last token was never fed to the model and has no row; a prompt's rows come with every sample,
-out of the prefix cache where its keys and values do. A server sends the array as base64 of a .npy
-file (utils/serial_utils.py). Gate weights are not returned.
+The facts are of vLLM 0.32.0 with ``enable_return_routed_experts``
+(distributed/aux_output_connector/, v1/engine/output_processor.py).
+``CompletionOutput.routed_experts`` is uint8 or uint16 [prompt + response − 1, layers, top_k], with
+the model's own expert numbers, before any balancing over ranks. The last token was never fed to the
+model, and has no row. The prompt's rows come with every sample, even if the prefix cache held its
+keys and values. A server sends the array as base64 of a .npy file (utils/serial_utils.py). Gate
+weights are not returned.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ WAY_OUT = (
 
 
 def frame_of(samples: Sequence) -> dict[str, np.ndarray]:
-    """Return the arrays in which an engine's process sends its samples' experts; {} where it has none.
+    """Return the arrays in which an engine's process sends its samples' experts; {} if it has none.
 
-    samples: vLLM's CompletionOutputs. Example: rows of 3 and 2 tokens in 4 layers, 2 experts each:
-    ``expert_rows=[3, 2]``, ``experts`` int16 [5, 4, 2].
+    samples: vLLM's CompletionOutputs.
+
+    Example: two samples have rows for 3 and 2 tokens, in 4 layers with 2 experts each. Then
+    ``expert_rows=[3, 2]``, and ``experts`` is int16 [5, 4, 2].
     """
     of_samples = [sample.routed_experts for sample in samples]
     if any(experts is None for experts in of_samples):
@@ -47,9 +50,9 @@ def of_frame(arrays: Mapping[str, np.ndarray], samples: int) -> list[np.ndarray 
 
 
 def of_choice(choice: Mapping) -> np.ndarray | None:
-    """Return a sample's experts from one choice of a server's answer; None where it has none.
+    """Return a sample's experts from one choice of a server's answer; None if it has none.
 
-    Raises ValueError for a text that holds no array; nothing is ever unpickled.
+    Raises ValueError for a text that holds no array. Nothing is unpickled.
     """
     text = choice.get("routed_experts")
     if text is None:
@@ -58,9 +61,11 @@ def of_choice(choice: Mapping) -> np.ndarray | None:
 
 
 def sample_rows(name: str, experts: np.ndarray | None, prompt_tokens: int, response_tokens: int) -> np.ndarray:
-    """Return int16 [prompt + response, layers, top_k], the last token's −1. Raises EngineError for rows that misfit.
+    """Return int16 [prompt + response, layers, top_k], with −1 for the last token.
 
-    name: the sample's, for messages.
+    name: the sample's name, for messages.
+
+    Raises EngineError if the experts are missing, or have a wrong shape.
     """
     tokens = prompt_tokens + response_tokens
     if experts is None:

@@ -1,4 +1,4 @@
-"""Sampling parameters for vLLM: all are set, so that no default of an engine or a generation_config.json applies."""
+"""Sampling parameters for vLLM. All are set, so that no default of an engine or of generation_config.json applies."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from megatron_rl.rollout.engines.replica import GenerateRequest
 
 
 def sampling_parameters(request: GenerateRequest) -> dict[str, object]:
-    """Return the fields of vllm.SamplingParams (0.32.0), which JSON can carry."""
-    prompt = {"prompt_logprobs": 0} if request.prompt_logprobs else {}  # the prompt's own tokens' alone
+    """Return the fields of vllm.SamplingParams (0.32.0), as JSON-able values."""
+    prompt = {"prompt_logprobs": 0} if request.prompt_logprobs else {}  # 0: of the prompt's tokens alone
     return {
         "n": request.n,
         "temperature": request.temperature,
@@ -22,8 +22,8 @@ def sampling_parameters(request: GenerateRequest) -> dict[str, object]:
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
         "stop_token_ids": list(request.stop_token_ids),
-        "ignore_eos": True,  # the stop tokens are the trainer's, and only those
-        "logprobs": 0,  # the sampled token's alone
+        "ignore_eos": True,  # only the trainer's stop tokens end a sample
+        "logprobs": 0,  # 0: of the sampled token alone
         "flat_logprobs": True,
         "detokenize": False,
         **prompt,
@@ -31,5 +31,5 @@ def sampling_parameters(request: GenerateRequest) -> dict[str, object]:
 
 
 def parse_version(label: str) -> int:
-    """Return the number in vLLM's label; NO_WEIGHTS where it is none, as the "default" of an engine without ours."""
+    """Return the weight version in vLLM's label; NO_WEIGHTS for a label that is no number, such as "default"."""
     return int(label) if label.isdecimal() else NO_WEIGHTS

@@ -1,4 +1,4 @@
-"""The command of a vLLM server for this trainer: the supervisor, the error messages and the docs use this one."""
+"""The command line of a vLLM server for this trainer, as the supervisor, error messages and documents use it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Mapping, Sequence
 from megatron_rl.distributed.child_process import LAUNCHER_VARIABLES
 
 MODULE = "vllm.entrypoints.openai.api_server"
-API_KEY = "VLLM_API_KEY"  # in the environment: an argument shows in the host's process list
-# Without it no routes for weights, cache and collective_rpc (vLLM 0.32.0,
+API_KEY = "VLLM_API_KEY"  # an environment variable, since the host's process list shows arguments
+# Without this variable a server has no routes for weights, cache and collective_rpc (vLLM 0.32.0,
 # entrypoints/launchers/api_server/routers.py).
 DEV_MODE = ("VLLM_SERVER_DEV_MODE", "1")
 SCALE_OUT = "--enable-scale-out"
 LOGPROBS_MODE = "processed_logprobs"
 WORKER_EXTENSION = "megatron_rl.rollout.weight_sync.receiver.Receiver"
 
-# Lets a pickled function be sent to /collective_rpc: anyone who reaches the port could run code.
-# Never passed on.
+# With this variable /collective_rpc accepts pickled functions, so that anyone who reaches the port could run
+# code. It is never passed on.
 INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
 
 def server_command(
     model: str, host: str, port: int, *extra: str, python: str = "python", module: str = MODULE
 ) -> list[str]:
-    """Return the command line, which needs ``server_environment`` beside it."""
+    """Return the command line. It needs the environment of ``server_environment``."""
     return [
         python,
         "-m",
@@ -50,16 +50,16 @@ def server_command(
 
 
 def example(model: str, host: str, port: int) -> str:
-    """Return one line for a shell, for messages and docs."""
+    """Return the command as one shell line, for messages and documents."""
     return f"{'='.join(DEV_MODE)} {shlex.join(server_command(model, host, port))}"
 
 
 def server_environment(
     parent: Mapping[str, str], *, api_key: str | None, devices: Sequence[str] | None
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return a server's environment, and the variables of ``parent`` that it does not get.
+    """Return a server's environment, and the names of ``parent``'s variables that are left out of it.
 
-    devices: its GPUs; None for all of the host's, if any.
+    devices: the server's GPUs; None: no restriction.
     """
     dropped = tuple(sorted(name for name in parent if name == INSECURE or LAUNCHER_VARIABLES.fullmatch(name)))
     environment = {name: value for name, value in parent.items() if name not in (*dropped, API_KEY)}

@@ -13,22 +13,21 @@ from megatron_rl.rollout.engines.replica import ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm.http import MissingRoute, NotListening, Server, ServerFailed
 
 log = logging.getLogger(__name__)
-HEALTH_S = 2.0  # between two looks at a server that owes an answer
-UNHEALTHY = 2  # such looks in a row
-ANSWER_S = 10.0  # for an answer that a server has in memory
-# vLLM's counters of the tokens that it has computed, prompts' and responses' (0.32.0, v1/metrics/loggers.py).
+HEALTH_S = 2.0  # seconds between two checks of a server that owes an answer
+UNHEALTHY = 2  # failed checks in a row that make a server sick
+ANSWER_S = 10.0  # seconds for an answer that needs no computation
+# vLLM's counters of computed tokens, of prompts and responses (0.32.0, v1/metrics/loggers.py).
 COUNTERS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 
 
 class ServerHealth:
-    """Looks at a server in a thread of its own, only while it owes an answer.
+    """Checks a server in its own thread, only while the server owes an answer.
 
-    owes: whether it does.
-    cut: ends its requests, since a server whose engine died may hold them for ever; a busy one is
-        left alone.
-    sick: the words of a server whose engine died.
-    progressed_at: time.monotonic() when its counters of tokens were last seen to move; −inf before
-        that.
+    owes: returns whether the server owes an answer.
+    cut: ends the server's requests. It is called if the engine died, since the server may then hold
+        them for ever. A busy server is left alone.
+    sick: the error of a server whose engine died; "" if it lives.
+    progressed_at: time.monotonic() when the token counters were last seen to move; −inf before.
     """
 
     def __init__(self, server: Server, *, owes: Callable[[], bool], cut: Callable[[], None]) -> None:
@@ -60,11 +59,11 @@ class ServerHealth:
                 if bad >= UNHEALTHY:
                     self.sick = str(error)
                     self.cut()
-            except (ReplicaLost, RequestRefused):  # late, or cut itself
+            except (ReplicaLost, RequestRefused):  # the answer was late, or the check was cut
                 bad = 0
 
     def _note_progress(self) -> None:
-        """Read the counters; a server without them shows progress by its answers alone, which is said once."""
+        """Read the token counters. If a server has none, only its answers show progress, which is logged once."""
         try:
             counts = COUNTERS.findall(self.server.text("/metrics", timeout_s=ANSWER_S))
         except (MissingRoute, ServerFailed):

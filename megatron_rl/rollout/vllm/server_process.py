@@ -1,10 +1,10 @@
-"""Parent process of one server: it ends all of the server with its own parent, at a signal, or when the server dies.
+"""The parent process of one server: ends the whole server at a signal, with its own parent, or when the server dies.
 
     python -m megatron_rl.rollout.vllm.server_process PARENT GRACE_S COMMAND ...      # started by supervisor.py alone
 
-A vLLM server is several processes. Killed (kill -9, out of memory), its API process leaves the
-engine behind, which holds the GPU's memory, and the next server finds none. So each server gets
-this small parent, which ends the server's whole process group.
+A vLLM server has several processes. If its API process is killed (kill -9, out of memory), the
+engine's process stays and holds the GPU's memory, and the next server finds none. So each server
+gets this small parent, which ends the server's whole process group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_rl.distributed.child_process import signal_at_parents_end
 
 def main(arguments: list[str]) -> int:
     parent, grace_s, command = int(arguments[0]), float(arguments[1]), arguments[2:]
-    signals: list[int] = []  # no Event: its lock may be held by the very wait that the handler interrupts
+    signals: list[int] = []  # not an Event: the handler may interrupt a wait that holds the Event's lock
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: signals.append(number))
     signal_at_parents_end(signal.SIGTERM)
@@ -33,10 +33,10 @@ def main(arguments: list[str]) -> int:
             time.sleep(0.1)
         if server.poll() is None:
             server.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it had its time
+            with contextlib.suppress(subprocess.TimeoutExpired):  # then it is killed below
                 server.wait(grace_s)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # nothing is left of the group
+        with contextlib.suppress(ProcessLookupError):  # the group may have ended
             os.killpg(server.pid, signal.SIGKILL)
     code = server.wait()
     return code if code >= 0 else 128 - code

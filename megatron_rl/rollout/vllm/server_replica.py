@@ -1,12 +1,15 @@
-"""Replica (see replica.py) over one ``vllm serve``: tokens by /inference/v1/generate, weights by vLLM's RL routes.
+"""The replica (engines/replica.py) of a ``vllm serve``: tokens by /inference/v1/generate, weights by vLLM's RL routes.
 
-Read and run with vLLM 0.32.0, on which this file relies: ``/inference/v1/generate`` takes
-SamplingParams field by field, and a field that is sent is not replaced by the server's
-generation_config (entrypoints/scale_out/token_in_token_out/serving.py); a stop token of
-``stop_token_ids`` ends a sample, with it as the last token, whatever ``ignore_eos`` is
-(v1/core/sched/utils.py, check_stop); a log-prob of −inf or NaN, or a missing one, comes as −9999;
-the requests of a client that hangs up end. /pause?mode=keep answers once no step is under way, and
-requests that come later wait for /resume (v1/engine/core.py, pause_scheduler).
+This file relies on facts that were read and run with vLLM 0.32.0:
+
+- ``/inference/v1/generate`` takes the fields of SamplingParams. The server's generation_config does
+  not replace a field that is sent (entrypoints/scale_out/token_in_token_out/serving.py).
+- A token of ``stop_token_ids`` ends a sample and is its last token, for any value of ``ignore_eos``
+  (v1/core/sched/utils.py, check_stop).
+- A log-prob that is −inf, NaN or missing is sent as −9999.
+- If a client hangs up, its requests end.
+- /pause?mode=keep answers once no step is under way. Later requests wait for /resume
+  (v1/engine/core.py, pause_scheduler).
 """
 
 from __future__ import annotations
@@ -41,26 +44,26 @@ from megatron_rl.rollout.vllm.server_health import ANSWER_S, ServerHealth
 
 log = logging.getLogger(__name__)
 POLL_S = 0.5
-RESUME_S = 30.0  # for all attempts to resume a server after an update in flight that failed
-# The label of a server's weights from a pause to the update's end: no number, so their samples are never taken.
+RESUME_S = 30.0  # seconds for all attempts to resume a server after a failed update in flight
+# The label of a server's weights from a pause to the update's end. It is no number, so samples with it are refused.
 UPDATING_LABEL = "updating"
 UNLABEL = ("/update_weight_version", {"new_version": UPDATING_LABEL})
-NO_LOGPROB = -9999.0  # vLLM's number for −inf, NaN and missing
+NO_LOGPROB = -9999.0  # vLLM's number for a log-prob that is −inf, NaN or missing
 KEY_SETTING = "rollout.api_key_env"
 
 
 def api_key_of(variable: str | None) -> str | None:
-    """Return the key in the environment variable of that name; None where there is none."""
+    """Return the key in an environment variable; None if the variable is not named, not set, or empty."""
     return (os.environ.get(variable) or None) if variable else None
 
 
 class ServerReplica:
-    """Drives one endpoint; each request has a thread and a connection while it is under way."""
+    """Drives one server. Each request has a thread and a connection while it is under way."""
 
     ours = False
 
     def __init__(self, url: str, *, api_key_env: str | None = None, model: str = "MODEL") -> None:
-        """Take the address; ``model`` is for the message on how to start a server."""
+        """Check the address. ``model``: the model in messages that show how to start a server."""
         self.server = Server(url, api_key=api_key_of(api_key_env), key_setting=KEY_SETTING)
         self.name = self.server.url
         self.weight_version = NO_WEIGHTS
@@ -73,7 +76,7 @@ class ServerReplica:
         self.health = ServerHealth(self.server, owes=lambda: bool(self._under_way), cut=self._cut_all)
 
     def start(self) -> None:
-        """Watch the server's health from now on, while it owes an answer; somebody else starts it."""
+        """Start to watch the server's health while it owes an answer. The server itself is started elsewhere."""
         self.health.start()
 
     @property
@@ -81,7 +84,7 @@ class ServerReplica:
         return self.health.progressed_at
 
     def wait_ready(self, timeout_s: float) -> ReplicaFacts:
-        """Ask until the server answers or the time is up: while it starts, or restarts, it fails in every way."""
+        """Ask until the server answers or the time is up. While it starts or restarts, any failure is ignored."""
         ends_at = time.monotonic() + timeout_s
         while True:
             try:
@@ -109,8 +112,8 @@ class ServerReplica:
     def _weights_after_restart(self) -> int:
         if self._held_before_restart == NO_WEIGHTS:
             return self.weight_version
-        # The same process still: a restarted one answers "default". Its weights were whole when we
-        # last knew them.
+        # If the label is the expected version, it is still the same process: a restarted one answers "default".
+        # Its weights were complete when the version was noted.
         version = parse_version(str(self._get("/weight_info", "weight_version")))
         expected, self._held_before_restart = self._held_before_restart, NO_WEIGHTS
         return expected if version == expected else NO_WEIGHTS
@@ -148,11 +151,11 @@ class ServerReplica:
         return answer[field]
 
     def _describe(self) -> dict:
-        """Return the description of the engine on which all of its workers agree."""
+        """Return the engine's description. Raises RequestRefused if its workers do not agree on it."""
         try:
             descriptions = self._ask_workers("describe", ANSWER_S)
         except (ReplicaLost, RequestRefused) as error:
-            if "describe" in str(error).partition(", ")[2]:  # the server's text: its workers have no such method
+            if "describe" in str(error).partition(", ")[2]:  # the server's error: its workers have no such method
                 raise RequestRefused(
                     f"{self.name}: its workers cannot take weights ({error}); start it with {self._flag()}"
                 ) from error
@@ -172,9 +175,9 @@ class ServerReplica:
         return f"--worker-extension-cls {WORKER_EXTENSION}"
 
     def check_tokenizer(self, encode: Callable[[str], list[int]], texts: Sequence[str]) -> None:
-        """Raise RequestRefused where the server's tokenizer and ``encode`` give a text different ids.
+        """Raise RequestRefused if the server's tokenizer and ``encode`` give a text different ids.
 
-        No special tokens are added. A server without a tokenizer passes.
+        No special tokens are added. A server without a tokenizer passes the check.
         """
         for text in texts:
             try:
@@ -184,7 +187,7 @@ class ServerReplica:
             except MissingRoute:
                 return
             except (ReplicaLost, RequestRefused) as error:
-                if "tokenizer" in str(error).lower():  # 400 or 501: skip_tokenizer_init
+                if "tokenizer" in str(error).lower():  # 400 or 501: the server runs with skip_tokenizer_init
                     return
                 raise
             theirs = answer.get("tokens") if isinstance(answer, dict) else None
@@ -205,7 +208,7 @@ class ServerReplica:
                 raise ReplicaLost(f"{self.name} was closed here")
             assert request.request_id not in self._under_way, f"request {request.request_id} is under way already"
             self._under_way[request.request_id] = exchange
-        # A daemon: a request that hangs does not keep the process from ending.
+        # A daemon thread, so that a request that hangs does not keep the process from ending.
         threading.Thread(
             target=self._generate, args=(request, exchange, future), daemon=True, name=f"generate-{request.request_id}"
         ).start()
@@ -256,7 +259,7 @@ class ServerReplica:
         match method:
             case "init_weight_transfer":
                 with contextlib.suppress(MissingRoute):
-                    self._post("/resume", None, timeout_s)  # a trainer that was killed in mid-update left it paused
+                    self._post("/resume", None, timeout_s)  # a trainer that was killed during an update left it paused
                 return self._post("/init_weight_transfer_engine", {"init_info": dict(arguments)}, timeout_s)
             case "start_weight_update":
                 return self._post("/start_weight_update", None, timeout_s)
@@ -296,7 +299,7 @@ class ServerReplica:
                 self._under_way.pop(name, None)
 
     def _explained(self, error: Exception) -> Exception:
-        """Return the error, with the server's health as the reason where that was why a request was cut."""
+        """Return the error. If the request was cut because the server is sick, add the server's state as the reason."""
         if self.health.sick and isinstance(error, ReplicaLost) and not isinstance(error, NotListening | ServerFailed):
             return ReplicaLost(f"{error}, since {self.health.sick}")
         return error
@@ -308,7 +311,10 @@ class ServerReplica:
         return answer["results"]
 
     def give_up(self, cause: str) -> None:
-        """End all requests, so that half an update's weights sample nothing more, and resume; or cut the server off."""
+        """End all requests, so that nothing is sampled with half-updated weights, and resume the server.
+
+        If the server does not end its requests, the connections are cut.
+        """
         log.warning("%s gives up what is under way: %s", self.name, cause)
         try:
             self._post("/pause?mode=abort&clear_cache=false", None, ANSWER_S)
@@ -321,7 +327,7 @@ class ServerReplica:
                 self._post(*UNLABEL, ANSWER_S)
                 self._post("/resume", None, ANSWER_S)
                 return
-            except NotListening:  # gone, and a new one starts awake
+            except NotListening:  # the server is gone, and a new one is not paused
                 return
             except (ReplicaLost, RequestRefused) as error:
                 if time.monotonic() > ends_at:
@@ -335,7 +341,7 @@ class ServerReplica:
             time.sleep(POLL_S)
 
     def _reset_prefix_cache(self, running: bool, timeout_s: float) -> None:
-        """Try until it works: blocks of a request that was just aborted come back within a step or two."""
+        """Reset the prefix cache, with retries: the blocks of an aborted request are freed only a step or two later."""
         ends_at = time.monotonic() + timeout_s
         path = "/reset_prefix_cache?reset_running_requests=true" if running else "/reset_prefix_cache"
         while True:
@@ -350,7 +356,7 @@ class ServerReplica:
             time.sleep(POLL_S / 5)
 
     def restart(self) -> None:
-        """Give up the requests sent from here; somebody else ends the server, and `wait_ready` waits for a new one."""
+        """Give up the requests sent from here. The server is restarted elsewhere, and ``wait_ready`` waits for it."""
         self._held_before_restart, self.weight_version = self.weight_version, NO_WEIGHTS
         self.health.sick = ""
         self._cut_all()
@@ -371,14 +377,14 @@ class ServerReplica:
 
 
 def _prompt_logprobs(request: GenerateRequest, answer: Mapping) -> np.ndarray:
-    """Return [prompt] float32, the log-prob of each of the prompt's tokens, NaN at the first, which has none."""
+    """Return [prompt] float32, the log-prob of each prompt token. It is NaN for the first token."""
     places = zip(request.token_ids, answer["prompt_logprobs"], strict=True)
     found = [place[str(token)]["logprob"] if place else np.nan for token, place in places]
     return np.array(found, dtype=np.float32)
 
 
 def _completion(choice: Mapping, prompt: np.ndarray | None) -> Completion:
-    """Return the completion in one choice of vLLM's GenerateTokensResponse."""
+    """Return the completion from one choice of vLLM's GenerateTokensResponse."""
     token_ids = np.array(choice["token_ids"], dtype=np.int64)
     content = (choice["logprobs"] or {"content": []})["content"]
     logprobs = np.array([entry["logprob"] for entry in content], dtype=np.float32)

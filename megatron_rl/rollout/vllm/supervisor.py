@@ -1,7 +1,7 @@
-"""Supervisor of vLLM servers: it starts one per replica, restarts those that die, and ends them all with itself.
+"""The supervisor of vLLM servers: starts one per replica, restarts servers that die, and ends all with itself.
 
-A restarted server holds the weights of its files; the trainer sees that its weight version is gone,
-and syncs it.
+A restarted server holds the weights of its files. The trainer sees that the weight version is gone,
+and sends its weights again.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megatron_rl.rollout.vllm.http import NotListening, Server, ServerFailed
 
 POLL_S = 0.2
 HEALTH_S = 5.0
-WATCH_S = 2.0  # between two looks at a server that was ready
+WATCH_S = 2.0  # seconds between two checks of a server that was ready
 LAST_LINES = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSpec:
-    """Describes one server: its command line, environment and address, and the file that takes its output."""
+    """Holds one server's command line, environment, address and log file."""
 
     name: str
     command: tuple[str, ...]
@@ -49,12 +49,12 @@ class ServerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds restarts and waits; times are in seconds.
+    """Holds the limits of restarts and waits. Times are in seconds.
 
-    restarts: the most restarts of all servers together within ``window_s``.
-    ready_s: from start to /health.
-    grace_s: from SIGTERM to SIGKILL.
-    sick_s: the time for which a server that was ready may refuse /health.
+    restarts: the maximum of restarts of all servers together within ``window_s``.
+    ready_s: time from a server's start until /health answers.
+    grace_s: time from SIGTERM to SIGKILL.
+    sick_s: time for which a server that was ready may refuse /health.
     """
 
     restarts: int = 5
@@ -84,7 +84,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(host: str, api_key: str | None, key_setting: str, allow_no_key: bool) -> None:
-    """Raise ConfigError where servers would be open to the network without a key."""
+    """Raise ConfigError if servers would be open to the network without a key."""
     if not is_loopback(host) and not api_key and not allow_no_key:
         raise ConfigError(
             f"--host {host} opens the servers to the network, where anyone could replace the model's weights, and no "
@@ -94,7 +94,7 @@ def check_exposure(host: str, api_key: str | None, key_setting: str, allow_no_ke
 
 
 def visible_devices(environment: Mapping[str, str], folder: pathlib.Path = pathlib.Path("/dev")) -> list[str]:
-    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty on a CPU host."""
+    """Return the names of the GPUs that this process may use, in CUDA_VISIBLE_DEVICES' form. Empty on a CPU host."""
     if "CUDA_VISIBLE_DEVICES" in environment:
         return [
             name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")
@@ -106,7 +106,7 @@ def visible_devices(environment: Mapping[str, str], folder: pathlib.Path = pathl
 
 
 def split_devices(devices: Sequence[str], replicas: int, per_replica: int) -> list[list[str] | None]:
-    """Return each replica's GPUs, in order; a CPU host has None for every replica."""
+    """Return each replica's GPUs, in order. On a CPU host it is None for every replica. Raises ConfigError."""
     if not devices:
         return [None] * replicas
     if per_replica > len(devices):
@@ -124,7 +124,7 @@ def split_devices(devices: Sequence[str], replicas: int, per_replica: int) -> li
 
 
 def check_free(host: str, port: int) -> None:
-    """Raise ConfigError where a program listens, which would be taken for the server that could not start."""
+    """Raise ConfigError if a program already listens at the port. It would be mistaken for the server."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -137,11 +137,11 @@ def check_free(host: str, port: int) -> None:
 
 
 class Supervisor:
-    """Runs the servers; ``run`` belongs to the main thread, since it takes the signals, ``stop`` to any thread."""
+    """Runs the servers. ``run`` must be called in the main thread, since it handles signals; ``stop`` in any thread."""
 
     def __init__(self, specs: Sequence[ServerSpec], limits: Limits, say: Callable[[str], None]) -> None:
         self.specs, self.limits, self.say = tuple(specs), limits, say
-        self._stopped = False  # no Event: a signal's handler may interrupt the wait that holds its lock
+        self._stopped = False  # not an Event: a signal's handler may interrupt a wait that holds the Event's lock
         self._running: list[_Running] = []
         self._restarts: collections.deque[float] = collections.deque()
 
@@ -149,9 +149,10 @@ class Supervisor:
         self._stopped = True
 
     def run(self) -> int:
-        """Run the servers until they are to end (return 0) or die too often (return 1).
+        """Run the servers until they are asked to end (return 0) or die too often (return 1).
 
-        ``stop``, SIGTERM, SIGINT or SIGHUP ends them. No child outlives the call.
+        ``stop``, SIGTERM, SIGINT or SIGHUP asks them to end. All child processes end before the call
+        returns.
         """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: self.stop())
@@ -184,8 +185,7 @@ class Supervisor:
             str(self.limits.grace_s),
             *spec.command,
         ]
-        # No preexec_fn: this process has threads, and the child could wait for a lock that one held
-        # at the fork.
+        # No preexec_fn: this process has threads. The child could wait for a lock that a thread held at the fork.
         with open(spec.log_path, "ab") as output:
             process = subprocess.Popen(
                 command,
@@ -193,7 +193,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a terminal's Ctrl-C is for this process, which ends them in order
+                start_new_session=True,  # so a terminal's Ctrl-C reaches only this process, which ends the servers
             )
         running = _Running(spec, process, time.monotonic())
         self.say(f"{spec.name}: starting, process {process.pid}, {spec.url}, log {spec.log_path}")
@@ -201,12 +201,12 @@ class Supervisor:
         return running
 
     def _watch_health(self, running: _Running) -> None:
-        """Wait until a server is healthy, then mark it sick where it stays unhealthy.
+        """Wait until a server is healthy, then mark it sick if it stays unhealthy for ``sick_s``.
 
-        A server whose engine died can wait for ever for requests that it holds. A late answer only
-        means a busy server.
+        A server whose engine died may hold its requests for ever. A late answer only means a busy
+        server.
         """
-        server = Server(running.spec.url, api_key=None, key_setting="--api-key-env")  # /health wants none
+        server = Server(running.spec.url, api_key=None, key_setting="--api-key-env")  # /health needs no key
         bad_since: float | None = None
         while not running.gone.wait(POLL_S if not running.ready.is_set() else WATCH_S):
             try:
@@ -258,9 +258,9 @@ class Supervisor:
             server.gone.set()
             if server.process.poll() is None:
                 server.process.terminate()
-        ends_at = time.monotonic() + self.limits.grace_s + 5.0  # its own parent kills it after grace_s
+        ends_at = time.monotonic() + self.limits.grace_s + 5.0  # server_process.py kills the server after grace_s
         for server in running:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # killed below
+            with contextlib.suppress(subprocess.TimeoutExpired):  # then it is killed below
                 server.process.wait(max(0.0, ends_at - time.monotonic()))
             if server.process.poll() is None:
                 server.process.kill()

@@ -1,9 +1,9 @@
-"""A teacher that vLLM servers hold: the log-probs of given tokens, as ``prompt_logprobs`` of a request.
+"""A teacher on vLLM servers: the log-probs of given tokens, read as ``prompt_logprobs`` of a request.
 
-Read in vLLM 0.32.0 (entrypoints/openai/completion): /v1/completions takes a prompt of token ids and
-``prompt_logprobs=0``, and answers with one entry for each prompt token: null for the first, then
-the token's own id and log-prob, at temperature 1 whatever the request's is, in the server's default
-logprobs mode.
+The facts are from vLLM 0.32.0 (entrypoints/openai/completion). /v1/completions takes a prompt of
+token ids and ``prompt_logprobs=0``. The answer has one entry for each prompt token: null for the
+first, then the token's own id and log-prob. In the server's default logprobs mode, log-probs are at
+temperature 1 even if the request has another.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megatron_rl.rollout.vllm.server_replica import api_key_of
 from megatron_rl.types import Sample
 
 KEY_SETTING = "teacher.api_key_env"
-ATTEMPTS = 2  # of a sample's request, each at another server where there are several
+ATTEMPTS = 2  # attempts at a sample's request, each at the next server in turn
 
 
 class TeacherServers:
-    """Asks servers for log-probs, in threads. Not a collective."""
+    """Requests log-probs from servers, in threads. Not a collective."""
 
     def __init__(self, settings: TeacherConfig) -> None:
-        """Take the addresses. Raises ConfigError for one that is none."""
+        """Read the servers' addresses and key. Raises ConfigError for an invalid address or key."""
         key = api_key_of(settings.api_key_env)
         self._servers = [Server(url, api_key=key, key_setting=KEY_SETTING) for url in settings.servers]
         self._settings = settings
@@ -40,8 +40,9 @@ class TeacherServers:
     def logprobs(self, samples: Sequence[Sample], deadline_s: float) -> list[np.ndarray]:
         """Return the teacher's log-probs of each sample's response, float32 [response] each.
 
-        deadline_s: seconds for all of them.
-        Raises EngineError where a sample's requests fail, or at the deadline.
+        deadline_s: seconds for all samples together.
+
+        Raises EngineError if all requests for a sample fail, or at the deadline.
         """
         if not samples:
             return []

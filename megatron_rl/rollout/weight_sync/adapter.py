@@ -1,9 +1,9 @@
-"""The policy's LoRA adapters in a vLLM worker, for ``weight_sync.adapters=alone``: checked, built, put in place.
+"""The policy's LoRA adapters in a vLLM worker, for ``weight_sync.adapters=alone``: their checks and their activation.
 
-It lives in the engine's process, with the receiver. vLLM (0.32.0, lora/model_manager.py) leaves
-out, without a word, a pair that no layer of the model takes, and copies one of another shape into a
-corner of its memory: so both are looked for here. It multiplies B by alpha / rank as it takes an
-adapter, and cuts pairs for tensor parallelism itself.
+This module runs in the engine's process, with the receiver. vLLM (0.32.0, lora/model_manager.py)
+ignores a pair that no layer of the model takes, without an error. It copies a pair of a wrong shape
+into a part of the layer's memory. So both are checked here. vLLM itself multiplies B by alpha /
+rank, and cuts pairs for tensor parallelism.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from vllm.model_executor.layers.linear import QKVParallelLinear
 
 from megatron_rl.rollout.weight_sync.transport import is_adapter
 
-ADAPTER_ID = 1  # the one adapter, whose values every sync replaces
+ADAPTER_ID = 1  # id of the only adapter, whose values every sync replaces
 
 
 def policy_request() -> LoRARequest:
-    """Return the part of a request by which vLLM computes with the policy's adapters, whichever are in place.
+    """Return the part of a request that makes vLLM compute with the policy's current adapters.
 
-    No file has that path: a request that came before the adapters would end the engine.
+    Its path names no file. So a request that came before the adapters would end the engine.
     """
     return LoRARequest(
         lora_name="policy", lora_int_id=ADAPTER_ID, lora_path="/no file: adapters come by megatron_rl's weight sync"
@@ -33,10 +33,10 @@ def policy_request() -> LoRARequest:
 
 
 class PolicyAdapters:
-    """Holds the adapters that a sync brings apart from the weights, until requests compute with them.
+    """Holds the adapters of a sync until requests compute with them.
 
-    tensors: by PEFT's names without its ``base_model.model.``. model: vLLM's, from the sync's end
-        on; None if it brought none.
+    tensors: name → tensor, by PEFT's names without ``base_model.model.``.
+    model: vLLM's model of the adapters, from the sync's end on; None if the sync brought none.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class PolicyAdapters:
         self.model: LoRAModel | None = None
 
     def begin(self) -> None:
-        """Forget what an earlier sync brought."""
+        """Forget the adapters of an earlier sync."""
         self.tensors = {}
 
     def taken_from(self, weights: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
@@ -53,16 +53,16 @@ class PolicyAdapters:
         return [(name, tensor) for name, tensor in weights if name not in self.tensors]
 
     def build(self, settings: Mapping[str, float], manager: LoRAModelManager) -> None:
-        """Build vLLM's model of what arrived. settings: rank and alpha; {} if the sync brings no adapters.
+        """Build vLLM's model of the adapters. Raises ValueError (see ``adapter_model``).
 
-        Raises ValueError as ``adapter_model`` does.
+        settings: rank and alpha; {} if the sync brings no adapters.
         """
         self.model = None
         if settings:
             self.model = adapter_model(self.tensors, **settings, manager=manager)
 
     def put_in_place(self, manager: LoRAModelManager) -> None:
-        """Have requests of ``policy_request`` compute with these adapters, in place of the earlier ones."""
+        """Replace the engine's earlier adapters by these, for requests with ``policy_request``."""
         manager.remove_adapter(self.model.id)
         manager.add_adapter(self.model)
         manager.activate_adapter(self.model.id)
@@ -70,11 +70,11 @@ class PolicyAdapters:
 
 
 def adapter_model(tensors: Mapping[str, torch.Tensor], rank: int, alpha: float, manager: LoRAModelManager) -> LoRAModel:
-    """Return vLLM's model of the adapters, in memory of its own.
+    """Return vLLM's model of the adapters, in its own memory.
 
-    tensors: by PEFT's names without its ``base_model.model.``.
+    tensors: name → tensor, by PEFT's names without ``base_model.model.``.
 
-    Raises ValueError for half a pair, and for one that no layer of the engine's model takes whole.
+    Raises ValueError for half a pair, and for a pair that no layer of the engine takes whole.
     """
     halves = {name.removesuffix(".weight").rpartition(".lora_")[::2] for name in tensors}
     lacking = sorted(f"{name}.lora_{side}" for name, _ in halves for side in "AB" if (name, side) not in halves)
@@ -83,7 +83,7 @@ def adapter_model(tensors: Mapping[str, torch.Tensor], rank: int, alpha: float, 
     _check_layers({name for name, _ in halves}, tensors, rank, manager)
     helper = PEFTHelper(r=rank, lora_alpha=alpha, target_modules=sorted({x.rpartition(".")[2] for x, _ in halves}))
     helper.validate_legal(manager.lora_config)
-    # copies: vLLM multiplies B in its place, and the bucket's memory may be the sender's
+    # Copies, since vLLM multiplies B in place, and the bucket's memory may belong to the sender.
     own = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
     return LoRAModel.from_lora_tensors(
         ADAPTER_ID, own, helper, device="cpu", dtype=manager.lora_config.lora_dtype, model_vocab_size=manager.vocab_size
@@ -93,7 +93,7 @@ def adapter_model(tensors: Mapping[str, torch.Tensor], rank: int, alpha: float, 
 def _check_layers(
     projections: set[str], tensors: Mapping[str, torch.Tensor], rank: int, manager: LoRAModelManager
 ) -> None:
-    """Raise ValueError where projections are none of the engine's, or their pairs do not cover their layer."""
+    """Raise ValueError if the engine lacks a projection, or if the pairs of a layer do not cover the layer."""
     layers = {name: manager.packed_modules.get(name, [name]) for name in manager.modules}
     unknown = sorted(projections - {part for parts in layers.values() for part in parts})
     if unknown:
@@ -115,8 +115,8 @@ def _check_layers(
 
 
 def _size(linear: torch.nn.Module) -> tuple[int, int]:
-    """Return the rows and columns of a linear layer's weight, over all tensor ranks, in a checkpoint."""
-    if isinstance(linear, QKVParallelLinear):  # keys' and values' heads are held more than once on many ranks
+    """Return the rows and columns that a linear layer's weight, over all tensor ranks, has in a checkpoint."""
+    if isinstance(linear, QKVParallelLinear):  # output_size counts heads of keys and values again if ranks repeat them
         kv = linear.total_num_kv_heads * (linear.head_size + linear.v_head_size)
         return linear.total_num_heads * linear.head_size + kv, linear.input_size
     return linear.output_size, linear.input_size

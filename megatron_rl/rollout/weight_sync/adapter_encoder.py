@@ -1,4 +1,4 @@
-"""Encoder of adapters that come apart from the weights (``weight_sync.adapters=alone``)."""
+"""The encoder for adapters that are sent apart from the weights (``weight_sync.adapters=alone``)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from megatron_rl.rollout.weight_sync.transport import is_adapter
 
 
 class AdapterEncoder(WholeEncoder):
-    """Sends whole buckets, says how to compute with the adapters among them, and knows who has the weights beside.
+    """Sends whole buckets with adapters, and knows which replicas have the frozen weights.
 
-    A sync may bring adapters alone, as pairs, or with all weights.
+    A sync brings the adapters alone, as pairs, or together with all weights. Its end message has the
+    adapters' rank and alpha.
     """
 
     finishing = ("use_adapter",)
 
     def __init__(self, rank: int, alpha: float) -> None:
         self.adapter = {"rank": rank, "alpha": alpha}
-        self._has_weights: set[int] = set()  # the replicas that lack no weight beside adapters, by id
-        self._had: set[int] = set()  # those among them at the start of the sync
+        self._has_weights: set[int] = set()  # ids of the replicas that have all frozen weights
+        self._had: set[int] = set()  # ids of the sync's replicas that had them at its start
         self._brought_weights = False
 
     def open(self, version: int, replicas: Sequence[Replica]) -> None:
@@ -44,5 +45,5 @@ class AdapterEncoder(WholeEncoder):
         self._has_weights.discard(id(replica))
 
     def lacks_weights(self, replica: Replica) -> bool:
-        """Tell whether the replica is new, was restarted, or failed in a sync."""
+        """Return whether the replica lacks the frozen weights: it is new, was restarted, or failed in a sync."""
         return id(replica) not in self._has_weights

@@ -1,6 +1,6 @@
-"""Decoder of what changed (``weight_sync.delta``): each bucket is copied, and a later one's changes written into it.
+"""The decoder of changed weights (``weight_sync.delta``): keeps a copy of each bucket, and writes changes into it.
 
-It lives in the engine's process, with the receiver, at the other end of changed_encoder.py.
+It runs in the engine's process, with the receiver. Its counterpart is changed_encoder.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Encoder of what changed (``weight_sync.delta``): an engine that holds the sync before gets the words that changed.
+"""The encoder of changed weights (``weight_sync.delta``): sends only the words that changed since the sync before.
 
-An engine whose receipt is that of the latest sync gets those, and every other engine gets
-everything. That is decided before the first bucket, for all buckets. The trainer compares with what
-it holds on the host (host_copies.py).
+An engine gets the changed words if its receipt equals the receipt of the latest sync. Every other
+engine gets all weights. This is decided before the first bucket, for all buckets of a sync. The
+trainer finds the changes by its copies on the host (host_copies.py).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ OF_THE_WHOLE = ("kind", "num_bytes", "digests", "checksum")  # fields of a whole
 
 
 class ChangedEncoder(WholeEncoder):
-    """Sends what changed since the latest sync, but for the first of every ``full_every`` syncs."""
+    """Sends the changes since the latest sync. The first of every ``full_every`` syncs brings all weights."""
 
     holds = True
 
     def __init__(self, full_every: int) -> None:
         self._full_every, self._syncs, self._full = full_every, 0, True
-        self._copies, self._copied_version = HostCopies(), NO_WEIGHTS  # the version whose weights are copied whole
-        self._version, self._base = NO_WEIGHTS, NO_WEIGHTS  # of the sync under way, and of the copies at its start
-        self.receipts: dict[int, WeightReceipt] = {}  # of the latest sync that a replica took, by its id
-        self._current: set[int] = set()  # replicas, by their ids, that hold what is copied, and get what changed
+        self._copies, self._copied_version = HostCopies(), NO_WEIGHTS  # version of the copies; NO_WEIGHTS: incomplete
+        self._version, self._base = NO_WEIGHTS, NO_WEIGHTS  # versions of the sync under way, and of its base
+        self.receipts: dict[int, WeightReceipt] = {}  # a replica's id → the receipt of its latest sync
+        self._current: set[int] = set()  # ids of the replicas that hold the copied version, and get only changes
         self._num_words = self._num_changed = 0
 
     @property
@@ -46,7 +46,7 @@ class ChangedEncoder(WholeEncoder):
         self._num_words = self._num_changed = 0
 
     def greet(self, replica: Replica, deadline_s: float) -> bool:
-        """Compare the replica's receipts with the one that is known; another one's come by another trainer."""
+        """Compare the replica's receipts with the expected receipt. Others show that another trainer sent weights."""
         if (receipt := self.receipts.pop(id(replica), None)) is None:
             return False
         said = [WeightReceipt(**x) for x in replica.control("weights_received", {}, deadline_s)]
@@ -60,13 +60,14 @@ class ChangedEncoder(WholeEncoder):
     def begin(self, living: Sequence[Replica], *, alike: bool) -> None:
         if not living:
             return
-        self._copied_version = NO_WEIGHTS  # until all of this version is copied
+        self._copied_version = NO_WEIGHTS  # until all buckets of this version are copied
         self._copies.begin()
         if alike and not self._current.issuperset(id(x) for x in living):
             self._current.clear()
 
     def encode(self, buffer: BucketBuffer, living: Sequence[Replica]) -> EncodedBucket:
         compared = self._compare(buffer)
+        # Replicas without the copied version, and all if the bucket has no difference, read the whole bucket.
         changes = self._current if compared is not None and compared.difference is not None else set()
         message = buffer.message(whole=not changes.issuperset(id(x) for x in living))
         parts: dict[int, Part] = {id(x): (message, buffer.packed) for x in living if id(x) not in changes}
@@ -83,7 +84,7 @@ class ChangedEncoder(WholeEncoder):
         return EncodedBucket(checksum=message["checksum"], parts=parts, error=error)
 
     def _compare(self, buffer: BucketBuffer) -> Compared | None:
-        """Copy a bucket for the next sync, and return how it differs from the last one's where somebody asks."""
+        """Copy a bucket for the next sync; return its difference from the sync before if a replica is to get it."""
         if not self._current:
             self._copies.keep(buffer.tensors, buffer.packed)
             return None

@@ -1,7 +1,4 @@
-"""The decoder of a bucket, at the engine's end: its interface, and its plain form, which takes bytes as they arrive.
-
-It lives in the engine's process, with the receiver.
-"""
+"""The decoder of buckets in the engine's process: its interface, and the plain form for buckets that are sent whole."""
 
 from __future__ import annotations
 
@@ -21,19 +18,24 @@ class BucketDecoder(Protocol):
         ...
 
     def sent_bytes(self, num_bytes: int, difference: Mapping[str, int]) -> int:
-        """Return how many bytes travel. num_bytes: of the whole bucket. difference: {} if it comes whole."""
+        """Return how many bytes are sent for a bucket.
+
+        num_bytes: size of the whole bucket.
+        difference: {} if the bucket is sent whole.
+        """
         ...
 
     def decode(self, tensors: list, difference: Mapping[str, int], sent: torch.Tensor) -> tuple[list, torch.Tensor]:
-        """Return a bucket's tensors, as messages list them, and its bytes, which the caller may only read.
+        """Return a bucket's tensors, as messages list them, and its bytes, which the caller must not change.
 
-        sent: uint8, what arrived. Raises ValueError for a difference from a bucket that is not
-            there.
+        sent: uint8, the bytes that arrived.
+
+        Raises ValueError for a difference if no copy of the earlier bucket is held.
         """
         ...
 
     def end(self) -> None:
-        """End a sync that came through whole."""
+        """End a sync that succeeded."""
         ...
 
 

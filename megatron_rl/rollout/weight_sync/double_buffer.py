@@ -1,4 +1,4 @@
-"""One of the sender's two buffers: memory that is filled with tensors while the engines load the other one's bucket."""
+"""The sender's buffer for one bucket. Of two buffers, one is filled while the engines load the other one's bucket."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ALIGNMENT = 16  # bytes; every dtype's view must start at a multiple of its size
 
 
 class BucketBuffer:
-    """Holds a bucket's tensors, packed, and says what an engine needs to find them.
+    """Holds a bucket's packed tensors, and makes the message by which an engine finds them.
 
-    On a GPU tensors are packed and digested there; for shared memory they then go to the host in
-    one copy, which the wait for the digest waits for too.
+    On a GPU the tensors are packed and digested there. For shared memory they then go to the host in
+    one copy. The wait for the digests includes that copy.
     """
 
     def __init__(self, num_bytes: int, channel: str, device: torch.device) -> None:
-        """Take the memory. Raises OSError where shared memory is short."""
+        """Allocate shared memory if the channel needs it. Raises OSError if there is too little."""
         self.channel, self.num_bytes, self._device = channel, num_bytes, device
         self.segment = Segment(num_bytes) if channel == "shared_memory" else None
         self._staged = self.segment is not None and device.type != "cpu"
@@ -34,11 +34,11 @@ class BucketBuffer:
 
     def clear(self) -> None:
         self.used, self.tensors = 0, []
-        self._payload = torch.empty(0, dtype=torch.uint8)  # that travels in the bucket's place, on the device
+        self._payload = torch.empty(0, dtype=torch.uint8)  # bytes on the device that are sent instead of the bucket
 
     @property
     def packed(self) -> torch.Tensor:
-        """Return the bucket's bytes, uint8, in the memory that the next bucket overwrites."""
+        """Return the bucket's bytes, uint8. The next bucket overwrites this memory."""
         return self.bytes[: self.used]
 
     def fits(self, tensor: torch.Tensor) -> bool:
@@ -56,9 +56,9 @@ class BucketBuffer:
             self.bytes[end : self.used].zero_()  # so that equal weights have equal checksums
 
     def message(self, *, whole: bool = True) -> dict[str, object]:
-        """Return the message that brings the bucket to an engine, once its bytes are where the engine looks.
+        """Return the message that brings the bucket to an engine. Its bytes are then where the engine reads them.
 
-        whole: whether some engine is to read the bytes; without, all of them read a payload
+        whole: whether any engine reads the bucket's bytes. False: all engines read a payload
             (``share``).
         """
         seen = part_digests(self.packed, range(NUM_PARTS))
@@ -77,10 +77,12 @@ class BucketBuffer:
         return {**content, "storage": share_storage(self.bytes)} if self.channel == "cuda_ipc" else content
 
     def share(self, payload: torch.Tensor) -> dict[str, object]:
-        """Put a payload, which travels in the bucket's place, where an engine looks; return what a message says of it.
+        """Put a payload where an engine reads it; return the message's fields that locate it.
 
-        payload: uint8, on the buffer's device; it is kept until the buffer is cleared. Raises
-            OSError where shared memory is short.
+        payload: uint8, on the buffer's device, sent instead of the bucket. It is kept until the buffer
+            is cleared.
+
+        Raises OSError if there is too little shared memory.
         """
         self._payload = payload
         if self.segment:
@@ -95,7 +97,7 @@ class BucketBuffer:
         return {}
 
     def free_device(self) -> None:
-        """Give memory of a device back; shared memory stays, since fresh pages cost more than the copy."""
+        """Free memory on a device. Shared memory is kept, since fresh pages cost more than the copy."""
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self._payload = torch.empty(0, dtype=torch.uint8)
 
@@ -109,7 +111,7 @@ class BucketBuffer:
 
 
 def room_of(tensor: torch.Tensor) -> int:
-    """Return the bytes that a tensor takes of a bucket, from one aligned place to the next."""
+    """Return the bytes that a tensor takes in a bucket, its alignment included."""
     return max(1, -(-tensor.numel() * tensor.element_size() // ALIGNMENT)) * ALIGNMENT
 
 

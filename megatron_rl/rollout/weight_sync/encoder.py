@@ -1,4 +1,4 @@
-"""The encoder of a bucket, at the sender's end: its interface, and its plain form, whole buckets for all engines."""
+"""The encoder of buckets in the sender: its interface, and the plain form, which sends whole buckets to all engines."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import torch
 from megatron_rl.rollout.engines.replica import Replica, WeightReceipt
 from megatron_rl.rollout.weight_sync.double_buffer import BucketBuffer
 
-Part = tuple[dict[str, object], torch.Tensor]  # a message, and the bytes that travel with it: uint8
+Part = tuple[dict[str, object], torch.Tensor]  # a message, and the bytes that are sent with it (uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodedBucket:
-    """Holds what a bucket is sent as.
+    """Holds a bucket as it is sent to each replica.
 
-    checksum: of the whole bucket, however it travels.
-    parts: by a replica's id; one that has none is dropped from the sync, for the error.
+    checksum: the checksum of the whole bucket, even if only its changes are sent.
+    parts: a replica's id → its message and bytes. A replica without a part is dropped from the sync,
+        because of ``error``.
     """
 
     checksum: str
@@ -30,40 +31,40 @@ class EncodedBucket:
 class BucketEncoder(Protocol):
     """Encodes the buckets of one sender's syncs, in order. ``greet`` and ``took`` are called in a replica's thread."""
 
-    holds: bool  # whether engines keep the buckets that they receive
-    finishing: Sequence[str]  # control methods by which an engine is called after a sync's finish
-    changed_share: float | None  # of the latest sync's elements; None where none were compared
+    holds: bool  # whether engines keep copies of the buckets that they receive
+    finishing: Sequence[str]  # control methods that are called on an engine after a sync's finish
+    changed_share: float | None  # changed share of the latest sync's elements; None if none were compared
 
     def open(self, version: int, replicas: Sequence[Replica]) -> None:
-        """Begin a sync to these replicas, before anything is said to them."""
+        """Begin a sync to these replicas, before any message is sent to them."""
         ...
 
     def greet(self, replica: Replica, deadline_s: float) -> bool:
-        """Look at a replica before its update starts, and return whether its own channel is to be opened anew."""
+        """Check a replica before its update starts; return whether its own channel has to be opened again."""
         ...
 
     def begin(self, living: Sequence[Replica], *, alike: bool) -> None:
-        """Prepare for the first bucket; ``alike``: all replicas get the same bytes, as by a broadcast."""
+        """Prepare for the first bucket. ``alike``: whether all replicas must get the same bytes (a broadcast)."""
         ...
 
     def encode(self, buffer: BucketBuffer, living: Sequence[Replica]) -> EncodedBucket:
-        """Return a bucket as each living replica gets it."""
+        """Return the bucket as it is sent to each living replica."""
         ...
 
     def end(self, living: Sequence[Replica]) -> Mapping[str, object]:
-        """End the buckets of a sync, and return what the message of its end says beside the totals."""
+        """Note that all buckets were sent; return the fields of the end message beside the totals."""
         ...
 
     def took(self, replica: Replica, receipt: WeightReceipt) -> None:
-        """Note that a replica has taken the sync whole, with this receipt."""
+        """Note that a replica has completed the sync, with this receipt."""
         ...
 
     def forget(self, replica: Replica) -> None:
-        """Forget a replica whose engine is another one now."""
+        """Forget a replica's state, since its engine was replaced or has failed."""
         ...
 
     def lacks_weights(self, replica: Replica) -> bool:
-        """Tell whether adapters alone would find no weights there to which they belong."""
+        """Return whether the replica lacks the frozen weights, so that adapters alone do not suffice."""
         ...
 
 
@@ -74,7 +75,7 @@ class WholeEncoder:
     changed_share: float | None = None
 
     def open(self, version: int, replicas: Sequence[Replica]) -> None:
-        """Do nothing: what a replica has does not matter."""
+        """Do nothing: every replica gets the same."""
 
     def greet(self, replica: Replica, deadline_s: float) -> bool:
         return False
@@ -91,10 +92,10 @@ class WholeEncoder:
         return {}
 
     def took(self, replica: Replica, receipt: WeightReceipt) -> None:
-        """Do nothing: the next sync asks for no receipt."""
+        """Do nothing: the next sync needs no receipt."""
 
     def forget(self, replica: Replica) -> None:
-        """Do nothing: nothing is known of a replica."""
+        """Do nothing: no state is kept for a replica."""
 
     def lacks_weights(self, replica: Replica) -> bool:
         return True

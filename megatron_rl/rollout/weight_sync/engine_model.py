@@ -1,7 +1,6 @@
-"""The model in a vLLM worker while its weights are replaced, by vLLM's layerwise reload: what it lacks, and its faults.
+"""Checks and repairs of the model in a vLLM worker while vLLM's layerwise reload replaces its weights.
 
-It lives in the engine's process, with the receiver (vLLM 0.32.0,
-model_executor/model_loader/reload).
+It runs in the engine's process, with the receiver (vLLM 0.32.0, model_executor/model_loader/reload).
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 
 def plain(name: str) -> str:
-    """Return a parameter's name without what vLLM adds to that of a layer that takes adapters."""
+    """Return a parameter's name without the part ``base_layer``, which vLLM adds for layers with adapters."""
     return name.replace(".base_layer.", ".")
 
 
 def count_values(model: torch.nn.Module, wanted: Collection[str]) -> int:
-    """Return the number of values of the wanted parameters, without a vocabulary's padding."""
+    """Return the number of values of the wanted parameters, without the padding of vocabularies."""
     padding = {
         id(layer.weight): (layer.num_embeddings_padded - layer.org_vocab_size) * layer.embedding_dim
         for layer in model.modules()
@@ -33,10 +32,10 @@ def count_values(model: torch.nn.Module, wanted: Collection[str]) -> int:
 
 
 def drop_half_loaded(model: torch.nn.Module, config: ModelConfig) -> None:
-    """Forget the tensors of a sync that broke off, and give every layer its earlier tensors back.
+    """Forget the tensors of a sync that broke off, and restore the earlier tensors of every layer.
 
-    The next sync overwrites all of them. Finalizing with the forgotten ones would load weights that
-    were refused, with a wrong shape for example, and raise for ever.
+    The next sync overwrites all of them. If the tensors were kept, finalizing would load refused
+    weights, for example with a wrong shape, and raise every time.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -46,10 +45,10 @@ def drop_half_loaded(model: torch.nn.Module, config: ModelConfig) -> None:
 
 
 def partial_layers(model: torch.nn.Module) -> list[str]:
-    """Return the layers of several weights (q, k and v; gate and up; experts) that some weights did not reach.
+    """Return the layers that got only some of their weights, such as q, k and v, gate and up, or experts.
 
-    A complete layer is processed at once and no longer open; the rows that pad a vocabulary never
-    arrive.
+    A complete layer was processed at once, and is not returned. Embeddings are left out, since the
+    padding rows of a vocabulary never arrive.
     """
     partial = []
     for name, layer in model.named_modules():
@@ -63,9 +62,9 @@ def partial_layers(model: torch.nn.Module) -> list[str]:
 def forget_packed_experts(model: torch.nn.Module) -> None:
     """Remove the kernels of a mixture's experts, so that vLLM packs the new weights for a CPU.
 
-    vLLM (0.32.0) packs experts when it first builds their kernel, and not again when weights are
-    reloaded: the kernel would read plain weights as packed ones. Without a kernel it builds one
-    anew, and packs.
+    vLLM (0.32.0) packs experts when it first builds their kernel, but not when weights are reloaded.
+    The kernel would then read plain weights as packed weights. Without a kernel vLLM builds a new
+    one, and packs the weights.
     """
     for module in model.modules():
         if isinstance(module, RoutedExperts):
@@ -73,10 +72,10 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 def process_tied(model: torch.nn.Module) -> None:
-    """Process an output layer that is tied to the embedding, as vLLM (0.32.0) does not.
+    """Process an output layer that is tied to the embedding, which vLLM (0.32.0) does not do.
 
-    It receives nothing itself; on a CPU its matrix product would go on with the packed weights of
-    the previous sync, 4 nats off.
+    The layer receives no weights itself. On a CPU its matrix product would still use the packed
+    weights of the previous sync, with log-probs off by 4 nats.
     """
     seen: set[int] = set()
     for module in model.modules():
@@ -87,10 +86,11 @@ def process_tied(model: torch.nn.Module) -> None:
 
 
 def keep_waiting(model: torch.nn.Module, packed: torch.Tensor, device: torch.device) -> None:
-    """Copy those of a bucket's tensors that vLLM keeps for layers which are not complete yet.
+    """Copy the tensors of a bucket that vLLM keeps for layers that are not complete yet.
 
-    packed: the bucket, whose memory the sender uses again. A mixture's experts are one layer: with
-        buckets that hold them all, a worker copies their slices too.
+    packed: the bucket. The sender will use its memory again.
+
+    A mixture's experts are one layer, so a worker may copy slices of them too.
     """
     memory = packed.untyped_storage().data_ptr()
     for layer in model.modules():

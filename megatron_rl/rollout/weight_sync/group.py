@@ -1,4 +1,4 @@
-"""The process group of a broadcast: the trainer, rank 0, and the workers of every engine that it sends to."""
+"""The process group of a broadcast: the trainer as rank 0, and the workers of every engine that gets its weights."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from megatron_rl.rollout.weight_sync.transport import broadcast, listen, open_gr
 
 
 class BroadcastGroup:
-    """Brings each bucket to all engines at once. One engine that is gone ends it, for all."""
+    """Brings each bucket to all engines at once. If one engine is gone, the group ends for all."""
 
     def __init__(self, device: torch.device, address: str, deadline_s: float, *, holds: bool = False) -> None:
-        """Remember where the group meets. holds: whether the engines are to hold what they receive."""
+        """Set up without opening the group.
+
+        address: this host's address, at which the group meets.
+        holds: whether the engines keep copies of the buckets that they receive.
+        """
         self._holds = holds
         self._device, self._address, self._deadline_s = device, address, deadline_s
         self._group = None
         self._members: list[Replica] = []
 
     def spans(self, replicas: Sequence[Replica]) -> bool:
-        """Tell whether these replicas, and no others, are in the group."""
+        """Return whether exactly these replicas are in the group."""
         return self._group is not None and {id(x) for x in replicas} == {id(x) for x in self._members}
 
     def holds(self, replica: Replica) -> bool:
@@ -31,9 +35,9 @@ class BroadcastGroup:
     def open(
         self, workers: Sequence[tuple[Replica, int]], invite: Callable[[Replica, dict[str, object]], None]
     ) -> None:
-        """Meet all workers in a group of their own. Raises RuntimeError where one stays away.
+        """Open a new group with all workers. Raises RuntimeError if a worker does not join.
 
-        workers: each replica with the number of its workers, which take ranks in this order.
+        workers: (replica, number of its workers) pairs. The workers take ranks in this order.
         invite: tells a replica to join, without waiting for its answer.
         """
         self.close()
@@ -59,8 +63,8 @@ class BroadcastGroup:
         broadcast(self._group, packed)
 
     def close(self) -> None:
-        """Leave the group, so that a worker that still waits in it is told. NCCL's kernels under way end, too."""
+        """Abort the group. This ends the wait of workers in it, and NCCL's kernels that still run."""
         group, self._group, self._members = self._group, None, []
         if group is not None:
             group.abort()
-            del group  # gloo closes its connections with its last reference
+            del group  # gloo closes its connections when the last reference is gone

@@ -1,10 +1,10 @@
-"""Copies of a sync's buckets on the host: what the trainer last sent, and what an engine last received.
+"""Copies of a sync's buckets on the host: as the trainer last sent them, and as an engine last received them.
 
-The trainer compares a bucket with the one that it sent in the same place, and sends the words that
-changed. The engine writes them into its copy, which is then the trainer's bucket to the bit, and is
-digested, counted and loaded as one that arrived whole. Each copy takes the size of the weights: one
-on every rank that sends, one in every worker of an engine. Both sides import this, so it needs
-torch alone.
+The trainer compares a bucket with its copy of the sync before, and sends the words that changed.
+The engine writes these words into its own copy, which then equals the trainer's bucket to the bit.
+It is digested, counted and loaded like a bucket that arrived whole. The copies have the size of the
+weights, on every rank that sends and in every worker of an engine. Both sides import this module,
+so it needs only torch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from megatron_rl.weights.delta import Difference, apply, compare, difference_of,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Says how a bucket differs from the one before it.
+    """Holds the difference of a bucket from its copy of the sync before.
 
-    num_words: of its tensors, without what pads them.
-    difference, payload: None and an empty tensor where the bucket travels whole all the same.
+    num_words: words of its tensors, without padding.
+    num_changed: the words among them that changed.
+    difference, payload: None and an empty tensor if the bucket is nevertheless sent whole.
     """
 
     num_words: int
@@ -33,7 +34,7 @@ class Compared:
 
 
 class HostCopies:
-    """Keeps copies of buckets by their place in a sync; ``begin`` goes back to the first place."""
+    """Keeps copies of buckets by their place in a sync. ``begin`` goes back to the first place."""
 
     def __init__(self) -> None:
         self._buckets: list[tuple[list, torch.Tensor]] = []
@@ -46,7 +47,7 @@ class HostCopies:
         self._next = 0
 
     def end(self) -> None:
-        """Forget what lies behind the last bucket of the sync that ends."""
+        """Forget the copies after the last bucket of the sync that ends."""
         del self._buckets[self._next :]
 
     def clear(self) -> None:
@@ -54,10 +55,10 @@ class HostCopies:
         self._next = 0
 
     def compare(self, tensors: Sequence, packed: torch.Tensor) -> Compared | None:
-        """Return how the next bucket differs from the copy in its place, and copy it; None where there is no such copy.
+        """Copy the next bucket; return its difference from the earlier copy. None if that had other tensors.
 
         tensors: [name, dtype, shape, first byte] of each tensor.
-        packed: the bucket, uint8, on the trainer's device, where the two are compared.
+        packed: the bucket, uint8, on the trainer's device. The comparison runs there.
         """
         copy = self._next_copy()
         if copy is None or copy[0] != list(tensors):
@@ -77,7 +78,7 @@ class HostCopies:
         )
 
     def keep(self, tensors: Sequence, packed: torch.Tensor) -> torch.Tensor:
-        """Copy the next bucket, and return the copy: uint8 on the host."""
+        """Copy the next bucket; return the copy, uint8 on the host."""
         copy = self._next_copy()
         if copy is None:
             self._buckets.append((list(tensors), packed.to("cpu", copy=True)))
@@ -90,9 +91,9 @@ class HostCopies:
         return self._buckets[self._next - 1][1]
 
     def patch(self, fields: Mapping[str, int], payload: torch.Tensor) -> tuple[list, torch.Tensor]:
-        """Write a difference into the next bucket, and return its tensors and bytes, which the caller may only read.
+        """Write a difference into the next copy; return its tensors and bytes, which the caller must not change.
 
-        Raises ValueError where there is no copy, or the difference is not one of it.
+        Raises ValueError if there is no copy, or if the difference does not fit it.
         """
         copy = self._next_copy()
         if copy is None:

@@ -1,7 +1,7 @@
 """Host memory that sender and engine share: its registration with CUDA, and the engine's mapping of it.
 
-Copies between a GPU and memory that CUDA does not know go through a buffer of the driver's while
-the host waits. Both sides import this, so it needs torch alone.
+If memory is not registered, copies between it and a GPU go through a buffer of the driver, while
+the host waits. Both sides import this module, so it needs only torch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from megatron_rl.rollout.weight_sync.transport import SEGMENT_PREFIX, segment_folders
 
 log = logging.getLogger(__name__)
-PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
+PORTABLE = 1  # cudaHostRegisterPortable: for all CUDA contexts of the process
 _warned: set[str] = set()
 
 
 class Registration:
-    """Registers memory with CUDA for as long as it is mapped; where CUDA refuses, the memory stays pageable."""
+    """Registers mapped memory with CUDA until ``release``. If CUDA refuses, the memory stays pageable."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._address = 0
@@ -36,7 +36,7 @@ class Registration:
         _warn_once(f"CUDA does not register shared memory (cudaHostRegister: error {code}); weights are copied slower")
 
     def release(self) -> None:
-        """Unregister the memory, once; to be called before it is unmapped, and when no copy is under way."""
+        """Unregister the memory. Call it before the memory is unmapped, while no copy is under way."""
         address, self._address = self._address, 0
         if address and (code := int(torch.cuda.cudart().cudaHostUnregister(address))):
             _forget_last_error()
@@ -44,7 +44,7 @@ class Registration:
 
 
 def _forget_last_error() -> None:
-    """Launch a kernel: the next one would raise the error that CUDA keeps, whatever it does."""
+    """Clear CUDA's stored error by launching a kernel. Otherwise the next kernel would raise that error."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 
@@ -56,16 +56,16 @@ def _warn_once(message: str) -> None:
 
 
 class MappedSegments:
-    """Maps a sender's segments by their paths, each once until ``release``."""
+    """Maps a sender's segments by their paths, each only once until ``release``."""
 
     def __init__(self, device: torch.device) -> None:
-        """Remember for which device the segments' bytes are: for a GPU they are registered with CUDA."""
+        """Set up without mapping. ``device``: receives the bytes; for a GPU the segments are registered with CUDA."""
         self._on_gpu = device.type == "cuda"
         self._maps: dict[str, torch.Tensor] = {}
         self._registrations: list[Registration] = []
 
     def bytes_of(self, path: str) -> torch.Tensor:
-        """Return a segment's bytes, uint8. Raises ValueError for a path that is none, or cannot be opened here."""
+        """Return a segment's bytes, uint8. Raises ValueError if the path is no segment, or cannot be opened here."""
         if path not in self._maps:
             self._maps[path] = _mapped(pathlib.Path(path))
             if self._on_gpu:
@@ -85,7 +85,7 @@ def _mapped(path: pathlib.Path) -> torch.Tensor:
             f"{path} is not a weight segment: {SEGMENT_PREFIX}* in one of {[str(x) for x in segment_folders()]}"
         )
     try:
-        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)  # torch wants writable memory, even to read it
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)  # torch needs writable memory, even for reading
     except OSError as error:
         raise ValueError(
             f"the trainer's segment {path} cannot be opened here ({error.strerror}); an engine on another host or "

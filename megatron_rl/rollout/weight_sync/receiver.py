@@ -1,18 +1,19 @@
-"""Receiver of the trainer's weights in a vLLM worker: the backend ``megatron_rl`` of vLLM's weight-transfer API.
+"""The receiver of the trainer's weights in a vLLM worker: the backend ``megatron_rl`` of vLLM's weight-transfer API.
 
     vllm serve MODEL --worker-extension-cls megatron_rl.rollout.weight_sync.receiver.Receiver
         --weight-transfer-config '{"backend": "megatron_rl"}'
 
-vLLM 0.29 and newer (distributed/weight_transfer/base.py; run with 0.32.0). It lives in the engine's
-process, so it imports neither Megatron-Core nor a stage of the trainer. A sync is a start, one
-update per bucket, an ``end`` that states the tensors that must have arrived, and a finish; any
-difference from the statement is a failure, and the engine has no version until a later sync comes
-through whole.
+It needs vLLM 0.29 or newer (distributed/weight_transfer/base.py), and was run with 0.32.0. It runs in
+the engine's process, so it imports neither Megatron-Core nor a stage of the trainer.
 
-A failure raises where the engine has one worker. Of several workers vLLM (0.32.0,
-multiproc_executor.py) takes the answers up to the first that raised, and the next call would read
-the rest of them as its own: so none raises, and each says its failure when it is asked for its
-receipt.
+A sync has a start, one update per bucket, an ``end`` with the number and checksum of all tensors,
+and a finish. If the arrived tensors differ from the ``end``, the sync fails. Then the engine has no
+version until a later sync succeeds.
+
+A failure is raised if the engine has one worker. With several workers vLLM (0.32.0,
+multiproc_executor.py) reads answers only up to the first that raised. The next call would read the
+remaining answers as its own. So with several workers none raises, and each reports its failure in
+its receipt.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ BACKEND = "megatron_rl"
 
 @dataclass
 class ChannelInfo(WeightTransferInitInfo):
-    """Describes the channel by which buckets arrive.
+    """Holds the description of the channel by which buckets arrive.
 
     channel: ``shared_memory`` (a file that both processes map), ``broadcast`` (a process group of
         the trainer and all engines) or ``cuda_ipc`` (the trainer's memory on the same GPU).
-    holds: whether buckets are held here, so that later syncs may bring what changed alone.
+    holds: whether copies of buckets are kept here, so that later syncs may bring only changes.
     """
 
     channel: str
@@ -64,18 +65,18 @@ class ChannelInfo(WeightTransferInitInfo):
 
 @dataclass
 class BucketInfo(WeightTransferUpdateInfo):
-    """Describes one message of a sync.
+    """Holds one message of a sync.
 
-    kind: ``bucket`` (the tensors listed, packed one after the other) or ``end`` (the totals of the
+    kind: ``bucket`` (the listed tensors, packed one after the other) or ``end`` (the totals of the
         whole sync).
     tensors: [name, dtype, shape, first byte] of each tensor.
-    digests: of the bucket's parts (weights/bucket_digest.py).
-    checksum: of the bucket, or, at the end, over all buckets (transport.Tally).
-    adapter: at the end, rank and alpha of the adapters that the sync brought apart from the
-        weights; {} for none.
-    difference: empty, or how to read a bucket that brings the words that changed
-        (weights/delta.py); its tensors are those of the bucket that is held in its place, and
-        digests and checksum are the whole bucket's.
+    digests: the digests of the bucket's parts (weights/bucket_digest.py).
+    checksum: the checksum of the bucket; at the end, of all buckets (transport.Tally).
+    adapter: at the end, rank and alpha of adapters that the sync brought apart from the weights; {}
+        if there are none.
+    difference: {} for a whole bucket. Otherwise it tells how to read the changed words
+        (weights/delta.py). The tensors are then the same as in the held copy. Digests and checksum
+        are still the whole bucket's.
     """
 
     kind: str
@@ -92,7 +93,7 @@ class BucketInfo(WeightTransferUpdateInfo):
 
 
 class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
-    """Receives weights as a vLLM backend and loads them layer by layer, by vLLM's layerwise reload."""
+    """Receives weights as a vLLM backend, and loads them layer by layer by vLLM's layerwise reload."""
 
     init_info_cls = ChannelInfo
     update_info_cls = BucketInfo
@@ -102,22 +103,22 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         self._has_channel = False
         self._group = None
         self._open = False
-        self._broken = ""  # vLLM itself failed to load: only a new engine helps
-        self._failure = ""  # of the sync under way, or of the channel
+        self._broken = ""  # the error with which vLLM failed to load weights; only a new engine helps then
+        self._failure = ""  # the error of the sync under way, or of the channel
         self._maps = MappedSegments(self.device)
         self._decoder: BucketDecoder = WholeDecoder()
         self._ended: BucketInfo | None = None
         self._tally = Tally()
-        self._arrived: dict[str, int] = {}  # number of values by the trainer's name
-        self._loaded: set[str] = set()  # parameters by vLLM's names; several weights may fill one
-        self._wanted: set[str] = set()
-        self._wanted_values = 0  # of all wanted parameters, without a vocabulary's padding
-        self._adapters = None  # the policy's adapters apart from the weights; None: the engine takes none
+        self._arrived: dict[str, int] = {}  # a weight's name in the trainer → its number of values
+        self._loaded: set[str] = set()  # vLLM's names of filled parameters; several weights may fill one
+        self._wanted: set[str] = set()  # vLLM's names of all parameters that must be filled
+        self._wanted_values = 0  # number of values of these parameters, without a vocabulary's padding
+        self._adapters = None  # the policy's adapters; None if the engine takes no adapters apart from the weights
         if self.vllm_config.lora_config is not None:
             from megatron_rl.rollout.weight_sync.adapter import PolicyAdapters
 
             self._adapters = PolicyAdapters()
-        self._has_weights = False  # all of them, from this trainer
+        self._has_weights = False  # whether all weights came from this trainer
         self.receipt = {"version": -1, "checksum": "", "num_tensors": 0}
 
     def init_transfer_engine(self, init_info: ChannelInfo) -> None:
@@ -125,13 +126,13 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         self._attempt(self._open_channel, init_info)
 
     def _attempt(self, step: Callable[..., None], *arguments: object) -> None:
-        """Take a step, unless one has failed, and note its failure; with one worker raise it."""
+        """Run a step unless an earlier step has failed. With one worker its error is raised, with several noted."""
         if self._failure:
             return
         try:
             step(*arguments)
         except Exception as error:
-            self._maps.release()  # the sender gives its segments back after a failure
+            self._maps.release()  # the sender removes its segments after a failure
             if self.parallel_config.world_size == 1:
                 raise
             self._failure = f"{type(error).__name__}: {error}"
@@ -141,7 +142,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         if not init_info.holds:
             self._decoder = WholeDecoder()
         elif not self._decoder.copies:
-            # copies outlive a channel: a broadcast's group is another one for other engines
+            # An existing decoder with copies is kept: a broadcast opens a new channel when its engines change.
             from megatron_rl.rollout.weight_sync.changed_decoder import ChangedDecoder
 
             self._decoder = ChangedDecoder()
@@ -183,11 +184,11 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             self._adapters.begin()
 
     def _open_model(self) -> None:
-        """Prepare the model for all of its weights. Where adapters may come alone, the first weight does so."""
+        """Prepare the model for all of its weights. If adapters may come alone, the first weight causes this call."""
         self._has_weights = False
         if self.device.type == "cpu":
             forget_packed_experts(self.model)
-        # A tied parameter is listed once here, and under both names after the next line.
+        # A tied parameter has one name here. After the reload's start it is listed under both names.
         own_names = {plain(name) for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
         self._wanted = own_names & {plain(name) for name, _ in self.model.named_parameters()}
@@ -195,7 +196,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         self._open = True
 
     def update_weights(self, update_info: dict) -> None:
-        # the base class synchronises an accelerator, which a CPU host lacks
+        # The base class's method synchronises an accelerator, which a CPU host lacks.
         self._attempt(lambda: self.receive_weights(self.parse_update_info(update_info)))
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -210,12 +211,13 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
                 raise ValueError(f"a weight update of kind {other!r}; this receiver knows bucket and end")
 
     def _take(self, bucket: BucketInfo) -> None:
+        # Get the bucket's bytes, and check them.
         bucket.tensors, packed = self._decoder.decode(bucket.tensors, bucket.difference, self._packed(bucket))
         if self._decoder.copies and not self._in_place:
             packed = packed.to(self.device, non_blocking=True)
         self._check_bytes(bucket, packed)
         weights = [(name, view_of(packed, dtype, shape, start)) for name, dtype, shape, start in bucket.tensors]
-        # Count them, and let vLLM load them.
+        # Count the weights, and let vLLM load them.
         self._tally.add(bucket.checksum, len(weights))
         for name, tensor in weights:
             if name in self._arrived:
@@ -230,7 +232,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         try:
             self._loaded |= {plain(name) for name in self.model.load_weights(weights)}
         except Exception as error:
-            # Half a layer is processed: a later sync could seem to come through.
+            # A layer may be half processed, and a later sync could seem to succeed.
             self._broken = f"{type(error).__name__}: {error}"
             raise
         if self._in_place and not self._decoder.copies:
@@ -242,18 +244,18 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
 
     @property
     def _in_place(self) -> bool:
-        """Tell whether tensors are loaded from the sender's memory, of which each worker then copies its slices only.
+        """Return whether tensors are loaded from the sender's memory, so that each worker copies only its slices.
 
-        A worker that needs them whole copies the bucket at once, and a broadcast has brought it
-        already.
+        A single worker needs the tensors whole, and copies the bucket at once. A broadcast has
+        already brought a copy.
         """
         return self._group is None and self.parallel_config.world_size > 1
 
     def _check_bytes(self, bucket: BucketInfo, packed: torch.Tensor) -> None:
-        """Raise ValueError where the bytes are not those that were sent.
+        """Raise ValueError if the bytes differ from the sent bytes.
 
-        The workers of one engine read a part each, and together all of them; a broadcast is read
-        whole by each.
+        In the sender's memory the workers of an engine check one share each, and together all parts.
+        Otherwise each worker checks the whole bucket.
         """
         parallel = self.parallel_config
         shared = self._in_place and not self._decoder.copies
@@ -268,10 +270,10 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             )
 
     def _packed(self, bucket: BucketInfo) -> torch.Tensor:
-        """Return the bucket's bytes, uint8: the sender's own, or in memory of this device that nobody else writes.
+        """Return the bucket's bytes, uint8: the sender's own memory, or a copy on this device.
 
-        vLLM keeps tensors until their layer is complete, after the sender uses the bucket's memory
-        again.
+        The copy is needed because vLLM keeps tensors until their layer is complete. The sender may
+        write the next bucket before.
         """
         num_bytes = self._decoder.sent_bytes(bucket.num_bytes, bucket.difference)
         if self._group is not None or not num_bytes:
@@ -284,7 +286,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         return sent if self._in_place or self._decoder.copies else sent.to(self.device, non_blocking=True, copy=True)
 
     def _check_end(self, end: BucketInfo) -> None:
-        # Compare all that was sent with all that arrived.
+        # Compare the totals of the sender with what arrived.
         arrived = (self._tally.count, self._tally.value())
         if arrived != (end.num_tensors, end.checksum):
             raise ValueError(
@@ -300,7 +302,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         self._ended = end
 
     def _check_model(self) -> None:
-        # Every parameter must be filled, and filled whole.
+        # Every parameter must be filled completely.
         missing = sorted(self._wanted - self._loaded)
         if missing:
             raise ValueError(
@@ -310,7 +312,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         partial = partial_layers(self.model)
         if partial:
             raise ValueError(f"{len(partial)} of the engine's layers arrived in part: {', '.join(partial[:8])}")
-        # vLLM takes the values that it needs and ignores the rest: count them.
+        # vLLM ignores values that it does not need. So compare the number of values.
         aliases = {plain(name) for name, _ in self.model.named_parameters(remove_duplicate=False)} - self._wanted
         apart = () if self._adapters is None else self._adapters.tensors
         values = sum(n for name, n in self._arrived.items() if name not in aliases and name not in apart)
@@ -353,30 +355,30 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
     def shutdown(self) -> None:
         self._maps.release()
         if self._group is not None:
-            self._group.abort()  # of a group that broke off, NCCL's kernels still wait
+            self._group.abort()  # NCCL's kernels may still wait in a group that broke off
         self._group = None
 
 
 class Receiver:
-    """Extends vLLM's workers (``worker_extension_cls``) by the methods that ``collective_rpc`` calls."""
+    """Adds methods to vLLM's workers (``worker_extension_cls``), for calls by ``collective_rpc``."""
 
     def weights_received(self) -> dict:
-        """Return version, checksum and number of tensors of the last whole sync, and the failure of a later one.
+        """Return the receipt of the latest sync: version, checksum and number of tensors, and the failure.
 
-        The version is −1 where there is none.
+        The version is −1 if no sync has succeeded since the latest start of a sync.
         """
         return self.weight_transfer_engine.receipt | {"failure": self.weight_transfer_engine.failure}
 
     def abandon_weight_update(self) -> None:
-        """End a weight update that broke off, by this trainer or an earlier one, so that another may start.
+        """End a weight update of this trainer, or of an earlier one, that broke off, so that another may start.
 
-        vLLM (0.32.0, gpu_worker.py) ends one by an error alone.
+        vLLM (0.32.0, gpu_worker.py) itself ends an unfinished update only after an error.
         """
         self._weight_update_active = False
         self.weight_transfer_engine.reset_weight_update_target()
 
     def use_adapter(self) -> None:
-        """Compute with the adapters of the sync that finished: vLLM (0.32.0, gpu_worker.py) drops all at a finish."""
+        """Compute with the finished sync's adapters. vLLM (0.32.0, gpu_worker.py) drops all adapters at a finish."""
         self.weight_transfer_engine.use_adapter()
 
     def describe(self) -> dict:

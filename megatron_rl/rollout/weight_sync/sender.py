@@ -1,16 +1,17 @@
-"""Sender of the trainer's weights: every running engine gets them whole or not at all.
+"""The sender of the trainer's weights: every running engine gets them whole or not at all.
 
-A sync is a start, one message per bucket, an end that states version, number and checksum of the
-tensors, a finish, a fresh prefix cache, and a receipt from every worker, which is compared. A
-failure before that leaves the engine without a version, and the caller sends everything again or
-stops. The exporting iterator is always run to its end, since other ranks are in its collectives.
+A sync has a start, one message per bucket, and an end with the version and the number and checksum
+of the tensors. Then follow a finish, a reset of the prefix cache, and a receipt from every worker,
+which is compared. After a failure before that the engine has no version, and the caller sends
+everything again or stops. The exporting iterator is always run to its end, since other ranks are in
+its collectives.
 
-In flight, an engine pauses before the start and resumes after the receipt; the fresh prefix cache
-then takes the running requests' keys and values too, which are computed again with the new weights.
-An engine whose update fails gives up its running requests.
+In flight, an engine pauses before the start and resumes after the receipt. The reset then also drops
+the running requests' keys and values, which are computed again with the new weights. If an engine's
+update fails, the engine gives up its running requests.
 
-What of a bucket travels to which engine is the encoder's to say (rollout/weight_sync/encoder.py):
-all of it, what changed since the latest sync, or adapters apart from the weights.
+The encoder (rollout/weight_sync/encoder.py) decides which bytes of a bucket are sent to which
+engine: all, the changes since the latest sync, or adapters apart from the weights.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class WeightSender:
     channel: ``shared_memory`` (one host), ``broadcast`` (a process group with all engines: NCCL on
         GPUs, gloo on CPUs), or ``cuda_ipc`` (an engine on this rank's GPU opens the bucket's
         memory).
-    bucket_bytes: memory of the two buffers together; a tensor above a buffer enlarges it to its
-        size. Shared memory is kept from one sync to the next, since fresh pages cost more than the
-        copy; memory of a device is not.
+    bucket_bytes: memory of the two buffers together. A tensor larger than a buffer enlarges the
+        buffer. Shared memory is kept between syncs, since fresh pages cost more than the copy.
+        Memory of a device is freed.
     deadline_s: seconds for every single answer.
-    encoder: what of a bucket travels to which engine; None: all of it, to each.
+    encoder: decides which bytes of a bucket are sent to which engine; None: all, to each.
     """
 
     def __init__(
@@ -63,24 +64,24 @@ class WeightSender:
         self._joined: set[int] = set()
 
     def lacks_weights(self, replica: Replica) -> bool:
-        """Tell whether adapters alone would find no weights there to which they belong."""
+        """Return whether the replica lacks the frozen weights, so that adapters alone do not suffice."""
         return self.encoder.lacks_weights(replica)
 
     def forget(self, replica: Replica) -> None:
-        """Close the channel to a replica whose engine is another one now; `join` opens it again."""
+        """Close the channel to a replica whose engine was replaced or has failed. ``join`` opens it again."""
         self._joined.discard(id(replica))
         self.encoder.forget(replica)
         if self.group.holds(replica):
             self.group.close()
 
     def free_device(self) -> None:
-        """Give the buckets' memory on the device back, and keep the shared memory."""
+        """Free the buckets' memory on the device, and keep the shared memory."""
         for buffer in self.buffers:
             if buffer is not None:
                 buffer.free_device()
 
     def free(self) -> None:
-        """Give the buckets' memory back; the next sync takes new memory."""
+        """Free all memory of the buckets. The next sync allocates it again."""
         for buffer in self.buffers:
             if buffer is not None:
                 buffer.close()
@@ -94,28 +95,31 @@ class WeightSender:
         *,
         in_flight: bool = False,
     ) -> SyncReport:
-        """Send every tensor to every replica; errors of ``tensors`` are raised, those of replicas are in the report.
+        """Send every tensor to every replica. Errors of ``tensors`` are raised, errors of replicas are in the report.
 
         in_flight: whether requests may be under way on the replicas.
         """
         return _Delivery(self, version, replicas, in_flight).run(tensors)
 
     def join(self, replica: Replica) -> None:
-        """Open a channel that each replica has for itself, once in its life."""
+        """Open the replica's own channel, unless it is open. Not for a broadcast."""
         if id(replica) not in self._joined:
             info = {"channel": self.channel, "deadline_s": self.deadline_s, "holds": self.encoder.holds}
             replica.control("init_weight_transfer", info, self.deadline_s)
             self._joined.add(id(replica))
 
     def rejoin(self, replica: Replica) -> None:
-        """Open a replica's own channel anew, after another sender's; that of a broadcast breaks off by itself."""
+        """Open a replica's own channel again after another sender has used the replica.
+
+        A broadcast needs nothing: its group breaks off by itself.
+        """
         if self.channel != "broadcast":
             self._joined.discard(id(replica))
             self.join(replica)
 
 
 class _Delivery:
-    """Runs one sync; each replica has a thread of its own, so its messages keep their order."""
+    """Runs one sync. Each replica has its own thread, so its messages keep their order."""
 
     def __init__(self, sync: WeightSender, version: int, replicas: Sequence[Replica], in_flight: bool) -> None:
         self.sync, self.version, self.replicas, self.in_flight = sync, version, replicas, in_flight
@@ -126,14 +130,15 @@ class _Delivery:
         self.given_up: list[Future] = []
         self.tally = Tally()
         self.num_bytes = 0
-        self.sent_bytes: Counter[int] = Counter()  # by a replica's id
+        self.sent_bytes: Counter[int] = Counter()  # a replica's id → bytes that it was sent
         self.encoder, self.buffers = sync.encoder, sync.buffers
-        self.end_fields: Mapping[str, object] = {}  # of the message of the sync's end, beside the totals
-        self.broken = ""  # why the group of a broadcast is gone, and with it this sync for all of its engines
-        # a bucket's broadcast has one deadline, and its answer another
+        self.end_fields: Mapping[str, object] = {}  # the encoder's fields of the end message
+        self.broken = ""  # why the broadcast's group is gone, so that the sync fails for all of its engines
+        # A bucket's broadcast and its answer have one deadline each.
         self.bucket_s = sync.deadline_s * (2 if sync.channel == "broadcast" else 1)
 
     def run(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> SyncReport:
+        # Open channels, begin the update everywhere, send the buckets, and end the update.
         started, came_through = time.perf_counter(), False
         self.encoder.open(self.version, self.replicas)
         for replica in self.replicas:
@@ -148,6 +153,7 @@ class _Delivery:
             self._everywhere(self._end)
             came_through = not self.failed
         finally:
+            # Wait for all threads, and free memory.
             for replica in self.replicas:
                 if replica.weight_version == UPDATING:  # ``tensors`` raised
                     self._give_up(replica, "the weight update in flight broke off")
@@ -180,7 +186,7 @@ class _Delivery:
     def _settle(self, replica: Replica, future: Future) -> None:
         try:
             future.result()
-        # ReplicaLost, RequestRefused, EngineError, and the errors of sockets and process groups
+        # These are ReplicaLost, RequestRefused, EngineError, and errors of sockets and process groups.
         except (RuntimeError, OSError) as error:
             self._drop(replica, error)
 
@@ -197,17 +203,17 @@ class _Delivery:
         self.sync.forget(replica)
 
     def _drop_rest(self) -> None:
-        """Drop all engines of a broadcast where one was dropped: what the others wait for in the group never comes."""
+        """Drop all engines of a broadcast if one was dropped: the others would wait in the group in vain."""
         for replica in self.living if self.broken else ():
             self._drop(replica, EngineError(f"this sync's broadcast broke off; {self.broken}"))
 
     def _give_up(self, replica: Replica, cause: str) -> None:
-        """Make a replica give up its requests, in its own thread, after the messages on their way to it."""
+        """Make a replica give up its requests, in its own thread, after the messages that were already sent."""
         replica.weight_version = NO_WEIGHTS
         self.given_up.append(self._submit(replica, replica.give_up, cause))
 
     def _meet(self) -> None:
-        """Open the channel to every replica; one that is gone is dropped before the others meet in a group."""
+        """Open the channel to every replica. For a broadcast, replicas that are gone are dropped first."""
         if self.sync.channel != "broadcast":
             self._everywhere(self.sync.join)
             return
@@ -249,16 +255,15 @@ class _Delivery:
         for name, tensor in tensors:
             self.num_bytes += tensor.numel() * tensor.element_size()
             if not self.living:
-                continue  # the other ranks still gather
+                continue  # other ranks still take part in gathering the tensors
             buffer = self.buffers[turn]
-            # not by the buffer's memory, which a large tensor enlarges: a sync's buckets are those
-            # of the sync before
+            # The limit is not the buffer's size, which a large tensor enlarges. So every sync has the same buckets.
             if buffer is not None and buffer.used and buffer.used + room_of(tensor) > limit:
                 self._flush(buffer)
                 turn = 1 - turn
             try:
                 buffer = self._with_room(turn, tensor)
-            except OSError as error:  # no shared memory; not raised, since the other ranks still gather
+            except OSError as error:  # too little shared memory; not raised, since other ranks still gather
                 for replica in self.living:
                     self._drop(replica, error)
                 continue
@@ -280,7 +285,7 @@ class _Delivery:
         return buffer
 
     def _flush(self, buffer: BucketBuffer) -> None:
-        """Send a buffer's bucket to every replica; the buffer is under way until ``_await``."""
+        """Send a buffer's bucket to every replica. The buffer must not be changed until ``_await``."""
         bucket = self.encoder.encode(buffer, self.living)
         self.tally.add(bucket.checksum, len(buffer.tensors))
         for replica in [x for x in self.living if id(x) not in bucket.parts]:
@@ -293,17 +298,17 @@ class _Delivery:
         if self.sync.channel != "broadcast" or not self.living:
             return
         try:
-            _, packed = bucket.parts[id(self.living[0])]  # those of all
+            _, packed = bucket.parts[id(self.living[0])]  # the same bytes for all
             if len(packed):
                 self.sync.group.broadcast(packed)
         except RuntimeError as error:
             self.broken = f"{error}"
         if self.broken:
-            self.sync.group.close()  # here, since the error above holds the group as long as it lives
+            self.sync.group.close()  # outside the except block, whose error keeps the group alive
             self._await(buffer)
 
     def _await(self, buffer: BucketBuffer | None) -> None:
-        """Wait for every replica's answer to a bucket, whose memory is free again then."""
+        """Wait for every replica's answer to a bucket, and clear the buffer for the next one."""
         if buffer is not None and buffer.under_way:
             for replica, future in buffer.under_way:
                 self._settle(replica, future)
@@ -313,12 +318,14 @@ class _Delivery:
 
     def _end(self, replica: Replica) -> None:
         call, deadline_s = replica.control, self.sync.deadline_s
+        # Send the totals, and ask each worker for a failure before the update is finished.
         wanted = WeightReceipt(version=self.version, checksum=self.tally.value(), num_tensors=self.tally.count)
         end = {"kind": "end", "version": self.version, "checksum": wanted.checksum, "num_tensors": wanted.num_tensors}
         call("update_weights", {**end, **self.end_fields}, deadline_s)
         for worker, receipt in enumerate(call("weights_received", {}, deadline_s)):
             if failure := WeightReceipt(**receipt).failure:
                 raise EngineError(f"worker {worker} of {replica.name}: {failure}")
+        # Finish the update, reset the prefix cache, and compare the receipts.
         call("finish_weight_update", {"weight_version": str(self.version)}, deadline_s)
         for method in self.encoder.finishing:
             call(method, {}, deadline_s)

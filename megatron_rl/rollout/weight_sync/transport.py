@@ -1,7 +1,7 @@
 """Transport of a bucket's bytes from the trainer to an engine: shared memory, a broadcast, or the trainer's GPU memory.
 
-Shared memory is a file that both map, the broadcast has a process group of its own, and the engine
-opens the trainer's GPU memory. Both sides import this, so it needs torch alone.
+Shared memory is a file that both processes map. The broadcast has its own process group. The engine
+can also open the trainer's GPU memory. Both sides import this module, so it needs only torch.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ SEGMENT_PREFIX = "megatron_rl-weights-"
 
 
 def segment_folders() -> tuple[pathlib.Path, ...]:
-    """Return the folders for segments, the preferred one first: /dev/shm if the host has it, then temporary files."""
+    """Return the folders for segments, the preferred first: /dev/shm if it exists, then the temporary folder."""
     shared = pathlib.Path("/dev/shm")
     temporary = pathlib.Path(tempfile.gettempdir())
     return (shared, temporary) if shared.is_dir() else (temporary,)
 
 
 class Segment:
-    """Holds a file that this process maps and the engine, of the same user, opens by its path; ``close`` removes it."""
+    """Holds a file of shared memory. The engine, run by the same user, opens it by its path. ``close`` removes it."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Allocate the file; raise OSError where memory is short, as a later write would end in a bus error."""
+        """Allocate the file. Raises OSError if memory is too small, since a later write would end in a bus error."""
         folder, name = segment_folders()[0], f"{SEGMENT_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         remove_abandoned(folder)
         draft, self.path = folder / f".{name}", folder / name
         self._file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(self._file, fcntl.LOCK_EX)  # before it has its name; ends when it is closed or its owner killed
+        fcntl.flock(self._file, fcntl.LOCK_EX)  # before the rename; ends when the file is closed or the owner killed
         draft.rename(self.path)
         try:
             os.posix_fallocate(self._file, 0, num_bytes)
@@ -63,9 +63,9 @@ class Segment:
 
 
 def remove_abandoned(folder: pathlib.Path) -> None:
-    """Remove segments whose owner was killed: nobody holds their lock any more."""
+    """Remove segments whose owner was killed. They are the segments whose lock is free."""
     for path in folder.glob(f"{SEGMENT_PREFIX}*"):
-        # gone meanwhile, another user's, in use
+        # The file may be gone, belong to another user, or be in use.
         with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError):
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:
@@ -76,11 +76,11 @@ def remove_abandoned(folder: pathlib.Path) -> None:
 
 
 def share_storage(packed: torch.Tensor) -> dict[str, object]:
-    """Return, as JSON, the handles by which another process on this host opens ``packed``'s GPU memory.
+    """Return, as JSON-able values, the handles by which another process on this host opens ``packed``'s GPU memory.
 
-    CUDA's handles are bytes, sent as base64; nothing is pickled. Each call is an export of its own,
-    which that process releases with its tensor (torch/multiprocessing/reductions.py, 2.13). Ran on
-    an H100.
+    CUDA's handles are bytes, sent as base64, and nothing is pickled. Each call exports the memory
+    once more. The other process releases the export with its tensor
+    (torch/multiprocessing/reductions.py, 2.13). It ran on an H100 (docs/support-matrix.md).
     """
     _, handle, num_bytes, offset, counter, counter_offset, event, waits = packed.untyped_storage()._share_cuda_()
     plain = {"num_bytes": num_bytes, "offset": offset, "counter_offset": counter_offset, "waits": waits}
@@ -89,7 +89,7 @@ def share_storage(packed: torch.Tensor) -> dict[str, object]:
 
 
 def open_storage(shared: dict, device_index: int) -> torch.Tensor:
-    """Return the memory as uint8, on this process's GPU ``device_index``. NOT RUN, as ``share_storage``."""
+    """Return the memory of ``share_storage`` as uint8, on this process's GPU ``device_index``."""
     handle, counter, event = (base64.b64decode(shared[name]) for name in ("handle", "counter", "event"))
     storage = torch.UntypedStorage._new_shared_cuda(
         device_index,
@@ -105,21 +105,21 @@ def open_storage(shared: dict, device_index: int) -> torch.Tensor:
 
 
 def view_of(packed: torch.Tensor, dtype: str, shape: Sequence[int], start: int) -> torch.Tensor:
-    """Return the tensor that a bucket holds from byte ``start`` on, without a copy.
+    """Return the tensor that begins at byte ``start`` of a bucket, without a copy.
 
-    dtype: its name in torch, as messages have it.
+    dtype: its name in torch, such as "bfloat16".
     """
     kind, size = getattr(torch, dtype), torch.Size(shape)
     return packed[start : start + size.numel() * kind.itemsize].view(kind).view(size)
 
 
 def is_adapter(name: str) -> bool:
-    """Tell whether a tensor is half of an adapter's pair, by its name (PEFT's), and not a weight of the model."""
+    """Return whether a tensor's name (PEFT's) is half of an adapter's pair. Otherwise it is a weight of the model."""
     return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
 class Tally:
-    """Counts a sync's tensors, and digests the checksums of its buckets, in order, into one text."""
+    """Counts a sync's tensors, and makes one checksum from the checksums of its buckets, in order."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -134,7 +134,7 @@ class Tally:
 
 
 def listen(address: str) -> socket.socket:
-    """Return a listening socket on a free port of this address alone; torch's store would listen on all addresses."""
+    """Return a listening socket on a free port of only this address. torch's store would listen on all addresses."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((address, 0))
@@ -143,7 +143,7 @@ def listen(address: str) -> socket.socket:
 
 
 def open_group(listener: socket.socket, world_size: int, backend: str, timeout: timedelta):
-    """Return the trainer's end of a process group, rank 0, once every worker of the engine has joined."""
+    """Return the trainer's end (rank 0) of a process group, once every worker of the engines has joined."""
     host, port = listener.getsockname()[:2]
     store = dist.TCPStore(
         host,
@@ -161,12 +161,12 @@ def join_group(address: str, port: int, rank: int, world_size: int, backend: str
     """Return an engine worker's end of the process group."""
     store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
     with socket.create_connection((address, port), timeout=timeout.total_seconds()) as probe:
-        own_address = probe.getsockname()[0]  # of the interface that leads to the trainer
+        own_address = probe.getsockname()[0]  # the address of the interface that leads to the trainer
     return _group(store, own_address, rank, world_size, backend, timeout)
 
 
 def _group(store, own_address: str, rank: int, world_size: int, backend: str, timeout: timedelta):
-    """Return a process group apart from torch's global ones, which vLLM and the trainer each have for themselves."""
+    """Return a process group beside torch's global groups, which vLLM and the trainer each use for themselves."""
     store = dist.PrefixStore("megatron_rl/weights", store)
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
@@ -179,14 +179,14 @@ def _group(store, own_address: str, rank: int, world_size: int, backend: str, ti
 
 
 def broadcast(group, packed: torch.Tensor) -> None:
-    """Broadcast rank 0's ``packed`` into that of the other ranks, and wait."""
+    """Broadcast rank 0's ``packed`` into the ``packed`` of the other ranks, and wait."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     group.broadcast([packed], options).wait()
 
 
 def receive(group, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return the bytes that rank 0 broadcasts; it broadcasts nothing where there are none."""
+    """Return the bytes that rank 0 broadcasts. If ``num_bytes`` is 0, there is no broadcast."""
     packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     if num_bytes:
         broadcast(group, packed)
