@@ -188,7 +188,7 @@ class Optimizer:
         """Have torch's AdamW step by its fused kernel; Megatron-Core (0.16.1, 0.19.2) does not ask for it.
 
         The fused kernel reads and writes each state once. The default does so once per operation:
-        on an H100 it took 41.6 ms for 1.5 billion parameters (docs/performance.md).
+        on an H100 it took 41.6 ms for 1.5 billion parameters (docs/evidence/performance.md).
         """
         for part in self._megatron.chained_optimizers:
             for group in [] if part.is_stub_optimizer else part.optimizer.param_groups:

@@ -139,7 +139,7 @@ def _fusions(shape: ModelShape, extra: dict[str, Any], *, half: bool, shares: bo
       beside Transformer Engine's own activation.
     - Weight gradients: model/weight_gradients.py fuses them; Megatron-Core's field needs Apex.
 
-    docs/status.md says why the others are off.
+    docs/evidence/status.md says why the others are off.
     """
     engine, plain = shape.layer_spec == "transformer_engine", not (shape.gelu or shape.swiglu_limit)
     compiles = engine or (half and plain and not compiler_fault())

@@ -24,7 +24,7 @@ from megatron_rl.weights.mapping import EMBEDDING, FINAL_NORM, HEAD
 from megatron_rl.weights.model_shape import ModelShape
 
 RUN_WITH = {"megatron-bridge": "0.6", "megatron-core": "0.19"}  # the tested releases
-INSTALL = "pip install 'megatron_rl[bridge]', in an environment of its own (docs/bridge.md)"
+INSTALL = "pip install 'megatron_rl[bridge]', in an environment of its own (docs/models.md)"
 _FINAL_BIAS = Entry(megatron="decoder.final_layernorm.bias", hf=("model.norm.bias",), layout=Layout.REPLICATED)
 ROTARY = ("default", "linear", "llama3")  # others scale attention too, or depend on the length
 # A provider's fields: the values that the layers here can have, and the feature that another value means.

@@ -28,7 +28,7 @@ UNDERFLOW = -1e4
 # operations, and 4,096 for the Triton kernels, which have one buffer. On one H100, 8,192 tokens
 # forward and backward at H = 1,536 took the kernels 35.8 ms in chunks of 768, 29.1 of 2,048 and 27.2
 # of 4,096. Torch's operations took 74.7 and 66.2 ms in chunks of the first two sizes
-# (docs/performance.md). On the CPU it counts more that the buffers fit in the caches: 512 was
+# (docs/evidence/performance.md). On the CPU it counts more that the buffers fit in the caches: 512 was
 # measured.
 CPU_CHUNK_TOKENS = 512
 MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 512, 4096

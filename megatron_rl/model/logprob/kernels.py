@@ -4,7 +4,7 @@ Torch's operations read and write the chunk about ten times in float32. The stat
 by the online softmax (Milakov and Gimelshein, arXiv:1805.02867, algorithm 3), extended to
 Σ (x−m) e^{x−m}. Tests compare the kernels with torch's operations in Triton's interpreter. It runs
 kernels that were imported under TRITON_INTERPRET=1. On an H100 they ran in Triton 3.6
-(docs/performance.md).
+(docs/evidence/performance.md).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class SyncReport:
     num_bytes: the size of the weights.
     sent_bytes: bytes of weights that one engine was sent; the largest number of all engines.
     changed_share: the changed share of the elements that were compared with the sync before
-        (docs/delta-sync.md). None if none were compared.
+        (docs/vllm.md). None if none were compared.
     failed:    engine → the reason of its failure. Empty if all engines now hold the version.
     lost:      the failed engines that are gone or hang.
     """

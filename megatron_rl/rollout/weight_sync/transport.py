@@ -80,7 +80,7 @@ def share_storage(packed: torch.Tensor) -> dict[str, object]:
 
     CUDA's handles are bytes, sent as base64, and nothing is pickled. Each call exports the memory
     once more. The other process releases the export with its tensor
-    (torch/multiprocessing/reductions.py, 2.13). It ran on an H100 (docs/support-matrix.md).
+    (torch/multiprocessing/reductions.py, 2.13). It ran on an H100 (docs/evidence/support-matrix.md).
     """
     _, handle, num_bytes, offset, counter, counter_offset, event, waits = packed.untyped_storage()._share_cuda_()
     plain = {"num_bytes": num_bytes, "offset": offset, "counter_offset": counter_offset, "waits": waits}
