@@ -73,15 +73,20 @@ def set_exports_aside(root: pathlib.Path | RemotePath, after_step: int) -> None:
     nothing: a warning names what stays there.
     """
     for step in exported_steps(root):
-        if step > after_step and not isinstance(root, pathlib.Path):
-            log.warning(
-                "%s is from after the checkpoint at step %d: it stays until this run exports that step again",
-                root / f"step_{step}",
-                after_step,
-            )
-        elif step > after_step:
-            path = root / f"step_{step}"
-            stale = path.with_name(f"{STALE}{path.name}")
-            shutil.rmtree(stale, ignore_errors=True)
-            path.rename(stale)
-            log.warning("%s is from after the checkpoint at step %d: kept as %s", path, after_step, stale.name)
+        if step > after_step:
+            _set_aside(root, step, after_step)
+
+
+def _set_aside(root: pathlib.Path | RemotePath, step: int, after_step: int) -> None:
+    path = root / f"step_{step}"
+    if not isinstance(path, pathlib.Path):
+        log.warning(
+            "%s is from after the checkpoint at step %d: it stays until this run exports that step again",
+            path,
+            after_step,
+        )
+        return
+    stale = path.with_name(f"{STALE}{path.name}")
+    shutil.rmtree(stale, ignore_errors=True)
+    path.rename(stale)
+    log.warning("%s is from after the checkpoint at step %d: kept as %s", path, after_step, stale.name)
