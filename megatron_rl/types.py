@@ -79,9 +79,9 @@ class Rollout:
     context_ids:    the tokens before the response, if an agent rendered them (docs/agents.md);
                     None: the prompt's tokens.
 
-    Example: stop token 0, a call (8, 9, 0), its result (4, 2), the answer (4, 2, 0):
-    ``response_ids=(8, 9, 0, 4, 2, 4, 2, 0)``, ``loss_mask=(True, True, True, False, False, True,
-    True, True)``, ``logprobs[3:5] == (0.0, 0.0)``.
+    Example: the stop token is 0, and the episode is a call (8, 9, 0), its result (4, 2) and the
+    answer (4, 2, 0). Then ``response_ids=(8, 9, 0, 4, 2, 4, 2, 0)``, ``loss_mask=(True, True, True,
+    False, False, True, True, True)`` and ``logprobs[3:5] == (0.0, 0.0)``.
     """
 
     prompt: Prompt

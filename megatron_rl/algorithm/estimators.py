@@ -4,10 +4,14 @@ The estimator ``gae`` is in algorithm/gae.py. Notation: r_i is the reward of sam
 prompt's group. mean_g and std_g are over the group's included samples, and n_g is their number.
 Standard deviations are unbiased (n − 1), as in TRL and verl.
 
-An advantage is exactly 0.0 in three cases: the reward equals its group's mean in exact arithmetic,
-whatever the mean rounds to (invariants 1 and 7 of algorithm/advantage.py); the group has one
-sample, and so no baseline; the sample is not included. A number that is not finite stays so:
-algorithm/advantage.py raises the error.
+An advantage is exactly 0.0 in three cases:
+
+- the reward equals its group's mean in exact arithmetic, whatever the mean rounds to (invariants 1
+  and 7 of algorithm/advantage.py);
+- the group has one sample, and so no baseline;
+- the sample is not included.
+
+A number that is not finite stays so: algorithm/advantage.py raises the error.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ class LoraConfig:
 
     The equation is eq. 3 of Hu et al. 2021, arXiv:2106.09685. Targets have Megatron-Core's names:
     linear_qkv is q_proj, k_proj and v_proj, linear_proj is o_proj, linear_fc1 is gate_proj and
-    up_proj, linear_fc2 is down_proj. In a mixture of experts the last two are those of dense layers,
-    of shared experts and of every routed expert. There is no dropout: under it, log-probs of engine
-    and trainer would differ.
+    up_proj, linear_fc2 is down_proj. In a mixture of experts the last two are in dense layers, in
+    shared experts and in every routed expert. There is no dropout: under it, log-probs of engine and
+    trainer would differ.
     """
 
     rank: Annotated[int, Range(1, 4096)] | None = None

@@ -24,7 +24,7 @@ class ProducerConfig:
     mode: str = "sync"
     """`sync`: no rollout ahead; `prefetch`: rollouts ahead, during training; `streaming`: ahead, handled in parts."""
     prefetch_rollouts: Annotated[int, Range(0, 1000)] = 1
-    """Rollouts that are generated ahead of the one that is trained."""
+    """Rollouts that are generated ahead of the rollout in training."""
     min_groups: Annotated[int, Range(1, 10**6)] | None = None
     """Groups of a part, which is scored and passed for log-probs by itself; null: the whole rollout is one part."""
     max_staleness_steps: Annotated[int, Range(0)] | None = None

@@ -83,7 +83,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """Chooses what is recorded, and where metrics and completions go beside metrics.jsonl (docs/monitoring.md)."""
+    """Chooses the records of a run, and where metrics and completions go beside metrics.jsonl (docs/monitoring.md)."""
 
     tensorboard: bool = False
     """Whether metrics are also written for TensorBoard, under `tensorboard/` in the run's folder."""

@@ -325,7 +325,7 @@ class PromptDataset:
             if self._limits.is_endless(len(text), limit):
                 self._refuse_long(row, f"{len(text)} characters", f"{limit} tokens", limit_name)
                 del texts[row]
-        # The tokenizer adds no special tokens: the template writes the ones that it needs. A second <bos>
+        # The tokenizer adds no special tokens, since the template writes all that it needs. A second <bos>
         # would be off-distribution, and an <eos> would end the prompt before the answer.
         encoded = self._tokenizer([*texts.values()], add_special_tokens=False).input_ids if texts else []
         for (row, text), token_ids in zip(texts.items(), encoded, strict=True):

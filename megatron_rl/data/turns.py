@@ -168,9 +168,9 @@ class TurnFinder:
         return self._prompts[role]
 
     def _shared(self, text: str, other: str) -> int:
-        """Return the length of the common beginning of two texts, without the part of a word that would be cut.
+        """Return the length of the common beginning of two texts, never ending within a word of ``Words.added``.
 
-        Words are those of ``Words.added``, which are one token each.
+        Such a word is one token, and a token cannot be cut.
         """
         if other.startswith(text):
             return len(text)

@@ -153,7 +153,7 @@ def fault_of_gold(gold: object) -> str | None:
 
 
 def needed_parameters(function: RewardFunction) -> list[str]:
-    """Return the parameters without default that a call must give, without those of every call (LISTS)."""
+    """Return the columns that a call must give: the parameters without default, except the names of LISTS."""
     if isinstance(function, VerlForm):
         return function.needed
     try:

@@ -50,7 +50,7 @@ def critic_config(config: Config) -> Config:
 
 
 def teacher_config(config: Config) -> Config:
-    """Return the Config from which the teacher's model is built: the policy's degrees, but a pipeline layout of its own."""
+    """Return the Config from which the teacher's model is built: the policy's, with balanced pipeline stages."""
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, hf_path=config.teacher.hf_path),
