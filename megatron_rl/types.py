@@ -347,7 +347,7 @@ class StepPlan:
 
     @property
     def ran(self) -> np.ndarray:
-        """Return int64, the members that run with a loss; a filler alone makes its sample none of them."""
+        """Return int64, the members that run with a loss; running as a filler alone does not count."""
         return np.setdiff1d(self.members, self.dropped)
 
     @property

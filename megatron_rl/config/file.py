@@ -72,7 +72,11 @@ def _has_interpolation(value: object) -> bool:
 
 
 def _check_over(below: object, above: object, key: str = "") -> None:
-    """Raise ConfigError if two layers do not fit: a list against keys, or a key of a section set by interpolation."""
+    """Raise ConfigError if two layers do not fit together.
+
+    They do not fit if one has a list and the other keys, or if the lower one sets a whole section
+    by an interpolation and the upper one a key in it.
+    """
     if {type(below), type(above)} == {dict, list}:
         raise ConfigError(f"{key} is {quoted(below)} in one place and {quoted(above)} in another; write it once")
     if isinstance(below, str) and "${" in below and isinstance(above, dict) and above:
@@ -192,9 +196,9 @@ def _keys(tree: Tree, prefix: str = "") -> Iterator[str]:
 
 
 def _with_place(message: str, path: str, lines: Lines, overridden: Collection[str]) -> str:
-    """Return a message with the places of the keys that it names before it: lines of the file, the command line.
+    """Return a message that begins with the places of the keys in it: lines of the file, or the command line.
 
-    If the message is about an unknown key, that key alone counts, not the nearest key that it names.
+    In a message about an unknown key, this key alone counts, not the nearest key.
 
     lines: the line of each dotted key of the file.
     overridden: the dotted keys of the overrides.

@@ -199,7 +199,7 @@ class PromptDataset:
         template a turn is its text and the end-of-sequence token. Messages between two turns are
         then unchanged text without loss.
 
-        A turn is tokenized apart from the text before it, as in sampling, where a prompt's tokens
+        A turn is tokenized apart from the text before it, as in sampling: there a prompt's tokens
         are fixed before the model answers.
 
         Raises ConfigError for a row without a solution that ends in an assistant's message, for a

@@ -112,7 +112,7 @@ class TurnFinder:
             **{**tokenizer.special_tokens_map, **self._beside},
         )
         if len(spans) == self._asked_turns + len(self._own) + 1 and not self._without_words(text[slice(*spans[-1])]):
-            spans = spans[:-1]  # Phi-3's <|endoftext|>, behind the end of the last turn
+            spans = spans[:-1]  # Phi-3's <|endoftext|>, after the end of the last turn
         if len(spans) != self._asked_turns + len(self._own):
             raise ConfigError(
                 f"{self._where}: the chat template's {{% generation %}} marks {len(spans)} texts, and the conversation "
@@ -143,9 +143,9 @@ class TurnFinder:
         return Turns(text=text, spans=(*spans, (first, last)))
 
     def _first(self, text: str) -> int:
-        """Return the place where the first turn begins: after the prompt, in the form that stands before a turn.
+        """Return the place in the text where the first turn begins: after the prompt.
 
-        A template may write less before a finished turn than as a generation prompt.
+        A template may write less of the generation prompt before a finished turn.
         """
         asked = self._messages[: self._own[0]]
         prompt = self._render(asked, prompt=True)

@@ -134,6 +134,7 @@ def plan_rules(
 
     Raises ConfigError if FP8 leaves no such cap.
     """
+    # Pads and the cap.
     chunks = 2 * degrees.context_size if degrees.context_size > 1 else 1
     tensor_ranks = degrees.tensor_size if sequence_parallel else 1
     row_multiple, max_tokens = 1, settings.max_tokens_per_microbatch
@@ -145,6 +146,7 @@ def plan_rules(
                 f"plan.max_tokens_per_microbatch={settings.max_tokens_per_microbatch} is below {row_multiple}, to "
                 "which FP8 pads every micro-batch here; raise it"
             )
+    # The costs that are assumed, and the settings as they are.
     cost = prior(
         sizes.rank_shares(degrees.pipeline_size),
         virtual=degrees.virtual_size,

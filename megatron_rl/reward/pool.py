@@ -1,7 +1,7 @@
 """Persistent reward workers that score whole groups. A sample that hangs or kills its worker costs only itself.
 
-1. Every task has an id of its own, and a killed worker's socket is closed. So a late answer reaches
-   nobody.
+1. Every task has an id of its own, and a killed worker's socket is closed. So a late answer is never
+   used.
 2. A task has one sample's deadline, however many samples it has. A task that fails is scored again
    one sample at a time (reward/task_queue.py). If samples are slow only together, later tasks are
    smaller.

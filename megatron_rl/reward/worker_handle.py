@@ -74,8 +74,8 @@ class WorkerProcess:
                 ),
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
-                # A terminal's Ctrl-C is for the ranks alone, which save first. The worker's children are
-                # killed with its session.
+                # A session of its own: a terminal's Ctrl-C is for the ranks alone, which save first. The
+                # subreaper kills the worker's children.
                 start_new_session=True,
             )
         self.pid = self._process.pid
