@@ -55,7 +55,7 @@ def load_config(
 
 
 def _merged(layers: Sequence[Tree]) -> Tree:
-    """Return the layers merged into one tree, later layers first, with a value for each interpolation."""
+    """Return the layers merged into one tree, with a value for each interpolation; later layers win."""
     if not any(_has_interpolation(layer) for layer in layers):
         return OmegaConf.to_container(OmegaConf.unsafe_merge(*map(OmegaConf.create, layers)))
     from megatron_rl.config.interpolation import Interpolations

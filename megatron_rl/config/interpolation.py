@@ -180,7 +180,7 @@ def _reason(error: Exception) -> str:
 
 
 def _over(below: dict[str, object], above: dict[str, object]) -> dict[str, object]:
-    """Return the two trees merged, with the values of ``above`` first, whatever their types.
+    """Return the two trees merged; a value of ``above`` replaces one of ``below``, whatever their types.
 
     OmegaConf does not merge a list into a mapping.
     """

@@ -34,7 +34,7 @@ class RewardConfig:
     error_warning_share: Annotated[float, Range(0, 1)] = 0.05
     """Share of failed rewards in a rollout from which the log warns; 0: from the first. If all fail, the run ends."""
     num_workers: Annotated[int, Range(0, 1000)] = 0
-    """Processes per rank that call the functions, twice as many if some are slow; 0: the rank's own process calls."""
+    """Processes per rank that call the functions, up to twice as many if some are slow; 0: the rank's own process."""
     deadline_s: Annotated[float, Range(0.1, 10**6)] = 30.0
     """Most seconds of a sample in a worker; then the worker is replaced, and that sample meets `reward.on_error`."""
     worker_environment: tuple[str, ...] = ()

@@ -90,7 +90,7 @@ class MetricsConfig:
     wandb_project: str | None = None
     """Weights & Biases project that metrics, completions and the configuration are sent to; null: none."""
     mlflow_experiment: str | None = None
-    """MLflow experiment, on the server of MLFLOW_TRACKING_URI, that the same is sent to; null: none."""
+    """MLflow experiment, on the server of MLFLOW_TRACKING_URI, that gets the same; null: none."""
     otel: bool = False
     """Whether the first rank sends OpenTelemetry spans of rollouts, their stages and optimizer steps."""
     otel_endpoint: str | None = None
@@ -106,15 +106,15 @@ class MetricsConfig:
     completion_chars: Annotated[int, Range(2, 10**7)] = 2000
     """Most characters of a recorded prompt, response or answer; longer texts lose their middle."""
     completions_every_rollouts: Annotated[int, Range(1)] = 1
-    """Completions are recorded of one in so many rollouts, and of every evaluation."""
+    """Rollouts between recordings of completions; evaluations are always recorded."""
     print_completions_every_rollouts: Annotated[int, Range(0)] = 20
-    """Two recorded completions are logged of one in so many rollouts, and of every evaluation; 0: none."""
+    """Rollouts between logs of two recorded completions; every evaluation logs two; 0: none."""
     progress: bool = True
     """Whether the first rank shows a live progress bar."""
     dense_every_rollouts: Annotated[int, Range(0)] = 20
-    """In one in so many rollouts some dropped samples get log-prob passes, for the metrics alone; 0: never."""
+    """Rollouts between log-prob passes of some dropped samples, for the metrics alone; 0: never."""
     dense_samples: Annotated[int, Range(0, 10**6)] = 4
-    """Dropped samples that get log-prob passes in such a rollout; 0: none."""
+    """Dropped samples in each of those log-prob passes; 0: none."""
     save_rollouts: bool = False
     """Whether rollouts whose completions are recorded are saved whole in `rollouts/`, for `megatron-rl watch`."""
     save_plans: bool = False
