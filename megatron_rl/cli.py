@@ -69,7 +69,6 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
     train: returns True if the run came to its end, False if it was preempted and has saved
         everything.
     arguments: the command line's arguments; None: ``sys.argv``.
-    program: the program whose command line is read.
     """
     # Configuration, imports, then the dry run or the run; every expected error becomes an exit code.
     is_main = os.environ.get("RANK", "0") == "0"

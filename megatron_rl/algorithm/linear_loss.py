@@ -49,7 +49,6 @@ def linearised(
     terms: maps float64 [S] with gradient to [P], the addends of the loss.
     sums: [S], each sample's summed log-probs, or its value, from a forward-only pass.
     sample_ids: S names, for messages alone.
-    way_out: what a message advises.
 
     Raises NonFiniteAdvantage, naming the sample, for a sum or a coefficient that is not finite or
     is beyond float32.

@@ -72,12 +72,9 @@ UNCOUNTED_FIELDS: dict[str, str] = {
 class SignalRule:
     """Holds the rule by which a run drops samples.
 
-    drops: False under ``skip.mode=off``.
-    advantage_epsilon: an advantage of at most this size counts as 0.
     drops_logprob_passes: whether log-prob passes drop samples too. False if log-probs make the
                           advantages (``kl_in_reward``, a teacher), so that passes come first.
     approximated: the settings whose terms dropping leaves out (``skip.mode=approximate``).
-    kl_in_reward: whether a KL is part of the reward.
     """
 
     drops: bool

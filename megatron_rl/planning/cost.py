@@ -158,8 +158,6 @@ def prior(
 
     rank_shares: for each pipeline rank, the cost of its layers in layers of mean cost, and their
         number (ModelShape.rank_shares).
-    virtual: the number of chunks that each stage interleaves.
-    overhead_tokens: the fixed cost of a micro-batch on a mean stage.
     square_share: the cost of a squared token over the cost of a token (ModelShape.square_share).
     head_layers: the LM head's cost in layers, which the last stage carries.
     """

@@ -98,7 +98,7 @@ def stage_layers(parallel: ParallelConfig, costs: Sequence[int], head: int, *, m
 
     costs: the cost of each layer, in any unit.
     head: the cost of the LM head, or of another last layer, in the same unit.
-    model: the model's name, for messages.
+    model: its name, for messages.
 
     Raises ConfigError for a stated layout of another number of layers, and for more stages than
     layers.
@@ -129,7 +129,6 @@ def balanced(costs: Sequence[int], head: int, pipeline: int, virtual: int = 1) -
 
     costs: the cost of each layer, a whole number of at least 1, so that every rank finds the same.
     head: the cost that the last stage has beside its layers.
-    pipeline, virtual: the number of pipeline ranks, and of chunks of each.
 
     Example: 7 equal layers and a head of 1.5 layers on 3 stages: 2, 3, 2 (costs 2, 3, 3.5).
     """

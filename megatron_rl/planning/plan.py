@@ -51,12 +51,10 @@ Cut = list[list[np.ndarray]]
 class PlanRules:
     """Holds the limits and costs that bind a plan.
 
-    data_size: the number of data-parallel ranks.
     cost: the time of a micro-batch on each pipeline stage; it decides balance and the number of
         micro-batches.
     max_tokens: the cap on a micro-batch, pads included.
-    samples_per_microbatch: the fixed number of samples of a micro-batch, in place of the cap; None:
-        the cap.
+    samples_per_microbatch: a fixed number of samples in place of the cap; None: the cap.
     pad_multiple: each sequence is padded to a multiple of it (TP under sequence parallelism).
     row_multiple: a micro-batch is padded to a multiple of it, by its last sequence. It is 1, or a
         divisor of ``max_tokens`` that is a multiple of ``pad_multiple`` (FP8's products take
@@ -189,10 +187,8 @@ def plan_steps(
     """Plan one optimizer step per mini-batch, or under ``merge`` one step over all of them.
 
     purpose: "train" or "logprob", part of the fingerprint.
-    mini_batches: int64 arrays of sample indices.
     tokens: the tokens of each sample; int64 [S], prompt and response, if no prompt is shared.
     signal: bool [S], True for a sample with signal.
-    drops: whether members without signal are dropped.
     sample_ids: S names, for messages alone.
 
     Raises ConfigError for a sample above the cap under ``on_long_sample="fail"``.
@@ -275,8 +271,7 @@ def _assemble(members: np.ndarray, per_rank: Cut, padded: np.ndarray, rules: Pla
     A filler is the shortest sample that runs, without a loss. Without ``repack`` it is the dense
     plan's filler, the shortest member.
 
-    padded: int64 [S], the tokens of each sample, pads included.
-    num_dense: the number of micro-batches of the dense plan, fillers included.
+    num_dense: the dense plan's number of micro-batches, fillers included.
     """
     with_loss = [m for rank in per_rank for m in rank]
     run = np.concatenate(with_loss) if with_loss else np.empty(0, dtype=np.int64)

@@ -41,7 +41,6 @@ class Split:
     left: the number of its samples without a result of their own.
     failure: how the task failed as a whole; None while it is only suspected.
     error: the task's traceback, or a sentence.
-    found_guilty: whether a sample failed alone.
     early: the results of samples that were tried before the task failed.
     is_moot: whether the task has answered after all, so that its samples' results are forgotten.
     """

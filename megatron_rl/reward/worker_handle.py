@@ -43,8 +43,6 @@ class Gone(ConnectionError):
 class WorkerProcess:
     """Runs one worker process and gives it one task at a time.
 
-    functions: the names of the functions that the worker imports.
-    deadline_s: seconds for one task.
     variables: names of environment variables that the worker gets beside the ALLOWED ones.
     completions: ``reward.completions``.
     pid: the worker's process id once the worker is ready, its subreaper's before.
