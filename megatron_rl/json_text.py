@@ -1,7 +1,7 @@
-"""Reads JSON that others wrote: every fault ends in one sentence with the file and the field, in bounded memory.
+"""A reader of JSON that others wrote: every fault gives one sentence with file and field, in bounded memory.
 
-Refused: text that is not UTF-8 or not JSON, NaN and infinity (``1e999`` too), numbers of more than
-MOST_DIGITS digits, a key that an object has twice, halves of surrogate pairs, and more than
+Refused are: text that is not UTF-8 or not JSON, NaN and infinity (``1e999`` too), numbers of more
+than MOST_DIGITS digits, a key that an object has twice, halves of surrogate pairs, and more than
 MOST_LEVELS levels of brackets.
 """
 
@@ -32,10 +32,11 @@ _KINDS = {dict: "an object", list: "a list", str: "a text", int: "an integer", f
 def parse_json(text: str | bytes, where: str, *, error: type[Exception] = ConfigError) -> object:
     """Return the value of a JSON text; bytes are UTF-8, with or without a byte order mark.
 
-    where: the file, and the line if the text is one line of it; every message begins with it.
+    where: the file, with the line if the text is one line of it; every message begins with it.
     error: the class to raise for a text that is refused (see the module).
     """
 
+    # Hooks that refuse within json, then checks of the whole value.
     def refuse(reason: str) -> None:
         raise _Refused(reason)
 
@@ -76,7 +77,7 @@ def parse_json(text: str | bytes, where: str, *, error: type[Exception] = Config
 
 
 def first_double(names: Iterable[str]) -> str | None:
-    """Return the first name that stands there a second time, None if each stands once."""
+    """Return the first name that repeats an earlier one; None if all names differ."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -86,7 +87,7 @@ def first_double(names: Iterable[str]) -> str | None:
 
 
 class _Refused(Exception):
-    """Carries the reason out of json's hooks."""
+    """Carries the reason of a refusal out of json's hooks."""
 
 
 def _number(digits: str, kind: type, refuse: Callable[[str], None]) -> int | float:
@@ -108,7 +109,7 @@ def levels(value: object) -> int:
 
 
 def walk(value: object) -> Iterator[tuple[str, object]]:
-    """Yield (place, part) of a value, of every part of it and of every key, without recursion.
+    """Yield (place, part) for a value, for every part of it and for every key, without recursion.
 
     Example: {"a": [1]} gives ("", {...}), ("a", "a"), ("a", [1]) and ("a[0]", 1), in some order.
     """
@@ -141,8 +142,8 @@ def _without_waiting(name: str, flags: int) -> int:
 
 
 def open_regular(path: str | pathlib.Path) -> BinaryIO:
-    """Open a regular file to read. Raises OSError for anything else; a pipe is not waited for."""
-    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 (the caller's)
+    """Open a regular file for reading. Raises OSError for anything else; a pipe is refused without waiting for it."""
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 (the caller closes it)
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
@@ -150,12 +151,13 @@ def open_regular(path: str | pathlib.Path) -> BinaryIO:
 
 
 def read_bytes(path: str | pathlib.Path | RemotePath, wanted: str, *, most_bytes: int, error: type[Exception]) -> bytes:
-    """Return the bytes of a regular file, or of a store's object.
+    """Return the bytes of a regular file, or of an object in a store.
 
     wanted: the kind of file, for messages.
     most_bytes: the size of the largest file that is read.
-    Raises ``error`` for a file that is missing, larger, or no regular one (a pipe is not waited
-    for), StoreError where a store does not answer.
+
+    Raises ``error`` for a file that is missing, larger, or not regular; a pipe is refused without
+    waiting for it. Raises StoreError if a store does not answer.
     """
     if not isinstance(path, str | pathlib.Path):
         return _read_object_bytes(path, most_bytes, error)
@@ -189,7 +191,7 @@ def _read_object_bytes(path: RemotePath, most_bytes: int, error: type[Exception]
 def read_object(
     path: str | pathlib.Path | RemotePath, *, most_bytes: int = MOST_BYTES, error: type[Exception] = ConfigError
 ) -> dict[str, object]:
-    """Return the object of a JSON file, or raise ``error`` as ``read_json`` does and for any other value."""
+    """Return the object of a JSON file. Raises ``error`` as ``read_json`` does, and for a value that is no object."""
     value = read_json(path, most_bytes=most_bytes, error=error)
     return check(value, str(path), dict, error=error)
 
@@ -203,12 +205,12 @@ def check(
     most: float | None = None,
     error: type[Exception] = ConfigError,
 ):
-    """Return ``value``, or raise ``error`` where it is of another kind or outside ``least`` to ``most``.
+    """Return ``value``. Raises ``error`` if it is of another kind, or is outside ``least`` to ``most``.
 
     where: the file and the field, for the message.
-    kind: dict, list, str, bool, int or float; float takes an integer too, and neither takes true or
-        false.
-    least, most: the bounds of a number, both allowed; None for no bound.
+    kind: dict, list, str, bool, int or float. float accepts an integer too; true and false are
+        neither int nor float.
+    least, most: the bounds of a number, both allowed; None: no bound.
     """
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or (kind in (int, float) and isinstance(value, bool)):
@@ -229,9 +231,9 @@ def field(
     most: float | None = None,
     error: type[Exception] = ConfigError,
 ):
-    """Return the field ``name`` of an object that was read from the file ``where``, checked as ``check`` does.
+    """Return the field ``name`` of an object, checked as by ``check``. Raises ``error`` if the object lacks it.
 
-    Raises ``error`` where the object lacks it.
+    where: the file of the object, for messages.
     """
     if name not in values:
         raise error(f"{where} lacks the field {name}")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def train(config: Config) -> bool:
-    """Run the supervised start, if one is configured, and then RL; or continue a run from its newest checkpoint.
+    """Run the supervised start, if one is configured, and then RL, or continue a run from its newest checkpoint.
 
     Returns True if the run reached its end, False if it was preempted and has saved everything.
     Raises ConfigError before any weight is read.
@@ -45,7 +45,7 @@ def train(config: Config) -> bool:
 def train_on_rollout(run: Run, index: int) -> None:
     """Train on one rollout: take its scored groups, find advantages and signal, and take its optimizer steps."""
     taken = run.take(index)  # scored groups, on every rank
-    passes = run.passes.before_advantages(taken, index)  # those that advantages are made of
+    passes = run.passes.before_advantages(taken, index)  # log-probs or values that the advantages need
     result = run.advantages(taken.scored, passes)
     run.records.rollout(index, taken, result)
     update = run.planner.prepare(taken, passes, result, index)  # signal, other passes, importance weights, plan

@@ -19,8 +19,8 @@ class StepKind(Enum):
     """Names the three kinds of optimizer steps.
 
     REAL:  forward, backward, reduction and optimizer.
-    GHOST: no sample has signal; the optimizer steps without a gradient (or not at all, under ``skip.ghost=freeze``).
-    HELD:  the policy does not change while a critic warms up; the step is counted and nothing moves.
+    GHOST: no sample has signal; the optimizer steps on a zero gradient (under ``skip.ghost=freeze`` not at all).
+    HELD:  a critic warms up; the step is counted, and nothing of the policy moves.
     """
 
     REAL = "REAL"
@@ -32,13 +32,13 @@ class StepKind(Enum):
 class Prompt:
     """Holds one row of the dataset, tokenized.
 
-    prompt_id: identity across the run, ``"<row>@<epoch>"``; seeds derive from it, so it never
+    prompt_id: the identity across the run, ``"<row>@<epoch>"``. Seeds derive from it, so it never
         contains a rank.
     token_ids: the prompt's tokens, as the model reads them.
     columns:   every column of the dataset's row; reward functions receive them all.
-    attempt:   how often it was answered before; part of the seeds, so that the same weights answer
-               it anew.
-    messages:  the chat messages that the text was rendered from; None: it is a text of its own.
+    attempt:   how often the prompt was answered before; part of the seeds, so that the same weights
+               give new answers.
+    messages:  the chat messages that the text was rendered from; None if the row holds plain text.
 
     Example: ``Prompt(prompt_id="17@0", text="3+4=", token_ids=(5, 13, 6, 14), columns={"prompt":
     "3+4=", "answer": "7"})``
@@ -53,7 +53,7 @@ class Prompt:
 
     @property
     def name(self) -> str:
-        """Return a name unique over the run: the id, and the attempt where it was asked before, as in ``17@0.2``."""
+        """Return a name unique over the run: the id, and the attempt if it is not the first, as in ``17@0.2``."""
         return f"{self.prompt_id}.{self.attempt}" if self.attempt else self.prompt_id
 
 
@@ -61,26 +61,27 @@ class Prompt:
 class Rollout:
     """Holds one completion of one prompt, or one episode: the policy's turns and the environment's messages.
 
-    response_ids:   [T] the tokens, a turn's stop token included where one was produced.
+    response_ids:   [T] the tokens, with the stop token of each turn that ended by one.
     logprobs:       [T] float32, log-probs under the engine's policy at the sampling temperature;
-                    0.0 where not sampled.
+                    0.0 at tokens that the policy did not sample.
     text:           the whole response as text, without special tokens.
     finish_reason:  "stop" (a stop token or the episode's own end) or "length"
                     (``rollout.max_response_tokens``).
-    weight_versions: (version, tokens) in order, of the trainer's weights; an environment's count to
-        the turn before.
-    loss_mask:      [T] True where a token carries loss: the policy's own, never the environment's;
-                    None: all do.
-    environment_reward: the sum of its environment's rewards; None where it failed or there is none.
-    excluded:       its environment's error (``environment.on_error=drop``), which takes it out of
-                    its group, or None.
+    weight_versions: pairs (version of the trainer's weights, number of tokens), in order. An
+        environment's tokens count with the turn before them.
+    loss_mask:      [T] True where a token carries loss: the policy's own tokens, never the
+                    environment's. None: all tokens do.
+    environment_reward: the sum of the environment's rewards; None without an environment, or if it
+                    failed.
+    excluded:       the environment's error (``environment.on_error=drop``), which takes the
+                    completion out of its group; None without an error.
     routed_experts: None, or [prompt + T, layers, top_k] int16, as in Sample.
-    context_ids:    the tokens before the response where an agent rendered its own (docs/agents.md);
-                    None: the prompt's.
+    context_ids:    the tokens before the response, if an agent rendered them (docs/agents.md);
+                    None: the prompt's tokens.
 
-    Example: with stop token 0, a call (8, 9, 0), its result (4, 2) and the answer (4, 2, 0):
-    ``response_ids=(8, 9, 0, 4, 2, 4, 2, 0)``, ``loss_mask=(True, True, True, False, False, True,
-    True, True)``, ``logprobs[3:5] == (0.0, 0.0)``.
+    Example: the stop token is 0, and the episode is a call (8, 9, 0), its result (4, 2) and the
+    answer (4, 2, 0). Then ``response_ids=(8, 9, 0, 4, 2, 4, 2, 0)``, ``loss_mask=(True, True, True,
+    False, False, True, True, True)`` and ``logprobs[3:5] == (0.0, 0.0)``.
     """
 
     prompt: Prompt
@@ -98,18 +99,21 @@ class Rollout:
 
     @property
     def num_sampled(self) -> int:
-        """Return the number of tokens that the policy sampled; the others are the environment's."""
+        """Return the number of tokens that the policy sampled; the environment wrote the others."""
         return len(self.response_ids) if self.loss_mask is None else sum(self.loss_mask)
 
     @property
     def num_turns(self) -> int:
-        """Return the number of runs of the policy's tokens: two turns around an empty observation count as one."""
+        """Return the number of unbroken runs of the policy's tokens.
+
+        Two turns around an empty observation count as one.
+        """
         mask = (True,) if self.loss_mask is None else self.loss_mask
         return sum(own and not before for before, own in zip((False, *mask), mask, strict=False))
 
     @property
     def weight_version(self) -> int:
-        """Return the version of the oldest weights that any of its tokens comes from."""
+        """Return the version of the oldest weights that sampled any of the tokens."""
         return min(version for version, _ in self.weight_versions)
 
     @property
@@ -123,8 +127,9 @@ class Score:
 
     total:       the weighted sum over the functions that applied; None if none did, or under
                  ``reward.on_error=drop``.
-    by_function: one value per configured function, None where it did not apply.
-    error:       the last line of a function's error, if one failed on the sample; None: none did.
+    by_function: one value per configured function; None for a function that did not apply.
+    error:       the last line of the error of a function that failed on the sample; None if none
+                 failed.
     """
 
     total: float | None
@@ -140,9 +145,9 @@ class Sample:
     loss_mask:     [response] bool, True where a response token carries loss.
     logprobs:      [response] float32, the engine's log-probs (zeros for supervised rows).
     routed_experts: None, or [prompt + response, layers, top_k] int16: the experts of each token in
-                   each layer, for ``rollout.routing_replay``; −1 where they are not known (the last
-                   token is never fed to the engine).
-    weight_version: the oldest weights that any of its tokens comes from.
+                   each layer, for ``rollout.routing_replay``. An unknown expert is −1: the last
+                   token is never fed to the engine.
+    weight_version: the version of the oldest weights that sampled any of the tokens.
 
     Example: 3 tokens, one layer, 2 of 4 experts each: ``routed_experts=[[[0, 3]], [[2, 1]], [[-1,
     -1]]]``.
@@ -159,25 +164,25 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchFacts:
-    """Holds the facts that every rank knows of every sample of a batch: a struct of arrays, all [S].
+    """Holds the facts of a batch's samples, the same on every rank: a struct of arrays, all [S].
 
     sample_ids:      identities, for messages and metrics.
     groups:          int64, index of the prompt whose group the sample belongs to.
-    prompt_tokens, response_tokens: int64, the latter masked or not.
+    prompt_tokens, response_tokens: int64; response tokens count whether masked or not.
     loss_tokens:     int64, response tokens that carry loss (mask 1); 0 takes the sample out of
                      every denominator.
-    owners, owner_rows: int64, global rank that holds the sample's row, and its position in that
-        rank's local list.
+    owners, owner_rows: int64, the global rank that holds the sample's row, and the row's position
+        in the rank's local list.
     places:          int64, each sample's place in the batch, ascending; None in batches that were
                      not gathered.
-    weight_versions: int64, the oldest weights that any of the sample's tokens comes from; None with
-        ``places``.
+    weight_versions: int64, the version of the oldest weights that sampled any of the tokens; None
+        if ``places`` is.
     routed_shapes:   int64 [S, 2], (layers, top_k) of the row's ``routed_experts``, or (0, 0); None
                      if no row has any.
-    prompt_keys:     int64, equal where samples have the same prompt, token for token; None where
-                     that is not known.
-    response_inputs: int64, response tokens that run: those before the last loss token (or 0); None:
-        all of them.
+    prompt_keys:     int64, equal for samples whose prompts are equal, token for token; None if not
+                     known.
+    response_inputs: int64, response tokens that run: the tokens before the last loss token (0
+        without one). None: all of them.
 
     Example: two groups of two samples on two ranks: ``groups=[0,0,1,1], owners=[0,0,1,1],
     owner_rows=[0,1,0,1]``.
@@ -213,18 +218,18 @@ class BatchFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Advantages:
-    """Holds the advantages of a batch, per sample and, where they differ within a sample (``gae``), per token.
+    """Holds the advantages of a batch, per sample and, if they differ within a sample (``gae``), per token.
 
-    of_sample: float64 [S], of each of a sample's loss tokens; their mean where they differ.
-    of_token: float64 [T], flat over response tokens and 0 at tokens without loss; None where no
-        sample's differ.
+    of_sample: float64 [S], the advantage of a sample's loss tokens; their mean if they differ.
+    of_token: float64 [T], flat over response tokens and 0 at tokens without loss; None if each
+        sample's tokens have one advantage.
     """
 
     of_sample: np.ndarray
     of_token: np.ndarray | None = None
 
     def largest(self, response_tokens: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-        """Return [S] the largest |weight · A| of each sample: 0 where none of its tokens trains.
+        """Return [S] the largest |weight · A| of each sample; 0 for a sample without a token that trains.
 
         response_tokens: int64 [S], the number of response tokens of each sample.
         weights: [T] flat, ≥ 0; None: 1.
@@ -242,13 +247,13 @@ class LossInputs:
     """Holds the float32 inputs of the policy's loss: per sample [S], or flat [T] as in BatchFacts.response_offsets.
 
     advantages: [S], weight · advantage of each sample.
-    weights: [S], the reduction's.
+    weights: [S], the reduction's weights (semantics §1).
     old_logprobs, reference_logprobs: [T], or None.
     importance_weights: [T], factors of the tokens' advantages (algorithm/importance.py); None: 1.
-    token_advantages: [T], weight · advantage of each token in place of its sample's (``gae``), or
-        None.
-    kl_coefficient: of the KL to the reference in the loss; None: ``loss.kl_coefficient``; 0 only
-        measures the KL.
+    token_advantages: [T], weight · advantage of each token, read in place of ``advantages``
+        (``gae``); None: ``advantages`` are read.
+    kl_coefficient: β of the KL to the reference in the loss; 0 only measures the KL. None:
+        ``loss.kl_coefficient``.
     measured: bool [S], the samples whose tokens the step's metrics count; None: all that run.
     """
 
@@ -279,7 +284,7 @@ class LossInputs:
 class ValueInputs:
     """Holds the float32 inputs of the critic's loss.
 
-    weights: [S], the reduction's.
+    weights: [S], the reduction's weights (semantics §1).
     returns, old_values: [T], flat over response tokens.
     """
 
@@ -297,8 +302,8 @@ class MicroBatch:
     """Holds samples that go through the model in one forward, packed one after the other (THD).
 
     samples: int64 [K], indices into the batch's facts.
-    filler:  True where it only keeps ranks in step: one sample of the mini-batch, every loss weight
-             0.
+    filler:  True if the micro-batch only keeps ranks in step: it holds one sample of the mini-batch
+             with every loss weight 0.
     """
 
     samples: np.ndarray
@@ -310,17 +315,17 @@ class StepPlan:
     """Describes one optimizer step: the samples of each data-parallel rank, in micro-batches (CSR layout).
 
     members:             int64 [B], the mini-batch before the drop; every denominator is counted
-                         over these.
+                         over the members.
     dropped:             int64, the members without signal, never forwarded.
     order:               int64 [K], the samples that run, rank by rank and micro-batch by
                          micro-batch.
     microbatch_offsets:  int64 [M + 1] into ``order``.
     rank_offsets:        int64 [D + 1] into ``microbatch_offsets``: rank d runs
                          rank_offsets[d]:rank_offsets[d+1].
-    filler_microbatches: bool [M], True where one only keeps its rank in step; its sample may be
-        dropped, or run too.
-    microbatches_dropped: the dense plan's number of micro-batches less this plan's, fillers counted
-        in both.
+    filler_microbatches: bool [M], True for a filler, which only keeps its rank in step. Its sample
+        may be dropped, or run elsewhere too.
+    microbatches_dropped: the number of micro-batches of the dense plan less the number of this
+        plan, fillers counted in both.
 
     Example: two ranks, rank 0 runs [3, 1] and [4], rank 1 is silent:
     ``order=[3,1,4], microbatch_offsets=[0,2,3], rank_offsets=[0,2,2]``.
@@ -342,12 +347,12 @@ class StepPlan:
 
     @property
     def ran(self) -> np.ndarray:
-        """Return int64, the members that run; a filler's sample is none of them by that alone."""
+        """Return int64, the members that run with a loss; running as a filler alone does not count."""
         return np.setdiff1d(self.members, self.dropped)
 
     @property
     def silent_ranks(self) -> int:
-        """Count the data-parallel ranks without a micro-batch in a REAL step; a rank with fillers is not silent."""
+        """Count the data-parallel ranks without a micro-batch in a REAL step; a filler is a micro-batch too."""
         return int((self.num_microbatches == 0).sum()) if self.kind is StepKind.REAL else 0
 
     @property
@@ -361,7 +366,7 @@ class StepPlan:
             yield MicroBatch(samples=self.order[start:stop], filler=bool(self.filler_microbatches[m]))
 
     def rank_samples(self, data_parallel_rank: int) -> np.ndarray:
-        """Return int64: every sample that a data-parallel rank runs, in order."""
+        """Return int64: every sample that a data-parallel rank runs, in order, fillers' samples included."""
         first, last = self.rank_offsets[data_parallel_rank : data_parallel_rank + 2]
         return self.order[self.microbatch_offsets[first] : self.microbatch_offsets[last]]
 
@@ -371,7 +376,10 @@ _PLAN_ARRAYS = ("members", "dropped", "order", "microbatch_offsets", "rank_offse
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchPlan:
-    """Holds the mini-batches of one batch, in order, with JSON in and out and a fingerprint that ranks compare."""
+    """Holds the steps of one batch, in order, with JSON in and out and a fingerprint that ranks compare.
+
+    purpose: "train" or "logprob", part of the fingerprint.
+    """
 
     purpose: str
     mini_batches: tuple[StepPlan, ...]
@@ -404,7 +412,10 @@ class BatchPlan:
         return replace(self, mini_batches=tuple(replace(step, kind=StepKind.HELD) for step in self.mini_batches))
 
     def fingerprints(self) -> tuple[bytes, ...]:
-        """Return one 32-byte digest per mini-batch, over its kind and its cut; equal plans have equal fingerprints."""
+        """Return one 32-byte digest per mini-batch; equal plans have equal digests.
+
+        A digest is over the purpose, the step's kind and its arrays.
+        """
         digests = []
         for mini_batch in self.mini_batches:
             digest = hashlib.sha256(f"{self.purpose}/{mini_batch.kind.value}".encode())
@@ -418,8 +429,8 @@ class BatchPlan:
 class StepResult:
     """Holds the results of one optimizer step: sums over all ranks, undivided.
 
-    sums: named sums and counts (``loss``, ``tokens``, ``entropy``, ``clipped`` ...), divided by
-          observability/metrics.py.
+    sums: named sums and counts (``loss``, ``tokens``, ``entropy``, ``clipped`` ...);
+          observability/metrics.py divides them.
     """
 
     kind: StepKind

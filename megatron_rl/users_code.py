@@ -1,6 +1,6 @@
-"""A user's code: objects that the configuration names, and calls in which an end of the process is an error.
+"""A user's code: objects that the configuration names, and calls in which ending the process is an error.
 
-A name is a built-in's, ``module:attribute``, or ``path/to/file.py:attribute``.
+A name is the name of a built-in, ``module:attribute`` or ``path/to/file.py:attribute``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from types import ModuleType
 
 from megatron_rl.errors import ConfigError, quoted
 
-LARGEST_REWARD = float.fromhex("0x1.fffffep+127")  # of float32, in which the loss reads advantages
+LARGEST_REWARD = float.fromhex("0x1.fffffep+127")  # the largest float32: the loss reads advantages in float32
 _INSTALLING = threading.Lock()
 _num_inside = 0
 _real_exit: Callable[[int], None] = os._exit
 
 
 class _Here(threading.local):
-    """Holds, for each thread, the id of the process whose end it may not cause; None outside every body."""
+    """Holds, for each thread, the id of the process that the thread may not end; None outside ``exit_is_an_error``."""
 
     process: int | None = None
 
@@ -38,10 +38,10 @@ _HERE = _Here()
 
 @contextlib.contextmanager
 def exit_is_an_error() -> Iterator[None]:
-    """Turn ``os._exit`` in the body into SystemExit, as ``sys.exit`` raises it; the caller takes both for a failure.
+    """Make ``os._exit`` in the block raise SystemExit, as ``sys.exit`` does; the caller treats both as a failure.
 
-    ``os._exit`` would end the run with the exit code of the function's choice, 0 among them. It still ends a process
-    that the body forked, and works in all other threads, so that the watchdog can end this process.
+    Otherwise a user's function could end the run with any exit code, even 0. ``os._exit`` still ends a process that
+    the block forked. It also works in all other threads, so that the watchdog can end this process.
     """
     global _num_inside, _real_exit
     outer, _HERE.process = _HERE.process, os.getpid()
@@ -66,21 +66,24 @@ def _refuse(code: int) -> None:
 
 
 def is_own(name: str) -> bool:
-    """Tell whether a name is written as a user's own part, with a colon in it, rather than as a built-in's."""
+    """Return whether a name is of a user's own part, with a colon in it, not of a built-in."""
     return ":" in name
 
 
 def resolve(name: str, built_in: Mapping[str, str], *, what: str, form: str, also: Collection[str] = ()) -> object:
-    """Return the object behind a name of ``built_in``, or behind ``module:attribute`` or ``file.py:attribute`` itself.
+    """Return the object of a name: of a built-in, or of a user's own ``module:attribute`` or ``file.py:attribute``.
 
-    name: a built-in's name, ``module:attribute``, or a Python file's path (from the working
-        directory) in the module's place, as in ``./rewards.py:score``.
-    built_in: ``module:attribute`` by name.
+    name: a key of ``built_in``, ``module:attribute``, or a Python file in the module's place, as in
+        ``./rewards.py:score``. A file's path counts from the working directory.
+    built_in: the ``module:attribute`` of each built-in name.
     what: the setting and its value, for messages.
-    form: how a user writes one of their own, for messages.
-    also: further names that are known and mean something else.
-    Raises ConfigError with the nearest way out; an error of the module's own import is named in it.
+    form: the form of a user's own name, for messages.
+    also: further valid names, which the caller handles, for messages.
+
+    Raises ConfigError with the nearest way out. If the module's import fails, the message holds its
+    error.
     """
+    # The name.
     module_name, separator, attribute = built_in.get(name, name).rpartition(":")
     if not (separator and module_name and attribute):
         known = [*built_in, *also]
@@ -88,6 +91,7 @@ def resolve(name: str, built_in: Mapping[str, str], *, what: str, form: str, als
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""
         listed = f"the built-ins are {', '.join(known)}; " if known else ""
         raise ConfigError(f"{what} is not known; {hint}{listed}your own is written {form}")
+    # Its module or file.
     is_file = module_name.endswith(".py") or "/" in module_name
     try:
         with exit_is_an_error():
@@ -99,6 +103,7 @@ def resolve(name: str, built_in: Mapping[str, str], *, what: str, form: str, als
         raise ConfigError(
             f"{what}: importing {quoted(module_name, 300)} failed with {type(error).__name__}: {error!s:.500}; {mend}"
         ) from error
+    # The attribute in it.
     try:
         return operator.attrgetter(attribute)(module)
     except AttributeError:
@@ -109,7 +114,7 @@ def resolve(name: str, built_in: Mapping[str, str], *, what: str, form: str, als
 
 
 def _module_of_file(path: str, what: str) -> ModuleType:
-    """Return the module of a Python file, which is run once per process."""
+    """Return a Python file as a module; the file is run once per process."""
     file = pathlib.Path(path).expanduser().resolve()
     if not file.is_file() or file.suffix != ".py":
         fault = "is not a Python file" if file.exists() else "does not exist"
@@ -117,13 +122,13 @@ def _module_of_file(path: str, what: str) -> ModuleType:
             f"{what}: {quoted(str(file), 300)} {fault}; write the path of a .py file from the working "
             "directory, or a module's name with dots in place of slashes"
         )
-    # A digest in the name: two files of one stem, or one that is called like a package, do not meet in sys.modules.
+    # The name holds a digest, so that files of equal stems, or named like a package, do not collide in sys.modules.
     name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses look their module up
+    sys.modules[name] = module  # before the file runs, since dataclasses look up their module
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -133,7 +138,7 @@ def _module_of_file(path: str, what: str) -> ModuleType:
 
 
 def is_reward(value: object) -> bool:
-    """Tell whether a value is a number that float32 holds: not NaN, not infinite, and at most 3.4e38 either way."""
-    import numpy as np  # which a program that reads the configuration alone does without
+    """Return whether a value is a number that float32 holds: neither NaN nor infinite, and at most 3.4e38 in size."""
+    import numpy as np  # here, since a program that only reads the configuration does not need it
 
     return isinstance(value, (numbers.Real, np.bool_)) and bool(abs(value) <= LARGEST_REWARD)

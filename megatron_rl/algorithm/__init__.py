@@ -1,4 +1,4 @@
-"""Advantages, signal, importance weights and the loss terms. A loss term takes sums, returns sums and divides nothing.
+"""Advantages, signal, importance weights and loss terms. Loss terms are sums over tokens and divide nothing.
 
 Every normalisation is part of the reduction's weights (semantics §1).
 """

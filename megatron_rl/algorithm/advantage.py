@@ -6,15 +6,15 @@ Invariants (``assert_invariants`` in tests/unit/algorithm/test_advantage.py):
    advantages of exactly 0.0, except under ``center_and_scale``.
 2. A sample that is not included has advantage 0.0 and changes no other sample's advantage.
 3. Adding a constant to every reward of a group changes no advantage beyond rounding.
-4. Advantages are finite in float32; a reward, a sum or an advantage that is not is an error that
-   names the sample.
-5. ``may_have_advantage`` of any cut of the batch into whole groups holds wherever the batch's
-   advantages are not 0.
-6. ``reduction_weights`` are ≥ 0, 0 exactly where a sample has no loss token, and depend on the
-   members alone, not on how they are cut into micro-batches or spread over ranks.
-7. A sample whose reward is its group's mean in exact arithmetic (``gdpo``: the weighted sum of
-   whose standardised rewards is 0 in it) has an advantage of exactly 0.0, except under
-   ``center_and_scale``.
+4. Advantages are finite in float32. A reward, a sum or an advantage that is not finite is an error
+   that names the sample.
+5. ``may_have_advantage``, asked of any whole groups of a batch, is True for every sample whose
+   advantage in the batch is not 0.
+6. ``reduction_weights`` are ≥ 0, and 0 exactly for samples without a loss token. They depend on the
+   members alone, not on the cut into micro-batches or the spread over ranks.
+7. A sample has an advantage of exactly 0.0 if its reward equals its group's mean in exact
+   arithmetic, except under ``center_and_scale``. Under ``gdpo`` the condition is that its weighted
+   sum of standardised rewards is 0 in exact arithmetic.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron_rl.config import LossConfig
 from megatron_rl.types import Advantages, BatchFacts, LossInputs, StepPlan
 from megatron_rl.users_code import is_own
 
-BY_A_MODEL = ("gae", "distillation")  # estimators that measure each sample against another model, and not its group
+BY_A_MODEL = ("gae", "distillation")  # these estimators compare a sample with another model, not with its group
 
 _REWARD = (
     "mend the reward function, or look at the settings that make its total: reward.weights, reward.overlong_penalty, a "
@@ -57,14 +57,15 @@ def advantages(
     arguments: Mapping[str, object] | None = None,
     moves_equal_rewards: bool = False,
 ) -> np.ndarray:
-    """Return [S] float64 advantages by the estimator (semantics §6); 0 for a sample that is taken out.
+    """Return [S] float64 advantages by the estimator (semantics §6); 0 for a sample that is not included.
 
-    estimator: a function of algorithm/estimators.py, or ``module:function``
-        (algorithm/own_estimator.py), which alone reads ``arguments`` and ``moves_equal_rewards``.
+    estimator: the name of a function of algorithm/estimators.py, or the user's own
+        ``module:function`` (algorithm/own_estimator.py).
+    arguments, moves_equal_rewards: for an estimator of the user's own alone.
 
-    Raises NonFiniteAdvantage for a reward or an advantage that is not finite or beyond float32,
-    naming the sample, ConfigError for an ``epsilon`` that is not a finite number, and ValueError
-    for an unknown estimator.
+    Raises NonFiniteAdvantage, naming the sample, for a reward or an advantage that is not finite or
+    is beyond float32. Raises ConfigError for an ``epsilon`` that is not a finite number, and
+    ValueError for an unknown estimator.
     """
     require_epsilon("advantage.epsilon", epsilon)
     require_finite(rewards.totals, "the reward", rewards.sample_ids, _REWARD, included=rewards.included)
@@ -130,17 +131,21 @@ def may_have_advantage(
 ) -> np.ndarray:
     """Return [S] bool: whether a sample's advantage can be other than 0, whatever batch its group is in.
 
-    An estimator divides by statistics of the batch and uses them in no other way, so a part of a
-    batch decides this like the whole. Three exceptions: ``center_and_scale`` moves every sample,
-    ``gae`` (algorithm/gae.py) measures each against a critic, and ``distillation`` against a
-    teacher. An estimator of the user's own may move every sample of a group of unequal rewards, and
-    under ``moves_equal_rewards`` every sample.
+    Estimators use statistics of the batch as divisors alone. So a part of a batch gives the same
+    answer as the whole. The exceptions, for which every included sample is True:
+
+    - ``center_and_scale`` moves every sample;
+    - ``gae`` (algorithm/gae.py) compares each sample with a critic;
+    - ``distillation`` compares each sample with a teacher.
+
+    An estimator of the user's own may move every sample of a group of unequal rewards. Under
+    ``moves_equal_rewards`` it may move every sample.
     """
     if is_own(estimator):
         return rewards.included & (moves_equal_rewards | in_unequal_groups(rewards))
     if estimator in BY_A_MODEL or (whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", "gdpo")):
         return rewards.included.copy()
-    if estimator == "gdpo":  # under another ε than the run's, its functions could cancel where the run's do not
+    if estimator == "gdpo":  # needs the run's ε: at another ε other sums of its functions cancel to 0
         return advantages(rewards, estimator="gdpo", epsilon=epsilon, whiten="none") != 0
     return advantages(rewards, estimator="dr_grpo") != 0
 
@@ -150,9 +155,9 @@ def reduction_weights(
 ) -> np.ndarray:
     """Return [S] float64: the weight of each sample's loss tokens by semantics §1; 0 for samples not counted.
 
-    counted: int64, indices of the samples that the denominators are taken over: the whole
-             mini-batch before the drop, or its survivors under ``loss.denominator=kept``. B counts
-             the samples, and P the prompts, that have a loss token.
+    counted: int64, indices of the samples that the denominators count: the whole mini-batch before
+             the drop, or its survivors under ``loss.denominator=kept``. B is the number of samples
+             with a loss token, P the number of their prompts.
 
     Example: two samples of 100 and 900 loss tokens, ``token_mean`` → 1/1000 each; ``sequence_mean``
     → 1/200 and 1/1800.
@@ -196,11 +201,11 @@ def loss_inputs(
 ) -> LossInputs:
     """Fold the reduction's weights into the advantages, by the denominators of this mini-batch.
 
-    signal: bool [S]; under ``loss.denominator=kept`` only the members with signal are counted, and
-            the metrics measure them alone, even where others run in their micro-batches
+    signal: bool [S]. Under ``loss.denominator=kept`` only members with signal are counted. The
+            metrics measure samples with signal alone, even if others run in their micro-batches
             (``plan.repack=false``).
     drops: False under ``skip.mode=off``: everything is counted and measured, as in the dense run.
-    max_response_tokens: see ``reduction_weights``.
+    max_response_tokens: the divisor of ``sequence_sum_norm`` (``reduction_weights``).
     """
     members = mini_batch.members
     counts_all = loss.denominator == "original" or not drops

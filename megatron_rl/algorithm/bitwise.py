@@ -1,4 +1,4 @@
-"""Whether two log-probs of the same token are the same number: the check of ``rollout.bitwise``. Pure."""
+"""The check of ``rollout.bitwise``: engine and trainer give each token the same log-prob, bit for bit. Pure."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def require_equal(
     response_tokens: np.ndarray,
     sample_ids: Sequence[str],
 ) -> float:
-    """Return max |log π_old − log μ| over loss tokens, which is 0.0; raise EngineError at the first that differs.
+    """Return max |log π_old − log μ| over loss tokens, which is 0.0; raise EngineError for the first that differs.
 
-    trainer, engine: float32 [T] flat over response tokens, log π_old and log μ. loss_mask: bool
-        [T].
-    response_tokens: int64 [S], the tokens of each sample. sample_ids: S names; empty: the message
-        gives the index.
+    trainer, engine: float32 [T] flat over response tokens, log π_old and log μ.
+    loss_mask: bool [T], True at loss tokens.
+    response_tokens: int64 [S], the number of response tokens of each sample.
+    sample_ids: S names; empty: the message gives the index.
 
-    Example: samples of 2 and 3 tokens, where the fourth number differs: position 1 of the second
-    sample.
+    Example: samples of 2 and 3 tokens whose fourth number differs: the message names position 1 of
+    the second sample.
     """
     differs = loss_mask & ~(trainer == engine)  # a NaN equals nothing
     if differs.any():

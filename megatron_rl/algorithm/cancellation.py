@@ -1,12 +1,12 @@
-"""Decides in exact arithmetic whether a sum is 0, where floating point may leave a rounding. Pure.
+"""Exact arithmetic that decides whether a sum is 0, since floating point may leave a rounding error. Pure.
 
 Invariants (tests/unit/algorithm/test_cancellation.py):
 
-1. A sum is 0 here where it is 0 in exact arithmetic, and nowhere else, whatever its floating-point
+1. A sum is reported as 0 if and only if it is 0 in exact arithmetic, whatever its floating-point
    value is.
 2. Numbers are read twice: as the binary numbers that they are, and as the decimals that they print
-   as. With weights (0.1, 0.2, −0.3) the user meant numbers that add up to 0, though the binary ones
-   do not.
+   as. With weights (0.1, 0.2, −0.3) the user meant numbers that add up to 0, though the binary
+   numbers do not.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ READINGS: tuple[Callable[[float], Fraction], ...] = (Fraction, lambda value: Fra
 class RootSums:
     """Holds n sums Σ q_i · √v_i of rational q_i and v_i > 0, and tells which are 0.
 
-    Roots of which no two have a rational ratio are linearly independent over the rational numbers
-    (Besicovitch 1940, doi:10.1112/jlms/s1-15.1.3): a sum is 0 where the parts of each class of
-    rational ratios are.
+    Roots form one class if their ratios are rational. Roots of different classes are linearly
+    independent over the rational numbers (Besicovitch 1940, doi:10.1112/jlms/s1-15.1.3). So a sum
+    is 0 if and only if its part in each class is 0.
 
     Example: √2 + √3 − √8/2 − √27/3 is 0: (1, 2) and (−1/2, 8) are one class, (1, 3) and (−1/3, 27)
     another.
@@ -38,7 +38,7 @@ class RootSums:
     def add(self, factor: Fraction, multiples: np.ndarray, square: Fraction) -> None:
         """Add factor · multiples · √square to the sums.
 
-        multiples: objects [n], integers.
+        multiples: objects [n], one integer for each sum.
         """
         for of_class, sums in self._classes.items():
             ratio = rational_root(square / of_class)
@@ -48,7 +48,7 @@ class RootSums:
         self._classes[square] = multiples * factor
 
     def are_zero(self) -> np.ndarray:
-        """Return bool [n]."""
+        """Return bool [n], True for each sum that is 0."""
         zero = np.ones(self._count, dtype=bool)
         for sums in self._classes.values():
             zero &= sums == 0
@@ -64,7 +64,7 @@ def rational_root(square: Fraction) -> Fraction | None:
 def standardised_rewards_cancel(columns: Sequence[np.ndarray], weights: Sequence[float], epsilon: float) -> np.ndarray:
     """Return bool [n]: whether Σ_f w_f · (r_i^f − mean^f) / (std^f + ε) is 0, for the n samples of one group.
 
-    columns: for each function float64 [n], NaN where it did not apply.
+    columns: float64 [n] for each function, NaN for a sample that the function did not apply to.
     weights: w_f of each function.
     epsilon: ε, at least 0.
 
@@ -96,7 +96,7 @@ def _centred(values: list[Fraction]) -> tuple[Fraction, list[int]]:
 
 
 def _reciprocal(variance: Fraction, epsilon: Fraction) -> list[tuple[Fraction, Fraction]]:
-    """Return 1 / (√variance + ε) as terms q · √s."""
+    """Return 1 / (√variance + ε) as terms q · √s, each a pair (q, s)."""
     deviation = rational_root(variance)
     if deviation is not None:
         return [(1 / (deviation + epsilon), Fraction(1))]

@@ -1,4 +1,4 @@
-"""The result of trying one property that a part of the user's own must have."""
+"""The result of one test of a user's own part: whether it has a property that its contract demands."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Holds the result of one property.
+    """Holds the result of testing one property.
 
     name: the property, as a sentence.
-    holds: whether it held on every try.
-    detail: how it failed, or the measure.
+    holds: whether the property held on every try.
+    detail: how the property failed, or the number that was measured.
     """
 
     name: str

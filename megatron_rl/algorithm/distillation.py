@@ -1,9 +1,9 @@
-"""On-policy distillation: the per-token gap between teacher and student, on the student's own samples, as advantage.
+"""On-policy distillation: advantages from the log-prob gap of teacher and student on the student's own tokens.
 
 With tokens y_t drawn from the student, log π_S(y_t) − log π_T(y_t) is an unbiased estimate of the
-reverse KL(π_S ‖ π_T) at that place. Its negative is the reward of token t, and there is no other:
-Agarwal et al. 2023, arXiv:2306.13649 (on-policy, reverse KL); Gu et al. 2023, arXiv:2306.08543,
-section 2.2 (its policy gradient, at γ = 1).
+reverse KL(π_S ‖ π_T) at token t. Its negative is the only reward of token t. On-policy reverse KL:
+Agarwal et al. 2023, arXiv:2306.13649. Its policy gradient at γ = 1: Gu et al. 2023,
+arXiv:2306.08543, section 2.2.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def distillation_advantages(
     """Return [T] float64: A_t = Σ_k γ^k (log π_T − log π_S)(t + k), over the sample's loss tokens; 0 elsewhere.
 
     student, teacher: [T] flat, log-probs of the same tokens, at the sampling temperature.
-    loss_mask: bool [T].
-    response_tokens: int64 [S].
-    discount: γ in [0, 1]; at 0 each token has its own gap alone.
+    loss_mask: bool [T], True at loss tokens.
+    response_tokens: int64 [S], the number of response tokens of each sample.
+    discount: γ in [0, 1]; at 0 a token's advantage is its own gap alone.
 
-    Raises NonFiniteAdvantage, naming the sample, for a gap that is not finite: the teacher gives a
-    token no chance.
+    Raises NonFiniteAdvantage, naming the sample, for a gap that is not finite: the teacher gives
+    the token probability 0.
 
     Example: student (−1, −2), teacher (−1.5, −1), γ = 0 → (−0.5, 1.0); γ = 1 → (0.5, 1.0).
     """

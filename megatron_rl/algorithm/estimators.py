@@ -1,11 +1,17 @@
 """Advantage estimators over groups: rewards → one advantage per sample. Pure, one function for each equation.
 
 The estimator ``gae`` is in algorithm/gae.py. Notation: r_i is the reward of sample i and g its
-prompt's group; mean_g and std_g are over the group's included samples, and n_g is their number.
-Standard deviations are unbiased (n − 1), as in TRL and verl. A reward that equals its group's mean
-in exact arithmetic gives exactly 0.0, whatever that mean rounds to (invariants 1 and 7 of
-algorithm/advantage.py); so does a group of one, which has no baseline. A sample that is not
-included has 0. Nothing else is 0: what is not finite stays so, for algorithm/advantage.py to name.
+prompt's group. mean_g and std_g are over the group's included samples, and n_g is their number.
+Standard deviations are unbiased (n − 1), as in TRL and verl.
+
+An advantage is exactly 0.0 in three cases:
+
+- the reward equals its group's mean in exact arithmetic, whatever the mean rounds to (invariants 1
+  and 7 of algorithm/advantage.py);
+- the group has one sample, and so no baseline;
+- the sample is not included.
+
+A number that is not finite stays so: algorithm/advantage.py raises the error.
 """
 
 from __future__ import annotations
@@ -14,7 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-CLOSE_TO_ZERO = 1e-4  # of a sum's terms; what is closer is decided in exact arithmetic, in about 1 ms for a group of 16
+# A sum below this share of its largest term is decided in exact arithmetic, in about 1 ms for a group of 16.
+CLOSE_TO_ZERO = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,11 +32,11 @@ class GroupRewards:
     groups:           int64 [S], the prompt of each sample.
     included:         bool [S], False for a sample that is taken out of its group; its total is not
                       read.
-    loss_tokens:      int64 [S], response tokens that carry loss: the weights of a whitening over
-                      tokens. None: each sample counts once.
-    by_function:      float64 [S, F], NaN where a function did not apply; read by ``gdpo`` alone.
-                      None: not known.
-    function_weights: F numbers; empty: all 1.
+    loss_tokens:      int64 [S], response tokens that carry loss: each sample's weight in whitening.
+                      None: each sample counts once.
+    by_function:      float64 [S, F], each function's reward, NaN for a function that did not apply;
+                      read by ``gdpo`` alone. None if not known.
+    function_weights: F numbers, the weight of each function; empty: all 1.
     sample_ids:       S names, for messages; empty: messages give the index.
 
     Example: two groups of two, the last sample taken out: ``totals=[1, 0, 1, nan], groups=[0, 0, 1,
@@ -60,7 +67,7 @@ class Rewards:
 
     values: float64 [S], the rewards.
     group: int64 [S], the group of each sample, counted from 0.
-    included: bool [S], False for a sample that is in no mean; its value may be NaN.
+    included: bool [S], False for a sample that counts in no mean; its value may be NaN.
     """
 
     values: np.ndarray
@@ -80,7 +87,7 @@ class Rewards:
 def grpo(rewards: Rewards, *, epsilon: float) -> np.ndarray:
     """Return A_i = (r_i − mean_g) / (std_g + ε).
 
-    GRPO: DeepSeekMath, arXiv:2402.03300, § 4.1.2, with an ε.
+    GRPO: DeepSeekMath, arXiv:2402.03300, § 4.1.2, with an ε added to the divisor.
 
     Example: one group, r = (1, 0, 0, 1), ε = 0 → (0.866, −0.866, −0.866, 0.866).
     """
@@ -94,8 +101,8 @@ def dr_grpo(rewards: Rewards) -> np.ndarray:
 
     Dr. GRPO: Liu et al. 2025, arXiv:2503.20783, § 3.2.
 
-    Example: one group, r = (1, 0, 0, 1) → (0.5, −0.5, −0.5, 0.5); r = (1, 1, 1, 1) → exactly (0, 0,
-    0, 0); r = (0, 0.3, 0.6) → (−0.3, 0, 0.3), though their mean rounds to 0.3 − 6e-17.
+    Examples, of one group: r = (1, 0, 0, 1) → (0.5, −0.5, −0.5, 0.5). r = (1, 1, 1, 1) → exactly
+    (0, 0, 0, 0). r = (0, 0.3, 0.6) → (−0.3, 0, 0.3), though the mean rounds to 0.3 − 6e-17.
     """
     group, included = rewards.group, rewards.included
     values = np.where(included, rewards.values, 0.0)
@@ -112,13 +119,13 @@ def dr_grpo(rewards: Rewards) -> np.ndarray:
 
 
 def _without_rounding(rewards: Rewards, centred: np.ndarray, suspects: np.ndarray) -> np.ndarray:
-    """Return ``centred`` [S] with 0.0 at those ``suspects`` whose n_g · r_i is Σ_j r_j in rational numbers.
+    """Return ``centred`` [S], set to 0.0 for ``suspects`` whose n_g · r_i equals Σ_j r_j in rational numbers.
 
-    A reward is read as the binary number that it is, and as the decimal that it prints as: with
-    (0.2, 0.4, 0.6) the reward function meant the mean 0.4, though none of the three is that decimal
-    in binary.
+    A reward is read in two ways: as the binary number that it is, and as the decimal that it prints
+    as. With (0.2, 0.4, 0.6) the reward function meant the mean 0.4, though no binary number is
+    exactly 0.2, 0.4 or 0.6.
 
-    suspects: bool [S], the samples whose distance to their group's mean may be its rounding.
+    suspects: bool [S], the samples whose distance to their group's mean may be rounding alone.
     """
     if not suspects.any():
         return centred
@@ -135,7 +142,7 @@ def _without_rounding(rewards: Rewards, centred: np.ndarray, suspects: np.ndarra
 
 
 def _divided(values: np.ndarray, spread: np.ndarray | float) -> np.ndarray:
-    """Return values / spread, and 0 where a value is 0: 0 / 0 is no reward's difference, while 1 / 0 is an error."""
+    """Return values / spread, and 0 for a value of 0, even over 0. 1 / 0 gives infinity, which the caller refuses."""
     with np.errstate(divide="ignore"):
         return np.divide(values, spread, out=np.zeros_like(values), where=values != 0)
 
@@ -143,8 +150,8 @@ def _divided(values: np.ndarray, spread: np.ndarray | float) -> np.ndarray:
 def batch_std(rewards: Rewards, *, epsilon: float) -> np.ndarray:
     """Return A_i = (r_i − mean_g) / (std over the batch of (r_j − mean_g(j)) + ε).
 
-    It takes the group's mean and the batch's spread, as Lite PPO (Liu et al. 2025,
-    arXiv:2508.08221) and TRL's ``scale_rewards="batch"`` do.
+    The mean is the group's and the standard deviation the batch's, as in Lite PPO (Liu et al. 2025,
+    arXiv:2508.08221) and TRL's ``scale_rewards="batch"``.
 
     Example: groups (0, 0, 1, 1), r = (1, 0, 3, 3), ε = 0: centred (½, −½, 0, 0), std 0.408 →
     (1.225, −1.225, 0, 0).
@@ -156,7 +163,7 @@ def batch_std(rewards: Rewards, *, epsilon: float) -> np.ndarray:
 
 
 def rloo(rewards: Rewards) -> np.ndarray:
-    """Return A_i = r_i − the mean of the group's n_g − 1 others = (r_i − mean_g) · n_g / (n_g − 1).
+    """Return A_i = r_i − (mean of the group's n_g − 1 other rewards) = (r_i − mean_g) · n_g / (n_g − 1).
 
     RLOO: Ahmadian et al. 2024, arXiv:2402.14740 (Kool et al. 2019).
 
@@ -191,22 +198,25 @@ def gdpo(
     """Return A_i = whitened(Σ_f w_f · (r_i^f − mean_g^f) / (std_g^f + ε)).
 
     Each reward function is standardised by itself, so that none drowns another. GDPO: Liu et al.
-    2026, arXiv:2601.05242. A sum that is 0 in exact arithmetic, of the numbers or of the decimals
-    that they print as, is exactly 0.0 (algorithm/cancellation.py).
+    2026, arXiv:2601.05242. A sum that is 0 in exact arithmetic is exactly 0.0, whether rewards are
+    read as binary numbers or as the decimals that they print as (algorithm/cancellation.py).
 
-    columns: a Rewards for each function, whose ``included`` are the samples that it applied to.
+    columns: one Rewards per function; ``included`` marks the samples that the function applied to.
     weights: w_f, the weight of each function.
+    included: bool [S], the samples that count in the whitening.
 
     Example: one group of two, functions (1, 0) and (10, 0), weights 1 and 1, ε = 0: both
     standardise to (0.707, −0.707), their sum (1.414, −1.414), ``scale`` → (0.707, −0.707).
     """
     from megatron_rl.algorithm.cancellation import standardised_rewards_cancel
 
+    # The weighted sum, and its largest term for each sample.
     total, largest = np.zeros(len(included)), np.zeros(len(included))
     for column, weight in zip(columns, weights, strict=True):
         term = weight * grpo(column, epsilon=epsilon)
         total += term
         largest = np.maximum(largest, np.abs(term))
+    # Sums near 0 are set to 0.0 if they are 0 in exact arithmetic.
     suspects = (total != 0) & (np.abs(total) < CLOSE_TO_ZERO * largest) & np.isfinite(largest)
     for group in np.unique(columns[0].group[suspects]).tolist() if len(columns) > 1 else ():
         members = np.flatnonzero(included & (columns[0].group == group))
@@ -222,8 +232,8 @@ def whitened(
     """Return values [S] divided by their std over the batch + ε, each sample weighted by its loss tokens.
 
     tokens: [S], the loss tokens of each sample; None: 1 each.
-    mode: ``scale`` leaves the mean, so that zeros stay zeros; ``center_and_scale`` subtracts it
-          first; ``none`` changes nothing.
+    mode: ``scale`` does not subtract the mean, so that zeros stay zeros. ``center_and_scale``
+          subtracts it first. ``none`` changes nothing.
     """
     if mode not in ("none", "scale", "center_and_scale"):
         raise ValueError(f"advantage.whiten={mode!r} is not known; none, scale and center_and_scale are")

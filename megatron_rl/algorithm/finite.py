@@ -1,8 +1,8 @@
-"""Refuses a number between a reward and an advantage that no loss can be made of, by the name of its sample. Pure.
+"""Checks that rewards, advantages and the numbers between them are finite in float32; errors name the sample. Pure.
 
-Such a number is NaN, infinite, or beyond float32, in which the loss reads advantages. It is never
-"no signal": a run whose advantages were NaN would drop every sample, step without gradients, and
-end as if all were well.
+The loss reads advantages in float32. A number that is NaN, infinite or beyond float32 is never "no
+signal": a run whose advantages were NaN would drop every sample, step without gradients, and end as
+if all were well.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ LARGEST = float(np.finfo(np.float32).max)
 def require_finite(
     values: np.ndarray, name: str, sample_ids: Sequence[str], way_out: str, *, included: np.ndarray | None = None
 ) -> None:
-    """Raise NonFiniteAdvantage for a number that is not finite or beyond float32, naming the first such sample.
+    """Raise NonFiniteAdvantage for a number that is not finite or is beyond float32, naming the first such sample.
 
     values: float64 [S], one number of each sample.
-    name: what the number is, for the message.
+    name: the noun for the number in the message, such as "the reward".
     sample_ids: S names; empty: the message gives the index.
-    way_out: the settings and other causes to look at.
-    included: bool [S], the samples that are looked at; None: all.
+    way_out: the settings and other causes that the message points to.
+    included: bool [S], the samples that are checked; None: all.
     """
     bad = np.flatnonzero(not_finite(values) if included is None else included & not_finite(values))
     if len(bad):
@@ -37,13 +37,13 @@ def require_finite(
 
 
 def not_finite(values: np.ndarray) -> np.ndarray:
-    """Return bool, of the shape of ``values``: NaN, infinite, or beyond float32."""
+    """Return bool, of the shape of ``values``: True for NaN, infinity and numbers beyond float32."""
     with np.errstate(invalid="ignore"):
         return ~(np.abs(values) <= LARGEST)
 
 
 def sample_name(sample_ids: Sequence[str], index: int) -> str:
-    """Return a sample's name for messages: its id, or its index where ids are not known."""
+    """Return a sample's name for messages: its id, or its index if ids are not known."""
     return sample_ids[index] if sample_ids else f"index {index}"
 
 

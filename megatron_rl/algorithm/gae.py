@@ -2,24 +2,23 @@
 
 Every array [T] is flat over the batch's response tokens, sample after sample
 (BatchFacts.response_offsets). Time counts **loss tokens alone**: a token that a tool or the
-environment wrote is no action of the policy, so the recursion goes from a loss token to the
-sample's next loss token, however many others stand between, and a hole in the mask neither
-discounts nor breaks the chain.
+environment wrote is no action of the policy. So the recursion goes from a loss token to the
+sample's next loss token. Tokens without loss between them neither discount nor end the sum.
 
 Invariants (``assert_invariants`` in tests/unit/algorithm/test_gae.py):
 
 1. Advantages and returns are exactly 0.0 outside the mask, whatever the rewards and values are (NaN
-   too); a sample without a loss token is all 0.
-2. No sample's numbers depend on another sample or on its position in the batch; whitening alone is
+   too). A sample without a loss token is all 0.
+2. No sample's numbers depend on another sample or on its position in the batch. Whitening alone is
    over the batch.
-3. Taking the tokens without loss out of the batch changes no bit of the numbers at the loss tokens.
+3. Removing the tokens without loss from the batch changes no bit of the numbers at the loss tokens.
 4. returns − advantages = values at loss tokens, to rounding.
 5. ``gamma=lam=1``: returns are the sums of the rewards from the token on, whatever the values are.
 6. ``lam=0``: advantages are one-step errors r_t + γ·V_{t+1} − V_t.
 7. A reward, a value, an advantage or a return that is not finite in float32 at a loss token is an
    error that names the sample.
-8. ``whiten_tokens``: ``none`` changes nothing, ``scale`` keeps zeros at 0, neither reads tokens
-   without loss, which come out as 0.
+8. ``whiten_tokens``: ``none`` changes nothing, and ``scale`` keeps zeros at 0. No mode reads tokens
+   without loss, and each gives them 0.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ def token_rewards(
 ) -> np.ndarray:
     """Return [T] float64: each sample's total on its last loss token, less the penalty of every loss token.
 
-    totals: [S], the total reward of each sample; NaN where it is taken out (such a sample has no
-        loss token).
+    totals: [S], the total reward of each sample; NaN for a sample that is taken out, which has no
+        loss token.
     loss_mask: bool [T], True at loss tokens; the result is 0 elsewhere.
     response_tokens: int64 [S], the number of response tokens of each sample.
     token_penalties: [T], **subtracted**: β·kl_t for a KL in the reward (Ziegler et al. 2019,
-                     arXiv:1909.08593, eq. 2), or None.
+                     arXiv:1909.08593, eq. 2). None: nothing is.
 
     Example: total 1, mask (T, F, T, F), penalties (0.1, 9, 0.2, 9) → (−0.1, 0, 0.8, 0).
     """
@@ -74,9 +73,9 @@ def generalised_advantages(
 
         δ_t = r_t + γ·V_{t+1} − V_t,   A_t = δ_t + γ·λ·A_{t+1},   R_t = A_t + V_t
 
-    Schulman et al. 2016, arXiv:1506.02438, eq. 16; t + 1 is the sample's next loss token. V and A
-    after the last one are 0: the episode has ended. A response that was cut off at
-    ``rollout.max_response_tokens`` has ended as well: nothing is bootstrapped from rewards that a
+    Schulman et al. 2016, arXiv:1506.02438, eq. 16; t + 1 is the sample's next loss token. After the
+    last loss token V and A are 0: the episode has ended. A response that was cut off at
+    ``rollout.max_response_tokens`` counts as ended too. No value stands in for the rewards that a
     longer response might have earned.
 
     token_rewards, values: [T], the reward of each token and the critic's value at it.
@@ -85,8 +84,8 @@ def generalised_advantages(
     gamma, lam: γ and λ, in [0, 1].
     sample_ids: S names, for messages alone.
 
-    Raises NonFiniteAdvantage for a reward, a value or a result that is not finite or beyond float32
-    at a loss token, naming the sample, and ValueError for lengths that do not fit.
+    Raises NonFiniteAdvantage, naming the sample, for a reward, a value or a result at a loss token
+    that is not finite or is beyond float32. Raises ValueError for lengths that do not fit.
 
     Example: γ = λ = 1, rewards (0, 0, 1), values (0.2, 9, 0.5), mask (T, F, T) → advantages (0.8,
     0, 0.5), returns (1, 0, 1).
@@ -120,13 +119,12 @@ def generalised_advantages(
 
 
 def whiten_tokens(advantages: np.ndarray, loss_mask: np.ndarray, mode: str, epsilon: float) -> np.ndarray:
-    """Return [T] float64: advantages [T] whitened over the batch's loss tokens; 0 elsewhere.
+    """Return [T] float64: advantages [T] whitened over the batch's loss tokens; 0 at all other tokens.
 
-    The standard deviation is unbiased (n − 1). With one loss token or none nothing changes.
+    The standard deviation is unbiased (n − 1). Fewer than two loss tokens are not whitened.
 
     mode: ``none`` changes nothing. ``scale``: A / (std + ε), so that zeros stay 0 (semantics §6).
-          ``center_and_scale``: (A − mean) / (std + ε), the published form, after which no token is
-          at 0.
+          ``center_and_scale``: (A − mean) / (std + ε), the published form, which moves zeros too.
 
     Example: (1, −1, 7), mask (T, T, F), ``scale``, ε = 0 → (0.7071, −0.7071, 0).
     """
@@ -135,24 +133,24 @@ def whiten_tokens(advantages: np.ndarray, loss_mask: np.ndarray, mode: str, epsi
 
 
 def _loss_tokens(loss_mask: np.ndarray, response_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (positions [L] of the loss tokens in the flat array, their counts [S] per sample)."""
+    """Return the positions [L] of the loss tokens in the flat array, and their number [S] in each sample."""
     owner = token_owner(response_tokens)
     return np.flatnonzero(loss_mask), np.bincount(owner[loss_mask], minlength=len(response_tokens))
 
 
 def _discounted_sums(terms: np.ndarray, counts: np.ndarray, factor: float) -> np.ndarray:
-    """Return [L] float64: Σ_l factor^l · terms[t + l] to the end of t's sample.
+    """Return [L] float64: Σ_l factor^l · terms[t + l], to the last term of t's sample.
 
     terms: [L], flat over the samples.
     counts: int64 [S], the number of each sample's terms.
 
-    The loop takes one step per position from the end, for all samples that are so long at once:
-    long ones come first, so that they are a prefix.
+    Step k of the loop adds, in every sample of more than k terms at once, to the k-th term from the
+    end. Samples are sorted by length, longest first, so that these samples are a prefix.
     """
     sums = terms.copy()
     order = np.argsort(-counts, kind="stable")
     ends = (np.cumsum(counts) - 1)[order]
-    # alive[k]: samples with more than k terms
+    # alive[k]: the number of samples with more than k terms
     alive = len(counts) - np.searchsorted(np.sort(counts), np.arange(counts.max(initial=0)), side="right")
     for k in range(1, len(alive)):
         positions = ends[: alive[k]] - k

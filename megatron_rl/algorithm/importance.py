@@ -1,22 +1,22 @@
-"""Importance weights of the trainer's π_old over the engine's policy μ at equal weights, and their masks. Semantics §7.
+"""Importance weights π_old/μ of the trainer's policy over the engine's at equal weights, and masks. Semantics §7.
 
-With d_t = log π_old(t) − log μ(t) over a sample's loss tokens, the raw weight ρ is e^{d_t}
-(``token_*``), e^{Σ d_t} (``sequence_*``) or e^{mean d_t} (``geometric_*``), the same for every
-token of the sample in the latter two. A weight within [floor, cap] is kept. Outside,
+Let d_t = log π_old(t) − log μ(t) at a sample's loss tokens. The raw weight ρ is e^{d_t}
+(``token_*``), e^{Σ d_t} (``sequence_*``) or e^{mean d_t} (``geometric_*``). The last two are equal
+for all tokens of a sample. A weight within [floor, cap] is kept. Outside of it,
 
-- ``*_truncate`` moves it to the bound: min(ρ, C), as truncated importance sampling (Yao et al.
-  2025, "Your efficient RL framework secretly brings you off-policy RL training"; Espeholt et al.,
-  arXiv:1802.01561, §4.1);
-- ``*_mask`` sets it to 0: ρ · 1[ρ ≤ C], as IcePop (Ling team 2025, "Small leak can sink a great
-  ship") per token and masked importance sampling (Liu, Li et al. 2025, "When speed kills
-  stability") per sequence. It is never clamped back to a bound.
+- ``*_truncate`` moves ρ to the bound, min(ρ, C): truncated importance sampling. Yao et al. 2025,
+  "Your efficient RL framework secretly brings you off-policy RL training"; Espeholt et al.,
+  arXiv:1802.01561, §4.1.
+- ``*_mask`` sets ρ to 0, ρ · 1[ρ ≤ C]. Per token this is IcePop (Ling team 2025, "Small leak can
+  sink a great ship"), per sequence masked importance sampling (Liu, Li et al. 2025, "When speed
+  kills stability").
 
 Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, eq. 9) drops sample i iff A_i < 0 and
-mean_t(log μ − log π_old) > δ, in nats: π_old for the paper's π_θ, so that it is known before the
-forward; the two are equal at the first step of a rollout.
+mean_t(log μ − log π_old) > δ, in nats. π_old replaces the paper's π_θ, so that the mask is known
+before the forward pass; the two are equal at the first step of a rollout.
 
-The weights multiply the advantage and nothing else: KL and entropy keep their own
-(``loss.kl_estimator=unbiased`` holds its ratio itself). Pure numpy: the same arrays give the same
+The weights multiply the advantage alone, not the KL or the entropy
+(``loss.kl_estimator=unbiased`` brings its own ratio). Pure numpy: the same arrays give the same
 weights, and no denominator is counted here.
 """
 
@@ -37,9 +37,9 @@ from megatron_rl.errors import NonFiniteAdvantage
 class Correction:
     """Holds the importance weights, flat over the batch's response tokens [T] (see BatchFacts.response_offsets).
 
-    weights: float64 [T], ≥ 0 and finite; 0 where masked, where a token carries no loss, and in
-        samples not decided on.
-    capped: bool [T], True where a weight was moved to a bound.
+    weights: float64 [T], ≥ 0 and finite; 0 at masked tokens, at tokens without loss, and in samples
+        whose π_old is not known.
+    capped: bool [T], True at tokens whose weight was moved to a bound.
 
     Example: ``token_mask`` at C = 2, ratios (1.5, 3.0) → weights (1.5, 0.0); ``token_truncate`` →
     (1.5, 2.0), capped (F, T).
@@ -60,17 +60,17 @@ def importance_weights(
     *,
     sample_ids: Sequence[str] = (),
 ) -> Correction:
-    """Return the weights by ``correction.mode``, with the samples masked that are too far off-policy.
+    """Return the weights by ``correction.mode``; samples that are too far off-policy are masked.
 
     old_logprobs, rollout_logprobs: [T] flat, under the trainer's π_old and the engine's μ.
     loss_mask: bool [T], True at loss tokens.
     response_tokens: int64 [S], each at least 1.
     advantages: [S], one for each sample.
-    decided: bool [S], True where π_old is known; the other samples have weight 0, and must not be
-        trained.
+    decided: bool [S], True for samples whose π_old is known. All others get weight 0, and must not
+        be trained.
     sample_ids: S names, for messages alone; empty: the index.
 
-    Raises NonFiniteAdvantage, naming a sample, where d_t or its sum is NaN.
+    Raises NonFiniteAdvantage, naming a sample, if a sum Σ d_t is NaN.
     """
     # d_t of each loss token, its sum and its mean per sample.
     owner = token_owner(response_tokens)
@@ -99,7 +99,7 @@ def importance_weights(
 
 
 def _bounded(log_ratio: np.ndarray, config: CorrectionConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Return (weights, whether each was moved to a bound) of the raw weights e^log_ratio."""
+    """Return the weights made from the raw weights e^log_ratio, and bool: whether each was moved to a bound."""
     with np.errstate(over="ignore"):  # inf is above every cap
         ratio = np.exp(log_ratio)
     low = 0.0 if config.floor is None else config.floor
@@ -110,7 +110,7 @@ def _bounded(log_ratio: np.ndarray, config: CorrectionConfig) -> tuple[np.ndarra
 
 
 def off_policy(advantages: np.ndarray, mean_gap: np.ndarray, delta: float) -> np.ndarray:
-    """Return [S] bool: A_i < 0 and mean_t(log μ − log π_old) > δ.
+    """Return [S] bool, True for samples to mask: A_i < 0 and mean_t(log μ − log π_old) > δ.
 
     mean_gap: [S] nats, the mean over loss tokens of log π_old − log μ.
     """
@@ -120,11 +120,11 @@ def off_policy(advantages: np.ndarray, mean_gap: np.ndarray, delta: float) -> np
 def correction_metrics(
     correction: Correction, loss_mask: np.ndarray, response_tokens: np.ndarray, signal: np.ndarray
 ) -> dict[str, float]:
-    """Return the metrics ``correction/*`` over the loss tokens of the samples that have signal by advantage.
+    """Return the metrics ``correction/*`` over the loss tokens of samples with signal; {} without such tokens.
 
-    ``weight_mean`` counts masked tokens as 0. Returns {} where no such token exists.
+    ``weight_mean`` counts masked tokens as 0.
 
-    signal: bool [S], by the advantages before the weights.
+    signal: bool [S], decided on the advantages before the importance weights.
     """
     measured = loss_mask & np.repeat(signal, response_tokens)
     count = int(measured.sum())

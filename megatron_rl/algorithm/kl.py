@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-PENALTIES = ("k1", "k2", "k3")  # estimators that a reward can take; ``unbiased`` is about a gradient
+PENALTIES = ("k1", "k2", "k3")  # estimators for a KL in the reward; ``unbiased`` equals k3 at π_θ = π_old
 
 
 def kl_per_token(
@@ -13,9 +13,9 @@ def kl_per_token(
 ) -> torch.Tensor:
     """Return [T] nats: the estimate of the KL at each token.
 
-    With d = log π_ref − log π_θ (Schulman 2020, "Approximating KL divergence"): ``k1`` = −d, ``k2``
-    = d²/2, ``k3`` = e^d − d − 1, ``unbiased`` = (π_θ/π_old)·k3, whose ratio carries gradient
-    (DeepSeek-V3.2, arXiv:2512.02556, eq. 7).
+    Let d = log π_ref − log π_θ. The estimators ``k1`` = −d, ``k2`` = d²/2 and ``k3`` = e^d − d − 1
+    are of Schulman 2020, "Approximating KL divergence". ``unbiased`` = (π_θ/π_old)·k3, whose ratio
+    carries gradient, is DeepSeek-V3.2's (arXiv:2512.02556, eq. 7).
     """
     d = reference_logprobs - logprobs
     match estimator:
@@ -31,12 +31,12 @@ def kl_per_token(
 
 
 def kl_penalty_per_token(old_logprobs: np.ndarray, reference_logprobs: np.ndarray, estimator: str) -> np.ndarray:
-    """Return float64 [T] nats: KL(π_old ‖ π_ref) per token, for a reward.
+    """Return float64 [T] nats: the estimate of KL(π_old ‖ π_ref) per token, for a KL in the reward.
 
-    These are the estimates of ``kl_per_token`` at π_θ = π_old, in float64 and without gradient.
+    It is ``kl_per_token`` at π_θ = π_old, in float64 and without gradient.
 
     old_logprobs, reference_logprobs: [T], under π_old and π_ref.
-    estimator: ``k1``, ``k2`` or ``k3``. Raises ValueError for another.
+    estimator: ``k1``, ``k2`` or ``k3``. Raises ValueError for any other.
 
     Example: log-probs (−1.0, −2.0) against (−1.5, −2.0) → ``k1`` (0.5, 0.0), ``k3`` (0.10653, 0.0).
     """

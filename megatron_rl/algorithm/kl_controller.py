@@ -1,4 +1,4 @@
-"""The coefficient β of a KL in the reward: fixed, or moved until the measured KL meets a target. Pure functions."""
+"""The coefficient β of a KL in the reward: fixed, or steered so that the measured KL meets a target. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KLCoefficient:
-    """Holds β and the rule that moves it; part of a run's state: a resumed run continues from the same ``value``.
+    """Holds β and the rule that moves it. It is part of a run's state: a resumed run goes on from the same ``value``.
 
     value:   β, ≥ 0, per nat.
-    target:  the KL that β is steered to, in the unit of the KL that ``updated`` takes (nats); None:
-             β is fixed.
-    horizon: samples over which a KL of 1.2 times the target or more multiplies β by about e^0.2.
+    target:  the KL in nats that β is steered to; None: β is fixed.
+    horizon: the number of samples over which a KL of 1.2 times the target or more multiplies β by
+             about e^0.2.
 
     Example: ``KLCoefficient(value=0.2, target=6.0, horizon=10_000).updated(9.0, 256).value`` =
     0.2·(1 + 0.2·256/10,000) = 0.201024.
@@ -45,9 +45,11 @@ class KLCoefficient:
         """Return the coefficient after a batch of ``num_samples`` samples whose mean KL was ``kl``.
 
         β ← β·(1 + clip(kl/target − 1, −0.2, 0.2)·num_samples/horizon): Ziegler et al. 2019,
-        arXiv:1909.08593, §2.2, with their code's num_samples/horizon for the paper's K_β = 0.1.
-        Without a target, β stays. A k1 estimate may be below 0. Raises ValueError for a KL that is
-        NaN, and for so many samples that β could come to 0 or below.
+        arXiv:1909.08593, §2.2. The factor num_samples/horizon is from their code; the paper has a
+        constant, K_β = 0.1. Without a target β stays. A ``kl`` estimated by k1 may be below 0.
+
+        Raises ValueError for a KL that is NaN, and for ``num_samples`` of 5 · ``horizon`` or more,
+        since β could then become 0 or negative.
         """
         if self.target is None:
             return self

@@ -1,15 +1,15 @@
-"""The linear loss: the loss of a function of samples' summed log-probs, cut into micro-batches and ranks at will.
+"""The linear loss: a token sum with the gradient of any loss over samples' summed log-probs.
 
 Let L be any differentiable function of the sums s_i = Σ_t log π(t) over each sample's loss tokens.
-By the chain rule
+By the chain rule, at the weights that gave s,
 
-    ∇L = Σ_i ∂L/∂s_i · Σ_t ∇log π(t) = ∇ Σ_i Σ_t −c_i · log π(t)        with c_i = −∂L/∂s_i, a constant,
+    ∇L = Σ_i ∂L/∂s_i · Σ_t ∇log π(t) = ∇ Σ_i Σ_t −c_i · log π(t)        with c_i = −∂L/∂s_i, a constant.
 
-at the weights that gave s. So a forward-only pass gives s, L is evaluated on all samples at once,
-and the schedule then runs the token sum −Σ c_i log π, in which no sample knows another: the halves
-of a pair need not share a micro-batch, a rank or a pipeline's turn. The same holds for a value
-head's numbers in place of log-probs. c_i has the place of an
-advantage: a sample without it has no signal (semantics §2).
+So a forward-only pass gives s, and L is evaluated on all samples at once. Then the schedule runs
+the token sum −Σ c_i log π, in which no sample depends on another. It may be cut into micro-batches
+and ranks anywhere: the two responses of a pair need not share a micro-batch or a rank. The same
+holds for a value head's numbers in place of log-probs. c_i takes the place of an advantage: a
+sample with c_i = 0 has no signal (semantics §2).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megatron_rl.algorithm.finite import require_finite
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LinearLoss:
-    """Holds the terms of a loss and the coefficients of the linear loss that has its gradient.
+    """Holds the terms of a loss and the coefficients of the linear loss with the same gradient.
 
-    terms: float64 [P], the addends of the loss, each of its own samples.
+    terms: float64 [P], the addends of the loss, such as one per pair.
     coefficients: float64 [S], c_i = −∂(Σ terms)/∂s_i.
 
     Example: one term ½ s² at s = −2 → terms (2.0,), coefficients (2.0,).
@@ -46,12 +46,12 @@ def linearised(
 ) -> LinearLoss:
     """Return the terms of a loss at ``sums`` and the coefficients c [S] of its linear loss.
 
-    terms: float64 [S] with gradient → [P], the addends of the loss.
+    terms: maps float64 [S] with gradient to [P], the addends of the loss.
     sums: [S], each sample's summed log-probs, or its value, from a forward-only pass.
     sample_ids: S names, for messages alone.
 
-    Raises NonFiniteAdvantage for a sum or a coefficient that is not finite or beyond float32,
-    naming the sample.
+    Raises NonFiniteAdvantage, naming the sample, for a sum or a coefficient that is not finite or
+    is beyond float32.
 
     Example: s = (−1, −3), terms −log σ(s_0 − s_1) → 0.1269, c = (0.1192, −0.1192).
     """

@@ -1,4 +1,4 @@
-"""The whole loss of a micro-batch, Σ policy + Σ w·(β·kl − c·entropy), and the sums that the metrics divide."""
+"""The loss of a micro-batch, Σ policy + Σ w·(β·kl − c·entropy), and the sums from which metrics are made."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
 class Objective:
     """Computes the loss of a micro-batch, for the policy or for supervised rows.
 
-    ``policy`` and ``supervised``: (micro-batch, logprobs [N], entropy [N]) → (loss sum, float64 [9]: loss, tokens,
-    entropy, kl, clipped, ratio, and of the gap to the engine's log-probs |log π − log μ|, its k3 and its maximum).
+    ``policy`` and ``supervised`` take a micro-batch, logprobs [N] and entropy [N]. They return the loss sum and float64
+    [9] for the metrics: loss, tokens, entropy, kl, clipped, ratio, then the sum of |log π − log μ|, the sum of its k3
+    and its maximum (μ: the engine).
 
     whole: adds per-sequence sums over the ranks that hold parts of the sequences (context
         parallelism).
-    enter_own: entered, with the name "loss", around each call of a user's policy loss; bounds its
-        time.
+    enter_own: returns a context, here by the name "loss", that bounds the time of each call of a
+        user's policy loss.
     """
 
     def __init__(self, config: LossConfig, whole: CompleteSums = identity, *, term: OwnPolicy | None = None) -> None:
-        """term: computes the policy term, in place of the one that ``loss.policy`` names."""
+        """Choose the policy term: ``term``, or without one the term of ``loss.policy``."""
         self.config = config
         self.whole = whole
         self.enter_own: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -90,9 +91,9 @@ class Objective:
 
 
 def cross_entropy(logprobs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the scalar −Σ_t w_t · log π_θ(t): maximum likelihood, or any loss of sums (algorithm/linear_loss.py).
+    """Return the scalar −Σ_t w_t · log π_θ(t): maximum likelihood, or a linear loss (algorithm/linear_loss.py).
 
-    logprobs, weights: [T], both over loss tokens; the weights are of any sign.
+    logprobs, weights: [T], over loss tokens; weights may have any sign.
 
     Example: log π = (−1, −2), w = ½ each → 1.5.
     """
@@ -107,11 +108,12 @@ def _sums(
     *,
     gap: torch.Tensor,
 ) -> torch.Tensor:
-    """Return float64 [9]: the loss, and over the measured tokens their count, the sums of ``per_token`` and the gap's.
+    """Return float64 [9]: the loss, the count of measured tokens, and sums over the measured tokens.
 
-    per_token: entropy, kl, clipped and ratio, each [N] or [].
-    gap: [N] or [], log π − log μ in nats: the sums of its absolute value and of its k3, and the
-        largest absolute value.
+    measured: [N], above 0 at tokens that are measured; None: all are.
+    per_token: entropy, kl, clipped and ratio, each [N] or []; each gives its sum.
+    gap: [N] or [], log π − log μ in nats; gives the sum of its absolute value, the sum of its k3,
+        and the largest absolute value.
     """
     tokens = torch.full((), logprobs.shape[0], device=logprobs.device)
     gap = gap.double()

@@ -2,10 +2,10 @@
 
     def estimator(rewards: GroupRewards, **advantage.arguments) -> array [S]
 
-It is called once for a rollout, with all its samples (docs/your-own.md). Every call is checked: S
-numbers, 0 for a sample that is not included, and 0 for a group of equal rewards unless
-``advantage.moves_equal_rewards`` says otherwise, because such groups are dropped before it is
-called.
+The function is called once for a rollout, with all its samples (docs/your-own.md). Each result is
+checked: it must be S numbers, with 0 for a sample that is not included and 0 for a group of equal
+rewards. Groups of equal rewards are dropped before the call, unless
+``advantage.moves_equal_rewards`` is true; then they may have other numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_rl.errors import ConfigError
 
 
 def resolve(estimator: str, arguments: Mapping[str, object]) -> Callable[[GroupRewards], object]:
-    """Return the function of ``advantage.estimator`` with its arguments, or raise ConfigError with the way out."""
+    """Return the function of ``advantage.estimator``, bound to its arguments. Raises ConfigError with the way out."""
     key = f"advantage.estimator={estimator!r}"
     function = users_code.resolve(estimator, {}, what=key, form="module:function")
     if not callable(function):
@@ -42,7 +42,7 @@ def resolve(estimator: str, arguments: Mapping[str, object]) -> Callable[[GroupR
 def own_advantages(
     rewards: GroupRewards, estimator: str, arguments: Mapping[str, object], *, moves_equal_rewards: bool
 ) -> np.ndarray:
-    """Return [S] float64, by the user's function; raise ConfigError for a result that breaks the contract."""
+    """Return [S] float64 advantages by the user's function, or raise ConfigError if it breaks the contract."""
     returned = resolve(estimator, arguments)(rewards)
     key, wanted = f"advantage.estimator={estimator!r}", len(rewards.totals)
     try:
@@ -72,7 +72,7 @@ def own_advantages(
 
 
 def require(config: AdvantageConfig) -> None:
-    """Raise ConfigError where ``advantage.estimator`` cannot be called, or for the first property that it lacks."""
+    """Raise ConfigError if ``advantage.estimator`` cannot be called, or for the first property that it lacks."""
     resolve(config.estimator, config.arguments)
     for finding in check(config):
         if not finding.holds:
@@ -84,7 +84,8 @@ def require(config: AdvantageConfig) -> None:
 
 
 def check(config: AdvantageConfig) -> list[Finding]:
-    """Try every property of the contract on a random batch: groups of one, of equal rewards, and with samples out."""
+    """Try every property of the contract on the random batch of ``_batch``."""
+    # The first property, and results that the others compare with.
     rewards = _batch()
 
     def values(rewards: GroupRewards) -> np.ndarray:
@@ -105,6 +106,7 @@ def check(config: AdvantageConfig) -> list[Finding]:
         bad = np.flatnonzero(~np.isfinite(whole))[0]
         detail = f"sample {bad} of rewards {rewards.totals[rewards.groups == rewards.groups[bad]]} has {whole[bad]}"
         return [Finding(name=name, holds=False, detail=detail)]
+    # The others: repeated, unchanged inputs, another number for a sample taken out, another order.
     other = np.where(rewards.included, rewards.totals, 7.0)
     order = np.random.default_rng(5).permutation(len(whole))
     return [

@@ -1,11 +1,11 @@
-"""A policy loss of the user's own: ``loss.policy=module:function``, its contract, and the check of the contract.
+"""A policy loss of the user's own: ``loss.policy=module:function``, and its contract.
 
     def loss(tokens: PolicyTokens, **loss.arguments) -> Tensor [N] or PolicyTerm
 
-It returns one loss per loss token; their sum is the micro-batch's loss. The contract
-(docs/your-own.md) follows from the sum over tokens and from the skip: micro-batches, ranks and
-dropped samples cut a mini-batch anywhere, so that no token's loss may depend on where the cuts are.
-algorithm/own_policy_check.py tries each property on random tokens.
+The function returns one loss per loss token, and their sum is the micro-batch's loss. Micro-batches,
+ranks and dropped samples cut a mini-batch anywhere, so no token's loss may depend on the cuts: from
+this the contract follows (docs/your-own.md). algorithm/own_policy_check.py tries each property of
+the contract on random tokens.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ OwnPolicy = Callable[["PolicyTokens"], PolicyTerm]
 class PolicyTokens:
     """Holds the N loss tokens of a micro-batch, as a policy loss reads them.
 
-    logprobs: float32 [N], log π_θ at the sampling temperature; the one tensor that carries a
-        gradient.
-    old_logprobs: float32 [N], log π_old, the trainer's at the rollout's weights.
-    rollout_logprobs: float32 [N], log μ, the engine's.
-    advantages: float32 [N], w·A: the reduction's weight times the advantage (and times its
-        importance weight).
+    logprobs: float32 [N], log π_θ at the sampling temperature; no other tensor carries a gradient.
+    old_logprobs: float32 [N], log π_old, by the trainer at the rollout's weights.
+    rollout_logprobs: float32 [N], log μ, by the engine.
+    advantages: float32 [N], w·A: the reduction's weight times the advantage, times the token's
+        importance weight if there is one.
     weights: float32 [N], w, for a part of the loss that the advantage does not multiply.
     sequences: int64 [N], the sample of each token within the micro-batch, from 0.
     num_sequences: the number of samples in the micro-batch.
-    complete_sums: takes sums per sample [..., num_sequences] over the tokens held here, and returns
-        them over all tokens, without gradient: under context parallelism a rank holds a part of
-        each sample.
+    complete_sums: takes sums per sample [..., num_sequences] over the tokens of this rank, and
+        returns the sums over all tokens, without gradient. Under context parallelism a rank holds
+        only a part of each sample.
 
     Example: −ρ·A, with nothing clipped: ``-(tokens.logprobs - tokens.old_logprobs).exp() *
     tokens.advantages``.
@@ -59,14 +58,17 @@ class PolicyTokens:
 class OwnTerm:
     """Computes the policy term of a micro-batch by a function of its loss tokens.
 
-    whole: completes the sums of sequences that ranks share.
+    whole: completes per-sequence sums if ranks share sequences.
     """
 
     function: OwnPolicy
     whole: CompleteSums
 
     def __call__(self, tokens: LossTokens, logprobs: torch.Tensor, old: torch.Tensor) -> PolicyTerm:
-        """Return the term. logprobs, old: float32 [N], log π_θ and log π_old."""
+        """Return the policy term.
+
+        logprobs, old: float32 [N], log π_θ and log π_old.
+        """
         return self.function(
             PolicyTokens(
                 logprobs=logprobs,
@@ -82,7 +84,7 @@ class OwnTerm:
 
 
 def resolve(config: LossConfig) -> OwnPolicy:
-    """Return the function of ``loss.policy`` with ``loss.arguments``, or raise ConfigError with the way out."""
+    """Return the function of ``loss.policy``, bound to ``loss.arguments``. Raises ConfigError with the way out."""
     key = f"loss.policy={config.policy!r}"
     function = users_code.resolve(config.policy, {}, what=key, form="module:function")
     if not callable(function):

@@ -1,4 +1,4 @@
-"""Tries the contract of a policy loss of the user's own on random tokens. It finds faults, and proves nothing."""
+"""Tests of a user's own policy loss against its contract, on random tokens. They find faults, and prove nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ SPLITS = "a sample's losses do not depend on how its tokens are split over ranks
 
 
 def require(config: LossConfig) -> None:
-    """Raise ConfigError for the first property that ``loss.policy`` lacks, beside ZERO, which ``skip.mode`` decides."""
+    """Raise ConfigError for the first property that ``loss.policy`` lacks.
+
+    ZERO is left out: without that property only ``skip.mode=exact`` is refused (algorithm/signal.py).
+    """
     for finding in check(config):
         if not finding.holds and finding.name != ZERO:
             raise ConfigError(
@@ -29,13 +32,13 @@ def require(config: LossConfig) -> None:
 
 
 def trains_without_advantage(config: LossConfig) -> bool:
-    """Return whether ``loss.policy`` gives a token of zero advantage a loss or a gradient, on any token tried."""
+    """Return whether ``loss.policy`` gives any random token of zero advantage a loss or a gradient."""
     term = resolve(config)
     return not _zero(term, _cases(torch.float64)).holds
 
 
 def check(config: LossConfig) -> list[Finding]:
-    """Try every property of the contract on random tokens: on-policy, near, and far from π_old."""
+    """Try every property of the contract on random tokens, with π_θ equal to π_old, near it, and far from it."""
     term, cases = resolve(config), _cases(torch.float64)
     first = _values(term)
     if not first.holds:
@@ -44,10 +47,11 @@ def check(config: LossConfig) -> list[Finding]:
 
 
 def finite_differences(config: LossConfig, gap: float = 0.1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient [N] that autograd gives and that central differences of the loss give, on random tokens.
+    """Return two gradients [N] of the loss on random tokens: by autograd, and by central differences.
 
-    They are equal where the loss stops no gradient; a loss that does, as CISPO's, differs on
-    purpose.
+    They are equal unless the loss stops a gradient on purpose, as CISPO's does.
+
+    gap: the standard deviation of log π_θ − log π_old.
     """
     term, tokens = resolve(config), _tokens(torch.float64, gap)
     _, gradient = _evaluate(term, tokens)
@@ -64,12 +68,12 @@ def finite_differences(config: LossConfig, gap: float = 0.1) -> tuple[torch.Tens
 
 
 _LENGTHS = (5, 1, 8, 3, 2, 6)
-_WITHOUT_ADVANTAGE = (2, 4)  # samples
+_WITHOUT_ADVANTAGE = (2, 4)  # the samples with an advantage of 0
 _GAPS = (0.0, 0.1, 1.0, 5.0)  # standard deviations of log π_θ − log π_old
 
 
 def _tokens(dtype: torch.dtype, gap: float) -> PolicyTokens:
-    """Return random tokens of six samples, two of them with an advantage of 0."""
+    """Return random tokens of six samples, two of them with an advantage of 0. gap: see ``_GAPS``."""
     draw = torch.Generator().manual_seed(17)
     sequences = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS))
     shape = (len(sequences),)
@@ -103,7 +107,11 @@ def _evaluate(term: OwnPolicy, tokens: PolicyTokens) -> tuple[torch.Tensor, torc
 
 
 def _part(tokens: PolicyTokens, chosen: torch.Tensor, *, renumber: bool) -> PolicyTokens:
-    """Return some of the tokens; ``renumber``: their samples alone, counted from 0."""
+    """Return the chosen tokens.
+
+    chosen: int64, their positions.
+    renumber: True counts the samples of the chosen tokens alone, from 0; False keeps all samples.
+    """
     sequences, count = tokens.sequences[chosen], tokens.num_sequences
     if renumber:
         present, sequences = torch.unique(sequences, return_inverse=True)
@@ -121,7 +129,7 @@ def _part(tokens: PolicyTokens, chosen: torch.Tensor, *, renumber: bool) -> Poli
 
 
 def _largest(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Return the largest |a − b| / max(1, |b|) of all pairs; NaN counts as infinite."""
+    """Return the largest |a − b| / max(1, |b|) over all pairs (a, b); NaN counts as infinite."""
     gaps = [((a - b).abs() / b.abs().clamp(min=1)).nan_to_num(nan=torch.inf).max().item() for a, b in pairs if len(a)]
     return max(gaps, default=0.0)
 
@@ -135,7 +143,7 @@ def _finding(name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, e
 
 
 def _values(term: OwnPolicy) -> Finding:
-    """Check shape, type and finiteness in float32, with a gradient, and that no token at all gives no loss."""
+    """Check shape, type and finiteness of losses and gradient in float32, also for a micro-batch of no token."""
     name = "one finite loss per token, of the tokens' type, with a gradient; none for no token"
     try:
         for tokens in _cases(torch.float32):

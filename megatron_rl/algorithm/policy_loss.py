@@ -1,7 +1,7 @@
-"""Policy terms over loss tokens: per-token losses whose sum is the loss, from advantages with the weights folded in.
+"""Policy terms: one loss per loss token, from advantages with the weights folded in. Their sum is the loss.
 
-Folding is exact: for w > 0, w·min(rA, clip(r)A) = min(r(wA), clip(r)(wA)), and so for the dual
-clip. ``dro``'s quadratic is not multiplied by the advantage and takes w itself.
+Folding is exact: for w > 0, w·min(rA, clip(r)A) = min(r(wA), clip(r)(wA)). The same holds for the
+dual clip. ``dro``'s quadratic is not multiplied by the advantage, so it is multiplied by w.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def identity(sums: torch.Tensor) -> torch.Tensor:
 class LossTokens(Protocol):
     """Describes the fields of a packed micro-batch that the loss reads, over its N loss tokens.
 
-    kl_coefficient: β, or None for the configuration's.
+    kl_coefficient: β; None: ``loss.kl_coefficient``.
     measured: [N], 1 at tokens that the sums for the metrics count and 0 at others; None: all count.
     """
 
@@ -47,7 +47,8 @@ class PolicyTerm:
 
     loss: the loss of each token.
     ratio: π_θ/π_old, as the term used it.
-    clipped: bool, True where clipping removed the gradient.
+    clipped: bool, True at tokens whose gradient clipping removed (under ``cispo``: whose ratio it
+        bounded).
     """
 
     loss: torch.Tensor
@@ -67,12 +68,12 @@ def policy_term(
 ) -> PolicyTerm:
     """Compute the term of semantics §7 that ``loss.policy`` names.
 
-    logprobs, old_logprobs: [T], at the sampling temperature (``dro``: the engine's as the old
-        ones).
+    logprobs, old_logprobs: [T], at the sampling temperature; under ``dro`` the old log-probs are
+        the engine's.
     advantages: [T], w·A of each token.
     weights: [T], w of each token.
     sequences: [T] int64, the sequence of each token within the micro-batch (``gspo``).
-    whole: completes the sums of sequences that ranks share (``gspo``).
+    whole: completes per-sequence sums if ranks share sequences (``gspo``).
     """
     low, high = 1 - config.clip_low, 1 + config.clip_high
     match config.policy:
@@ -103,8 +104,8 @@ def ppo(
     """Compute −min(ρA, clip(ρ, low, high)·A) with ρ = π_θ/π_old.
 
     Schulman et al. 2017, arXiv:1707.06347, eq. 7, with separate bounds (DAPO's clip-higher,
-    arXiv:2503.14476, eq. 10); with a dual clip c, no more than −cA for A < 0: Ye et al. 2019,
-    arXiv:1912.09729, eq. 5.
+    arXiv:2503.14476, eq. 10). With a dual clip c the loss is at most −cA for A < 0 (Ye et al. 2019,
+    arXiv:1912.09729, eq. 5).
 
     Example: ρ = 1.5, A = 2, bounds 0.8 and 1.2 → −min(3.0, 2.4) = −2.4, clipped.
     """
@@ -123,12 +124,13 @@ def gspo(
     whole: CompleteSums = identity,
     counted: torch.Tensor | None = None,
 ) -> PolicyTerm:
-    """Compute −min(sA, clip(s, low, high)·A), s the sequence's geometric mean of ρ with each token's gradient.
-
-    counted: [T], 1 at tokens that the mean is taken over, 0 at others; None: all of a sequence's.
+    """Compute −min(sA, clip(s, low, high)·A), with s the geometric mean of a sequence's ratios ρ_t.
 
     GSPO-token, Zheng et al. 2025, arXiv:2507.18071, eq. 13 and 14: s_t = sg[s]·π_θ(t)/sg[π_θ(t)]
-    with s = (Π ρ_t)^(1/|y|).
+    with s = (Π ρ_t)^(1/|y|), so that each token carries its own gradient.
+
+    counted: [T], 1 at tokens that the mean is taken over, 0 at others; None: all tokens of a
+        sequence.
 
     Example: a sequence of two tokens, ρ = (1.2, 1.0), A = 1, bounds 0.9 and 1.05 → s = √1.2 =
     1.095, clipped: −1.05 each.
@@ -175,9 +177,9 @@ def dro(
 ) -> PolicyTerm:
     """Compute −A·log π_θ + w·β/2·(log π_θ − log μ)².
 
-    DRO, Richemond et al. 2024, arXiv:2405.19107, in the form whose gradient Kimi k1.5 gives
-    (arXiv:2501.12599, §2.3.2). The quadratic is not multiplied by the advantage, and trains at A =
-    0; it is against the engine's policy μ.
+    DRO, Richemond et al. 2024, arXiv:2405.19107. Kimi k1.5 (arXiv:2501.12599, §2.3.2) gives the
+    gradient of this form. The quadratic is not multiplied by the advantage, so it trains at A = 0.
+    It measures the distance from the engine's policy μ.
 
     Example: log π = −1, log μ = −1.5, A = 2, w = 1, β = 0.1 → 2 + 0.0125.
     """

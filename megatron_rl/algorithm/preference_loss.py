@@ -1,7 +1,7 @@
 """Losses of preference pairs as functions of both responses' summed log-probs, or of a reward model's two scores.
 
-Every one is a function ℓ of a margin m = r_w − r_l between the rewards of the chosen response w and
-the rejected one l:
+Each loss is a function ℓ of the margin m = r_w − r_l between the rewards of the chosen response w
+and the rejected response l:
 
     loss            reward r of a response y                       ℓ(m)
     dpo             β · (log π(y) − log π_ref(y))                  −(1 − ε) log σ(m − γ) − ε log σ(γ − m)
@@ -10,18 +10,21 @@ the rejected one l:
     simpo           β · log π(y) / |y|                             −(1 − ε) log σ(m − γ) − ε log σ(γ − m)
     bradley_terry   the value head's number                        −log σ(m − γ)
 
-log π(y) is the sum over the response's loss tokens, |y| their number. dpo: Rafailov et al. 2023,
-arXiv:2305.18290, eq. 7 (ε: Mitchell 2023, "A note on DPO with noisy preferences"; γ: Amini et al.
-2024, arXiv:2402.10571). hinge: SLiC's, Zhao et al. 2023, arXiv:2305.10425, on DPO's rewards. ipo:
-Azar et al. 2023, arXiv:2310.12036, eq. 17, per token. simpo: Meng et al. 2024, arXiv:2405.14734,
-eq. 6. bradley_terry: Ouyang et al. 2022, arXiv:2203.02155, eq. 1.
+log π(y) is the sum over the response's loss tokens, |y| their number.
+
+- dpo: Rafailov et al. 2023, arXiv:2305.18290, eq. 7. Its ε: Mitchell 2023, "A note on DPO with
+  noisy preferences". Its γ: Amini et al. 2024, arXiv:2402.10571.
+- hinge: the loss of SLiC, Zhao et al. 2023, arXiv:2305.10425, on DPO's rewards.
+- ipo: Azar et al. 2023, arXiv:2310.12036, eq. 17, per token.
+- simpo: Meng et al. 2024, arXiv:2405.14734, eq. 6.
+- bradley_terry: Ouyang et al. 2022, arXiv:2203.02155, eq. 1.
 
 Invariants (``assert_invariants`` in tests/unit/algorithm/test_preference_loss.py):
 
-1. The coefficients of a pair are those of the pair alone: no other pair moves them.
-2. The chosen response's coefficient is ≥ 0 and the rejected one's ≤ 0 wherever ε = 0 and the loss
-   is not ipo's.
-3. Under ``hinge`` both are exactly 0 where the margin is at least 1: such a pair has no signal.
+1. The coefficients of a pair depend on that pair alone.
+2. If ε = 0 and the loss is not ipo, the chosen response's coefficient is ≥ 0 and the rejected
+   response's is ≤ 0.
+3. Under ``hinge`` both are exactly 0 if the margin is at least 1: such a pair has no signal.
 4. Swapping every pair negates every margin.
 """
 
@@ -39,17 +42,16 @@ from megatron_rl.config import PreferenceConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PairScores:
-    """Holds the numbers of 2·P responses, chosen and rejected in turns, that a pair loss reads.
+    """Holds the numbers that a pair loss reads of 2·P responses: chosen, rejected, chosen, rejected and so on.
 
     sums: float64 [2P], summed log-probs in nats, or a reward model's scores.
-    reference: float64 [2P], summed log-probs of the reference policy; None where the loss reads
-        none.
+    reference: float64 [2P], summed log-probs of the reference policy; None if the loss reads none.
     loss_tokens: int64 [2P], the number of loss tokens of each response.
     sample_ids: 2P names, for messages alone.
 
     Example: one pair whose chosen response has 3 tokens: ``sums=[-4.0, -9.0], reference=[-5.0,
-    -8.0], loss_tokens=[3, 4]``; under ``dpo`` with β = 0.1 the rewards are (0.1, −0.1), the margin
-    0.2, the loss 0.598.
+    -8.0], loss_tokens=[3, 4]``. Under ``dpo`` with β = 0.1 the rewards are (0.1, −0.1), the margin
+    is 0.2 and the loss 0.598.
     """
 
     sums: np.ndarray
@@ -60,10 +62,10 @@ class PairScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PairOutcome:
-    """Holds the outcome of a loss on P pairs.
+    """Holds the losses, rewards and coefficients of P pairs.
 
     losses: float64 [P].
-    rewards: float64 [2P], r of each response, chosen and rejected in turns.
+    rewards: float64 [2P], r of each response, in the order of PairScores.
     coefficients: float64 [2P], c_i = −∂(Σ losses)/∂sums_i (algorithm/linear_loss.py).
     """
 
@@ -73,15 +75,15 @@ class PairOutcome:
 
     @property
     def margins(self) -> np.ndarray:
-        """Return [P], by how much each chosen response's reward is above the rejected one's."""
+        """Return [P], each chosen response's reward less the rejected response's."""
         return self.rewards[0::2] - self.rewards[1::2]
 
 
 def compare(scores: PairScores, config: PreferenceConfig) -> PairOutcome:
-    """Return the losses, rewards and coefficients of pairs by ``preference.loss``. No mean is taken.
+    """Return the losses, rewards and coefficients of pairs by ``preference.loss``, without a mean.
 
-    Raises NonFiniteAdvantage for a coefficient that is not finite, naming the sample, and
-    ValueError for an odd number of responses or a missing reference.
+    Raises NonFiniteAdvantage, naming the sample, for a sum or a coefficient that is not finite.
+    Raises ValueError for an odd number of responses or a missing reference.
     """
     if len(scores.sums) % 2:
         raise ValueError(f"{len(scores.sums)} responses are no pairs; give the chosen and the rejected one in turns")
@@ -95,7 +97,7 @@ def compare(scores: PairScores, config: PreferenceConfig) -> PairOutcome:
 
 
 def _rewards(sums: torch.Tensor, scores: PairScores, config: PreferenceConfig) -> torch.Tensor:
-    """Return r [2P]."""
+    """Return r [2P], the reward of each response."""
     ratio = sums - torch.from_numpy(scores.reference) if config.needs_reference else sums
     tokens = torch.from_numpy(np.maximum(scores.loss_tokens, 1))
     match config.loss:
@@ -111,7 +113,7 @@ def _rewards(sums: torch.Tensor, scores: PairScores, config: PreferenceConfig) -
 
 
 def _losses(rewards: torch.Tensor, config: PreferenceConfig) -> torch.Tensor:
-    """Return ℓ [P] of rewards [2P]."""
+    """Return ℓ [P], the loss of each pair, from rewards [2P]."""
     margins = rewards[0::2] - rewards[1::2]
     match config.loss:
         case "hinge":
@@ -125,7 +127,9 @@ def _losses(rewards: torch.Tensor, config: PreferenceConfig) -> torch.Tensor:
 def pair_metrics(outcome: PairOutcome, scores: PairScores, *, prefix: str = "preference/", suffix: str = "") -> dict:
     """Return the means over the pairs: loss, accuracy, margin, both rewards and both summed log-probs (or scores).
 
-    prefix, suffix: around each metric's name. A tie counts as wrong.
+    A pair of equal rewards counts as wrong.
+
+    prefix, suffix: put around each metric's name.
 
     Example: margins (0.2, −0.1) → accuracy 0.5, margin 0.05.
     """

@@ -1,4 +1,4 @@
-"""Whether tokens may be left out: only where every number stays that of the sample alone, run whole."""
+"""The settings under which samples of a micro-batch may share their prompt without changing any number."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_rl.errors import ConfigError
 
 
 def token_coupling(megatron: MegatronConfig) -> str | None:
-    """Return the setting under which a token's numbers depend on the others that run; None where none does."""
+    """Return the first setting under which a token's numbers depend on the other tokens that run; None without one."""
     fields = megatron.transformer
     for name, harmless in COUPLING_FIELDS.items():
         if name in fields and fields[name] not in harmless:
@@ -17,9 +17,9 @@ def token_coupling(megatron: MegatronConfig) -> str | None:
 
 
 def sharing_refusal(parallel: ParallelConfig, megatron: MegatronConfig, layer_spec: str) -> str | None:
-    """Return why prompts cannot be shared under these settings; None where they can.
+    """Return the reason why prompts cannot be shared under these settings; None if they can be.
 
-    layer_spec: "torch" or "transformer_engine", as the model's layers are.
+    layer_spec: the kind of the model's layers, "torch" or "transformer_engine".
     """
     if setting := token_coupling(megatron):
         return f"{setting} makes a token's numbers depend on the others that run, and a shared prompt runs once"
@@ -42,7 +42,7 @@ def _engine_refusal(parallel: ParallelConfig, megatron: MegatronConfig) -> str |
 def shares_prompts(plan: PlanConfig, parallel: ParallelConfig, megatron: MegatronConfig, layer_spec: str) -> bool:
     """Return whether samples of a micro-batch share their prompt.
 
-    Raises ConfigError where `plan.share_prompts` asks for it and it cannot be.
+    Raises ConfigError if `plan.share_prompts` is true and sharing is impossible.
     """
     wanted = plan.share_prompts
     refusal = None if wanted is False else sharing_refusal(parallel, megatron, layer_spec)

@@ -1,19 +1,18 @@
-"""The samples that carry signal, and the configurations in which dropping the others is exact. Pure. Semantics §2.
+"""The samples that carry signal, and the settings under which dropping all others is exact. Pure. Semantics §2.
 
 Invariants (``assert_invariants`` in tests/unit/algorithm/test_signal.py):
 
 1. Signal is decided on advantages and masks alone, never on a loss value.
 2. A sample without loss token has no signal, whatever its advantage.
-3. A non-zero advantage, times the largest importance weight, above ``skip.advantage_epsilon`` on a
-   sample with a loss token is signal.
-4. ``exact`` is refused wherever another term could move the gradient of a dropped sample.
+3. A sample with a loss token has signal if its largest |importance weight · advantage| is above
+   ``skip.advantage_epsilon``.
+4. ``exact`` is refused if another term could give a dropped sample a gradient.
 5. A sample whose importance weights are all 0 has no signal, whatever its advantage; weights of 1
    change nothing.
 6. An advantage that is not finite is an error, whether its sample has a loss token or not.
 
-Some losses of Megatron-Core are no sum over tokens at the seam, so that the dense run too would
-train on a number that the cut into micro-batches decides: those are refused in every mode
-(``refuse_uncounted_losses``).
+Some losses of Megatron-Core are no sum over tokens: their size depends on the cut into
+micro-batches, in the dense run too. They are refused in every mode (``refuse_uncounted_losses``).
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.users_code import is_own
 
 # Fields of Megatron-Core's TransformerConfig that couple samples or read every token (semantics
-# §2), with the values at which they do not. Under another value, dropping a sample changes the
-# computation of the others.
+# §2), each with its harmless values. Under another value, dropping a sample changes the computation
+# of other samples.
 COUPLING_FIELDS: dict[str, tuple[object, ...]] = {
     "moe_router_force_load_balancing": (False, None),  # random routing, drawn batch by batch
     "moe_expert_capacity_factor": (None,),
@@ -45,14 +44,14 @@ COUPLING_FIELDS: dict[str, tuple[object, ...]] = {
     "fp4": (None, False),
 }
 
-# Reasons that a field's name does not give.
+# Reasons for fields whose names do not say them.
 COUPLED_BY = {
     "fp8": "an FP8 number's scale is the maximum over tokens, dropped ones too, so that others round otherwise"
 }
 
-# Fields that no skip.mode accepts, with their reason; 0, false and null are accepted. Read in
-# Megatron-Core 0.16.1 and 0.19.2, transformer/moe/router.py (under calculate_per_token_loss the
-# router multiplies its losses by the tokens of the micro-batch) and
+# Fields that no skip.mode accepts, each with the reason; the values 0, false and null are accepted.
+# Read in Megatron-Core 0.16.1 and 0.19.2: transformer/moe/router.py (under calculate_per_token_loss
+# the router multiplies its losses by the tokens of the micro-batch) and
 # transformer/multi_token_prediction.py.
 UNCOUNTED_FIELDS: dict[str, str] = {
     "moe_aux_loss_coeff": "the load-balancing loss is a product of two means over a micro-batch, times its tokens: "
@@ -73,9 +72,9 @@ UNCOUNTED_FIELDS: dict[str, str] = {
 class SignalRule:
     """Holds the rule by which a run drops samples.
 
-    drops_logprob_passes: False where log-probs make the advantages (``kl_in_reward``, a teacher):
-                          those passes come before anything is dropped.
-    approximated: the terms that dropping leaves out (``skip.mode=approximate``).
+    drops_logprob_passes: whether log-prob passes drop samples too. False if log-probs make the
+                          advantages (``kl_in_reward``, a teacher), so that passes come first.
+    approximated: the settings whose terms dropping leaves out (``skip.mode=approximate``).
     """
 
     drops: bool
@@ -86,7 +85,7 @@ class SignalRule:
 
 
 def refuse_uncounted_losses(megatron: MegatronConfig, skip: SkipConfig) -> None:
-    """Raise ConfigError, in every ``skip.mode``, for a loss or an update whose size tokens and weights do not fix."""
+    """Raise ConfigError, in every ``skip.mode``, for a field of UNCOUNTED_FIELDS that is on."""
     for field, reason in UNCOUNTED_FIELDS.items():
         value = megatron.transformer.get(field)
         if not (any(value) if isinstance(value, list | tuple) else value):
@@ -103,7 +102,7 @@ def refuse_uncounted_losses(megatron: MegatronConfig, skip: SkipConfig) -> None:
 
 
 def coupling_terms(config: Config) -> tuple[str, ...]:
-    """Return the settings, each as ``key=value``, that let a sample with zero advantage matter."""
+    """Return the settings, each as ``key=value``, under which a sample of zero advantage may change the result."""
     terms = []
     if config.kl_in_loss:
         terms.append(f"loss.kl_coefficient={config.loss.kl_coefficient}")
@@ -128,7 +127,7 @@ def _trains_without_advantage(loss: LossConfig) -> bool:
 
 
 def _neutral(term: str) -> str:
-    """Return the words that tell how to take one of ``coupling_terms`` back."""
+    """Return the words of a message that say what to set in place of one of ``coupling_terms``."""
     key = term.split("=")[0]
     match key:
         case "loss.policy" | "megatron.transformer.moe_router_load_balancing_type":
@@ -141,8 +140,8 @@ def _neutral(term: str) -> str:
 def signal_rule(config: Config) -> SignalRule:
     """Return the run's rule for dropping samples.
 
-    Raises ConfigError where ``skip.mode=exact`` cannot hold, naming the setting and both ways out,
-    and as ``refuse_uncounted_losses`` does.
+    Raises ConfigError if ``skip.mode=exact`` cannot hold, naming the setting and both ways out, and
+    whenever ``refuse_uncounted_losses`` does.
     """
     refuse_uncounted_losses(config.megatron, config.skip)
     terms = coupling_terms(config)
@@ -174,14 +173,15 @@ def has_signal(
 ) -> np.ndarray:
     """Return [S] bool: whether some loss token of each sample has a non-zero coefficient.
 
-    advantages: [S], of each sample, or the largest |importance weight · advantage| of its tokens
-                (``Advantages.largest``), so that any_t(weight_t · A_t ≠ 0) = (largest ≠ 0).
+    advantages: [S], the advantage of each sample, or the largest |importance weight · advantage| of
+                its tokens (``Advantages.largest``), since any_t(weight_t · A_t ≠ 0) = (largest ≠ 0).
     loss_tokens: int64 [S], the number of loss tokens of each sample.
     sample_ids: S names, for messages alone; empty: the index.
-    way_out: the cause to look for where an advantage is not finite, for messages.
+    way_out: what a message advises if an advantage is not finite.
 
-    Raises NonFiniteAdvantage for an advantage that is not finite or beyond float32, which is never
-    "no signal", and ConfigError for an ``advantage_epsilon`` that is not a finite number.
+    Raises NonFiniteAdvantage for an advantage that is not finite or is beyond float32: such a
+    number is never "no signal". Raises ConfigError for an ``advantage_epsilon`` that is not a
+    finite number.
 
     Example: advantages (0.0, 1.2, −0.7), loss tokens (5, 3, 0) → (False, True, False).
     """

@@ -1,4 +1,4 @@
-"""The critic's loss over loss tokens: an undivided token sum under the weights of the policy's loss (semantics §8)."""
+"""The critic's loss: an undivided sum over loss tokens, with the policy loss's weights (semantics §8)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueTerm:
-    """Holds the critic's loss and the tokens whose clipped error it took.
+    """Holds the critic's loss, and which tokens entered it with their clipped error.
 
     loss: scalar, the sum over tokens.
-    clipped: bool [N], True where the clipped error is the larger one.
+    clipped: bool [N], True at tokens whose clipped error is larger than the unclipped one.
     """
 
     loss: torch.Tensor
@@ -25,18 +25,17 @@ def value_loss(
     """Compute Σ_t w_t · ½ · max((V − R)², (clip(V, V_old − c, V_old + c) − R)²), the value loss of PPO.
 
     Schulman et al. 2017, arXiv:1707.06347, eq. 9, with the clipping of its published code
-    (openai/baselines, ppo2), as verl's ``compute_value_loss`` has it. Where V has left V_old ± c
-    away from R, the larger error is the unclipped one, and it pulls V back; where V has left it
-    towards R, the clipped error is the larger one, and has no gradient: a step does not go further
-    than c.
+    (openai/baselines, ppo2), as in verl's ``compute_value_loss``. Let V lie outside of V_old ± c. If
+    it moved away from R, the unclipped error is larger, and its gradient pulls V back. If it moved
+    towards R, the clipped error is larger and has no gradient, so V moves no further.
 
     values: [N], V, with gradient.
-    old_values: [N], V_old, the values at rollout weights, without gradient.
+    old_values: [N], V_old, the values at the rollout's weights, without gradient.
     returns: [N], R (algorithm/gae.py), without gradient.
     weights: [N], the reduction's w_t, 0 in fillers.
     clip: c; None: Σ_t w_t · ½ · (V − R)².
 
-    Example: V = 1, V_old = 0, R = 2, w = 1, c = 0.5: max(1, 2.25)/2 = 1.125, clipped; R = −1:
+    Example: V = 1, V_old = 0, w = 1, c = 0.5. R = 2 → max(1, 2.25)/2 = 1.125, clipped. R = −1 →
     max(4, 2.25)/2 = 2, not clipped.
     """
     if clip is not None and not clip > 0:

@@ -1,8 +1,8 @@
 """The configuration: YAML and key=value over defaults, checked at start, never changed after.
 
-Every error is a ConfigError that names the key, the value and the way out. Below each field of a
-section one line in Markdown says its meaning; `make docs` writes docs/configuration.md from these
-lines and from the sections' docstrings.
+Every error is a ConfigError that names the key, the value and the way out. One line in Markdown
+below each field of a section gives the field's meaning. `make docs` writes docs/configuration.md
+from these lines and from the sections' docstrings.
 """
 
 from megatron_rl.config.correction import CORRECTIONS, CorrectionConfig

@@ -1,9 +1,9 @@
-"""Checks that a setting is one of a few words, or a number in the range that its field's type declares.
+"""Checks of settings: a setting is one of a few words, or a number in the range that its field's type declares.
 
     tensor: Annotated[int, Range(1, 10**5)] = 1
 
-NaN lies in no range, and infinity in none of those declared here: the end of a range says how much
-can be meant, so that a slip of the keyboard is an error at start and not a run that hangs.
+NaN is in no range, and every range of a section has an end, so infinity is in none of them. A
+range ends at the largest number that a user can mean. So a typing error is found at the start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_rl.users_code import is_own
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Range:
-    """Bounds a number: ``low`` to ``high``, both allowed unless their end is open."""
+    """Bounds a number: from ``low`` to ``high``, both allowed unless ``open_low`` or ``open_high``."""
 
     low: float
     high: float = 10**9
@@ -33,13 +33,13 @@ class Range:
 
     @property
     def words(self) -> str:
-        """Return the range as a message says it: ``at least 1 and at most 1000``."""
+        """Return the range in the words of a message: ``at least 1 and at most 1000``."""
         low, high = ("above" if self.open_low else "at least"), ("below" if self.open_high else "at most")
         return f"{low} {_short(self.low)} and {high} {_short(self.high)}"
 
     @property
     def cell(self) -> str:
-        """Return the range as a table says it: ``1 to 1000``, ``above 0 to 1``."""
+        """Return the range in the words of a table: ``1 to 1000``, ``above 0 to 1``."""
         low, high = "above " * self.open_low, "below " * self.open_high
         return f"{low}{_short(self.low)} to {high}{_short(self.high)}"
 
@@ -56,7 +56,7 @@ def hints_of(section: type) -> dict[str, object]:
 
 
 def parts_of(hint: object) -> Iterator[tuple[object, Range | None]]:
-    """Yield every plain type within a hint, each with its range.
+    """Yield every plain type within a hint, each with its range or None.
 
     Example: ``tuple[Annotated[int, Range(1)], ...] | None`` gives (int, Range(1)), (Ellipsis,
     None), (NoneType, None).
@@ -72,16 +72,15 @@ def parts_of(hint: object) -> Iterator[tuple[object, Range | None]]:
 
 
 def range_of(hint: object) -> Range | None:
-    """Return the range of a field's numbers; None where it holds none."""
+    """Return the range of a field's numbers; None if the field has no range."""
     return next((bounds for _, bounds in parts_of(hint) if bounds is not None), None)
 
 
 def check_ranges(section: object, key: str = "") -> None:
-    """Check every numeric field of a section, and of the sections within it.
+    """Raise ConfigError for a number outside its range, in a section or in a section within it.
 
     section: an instance of a dataclass of megatron_rl/config.
     key: the section's own key, for messages; empty for the whole configuration.
-    Raises ConfigError with the key, the value and the range.
     """
     for field in dataclasses.fields(section):
         name = f"{key}.{field.name}".lstrip(".")
@@ -106,12 +105,15 @@ def check_number(key: str, number: object, bounds: Range, *, or_null: bool = Fal
 
 
 def choose(key: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raise ConfigError for anything but one of the words that are allowed."""
+    """Raise ConfigError for a value that is none of the allowed words."""
     if value not in allowed:
         raise ConfigError(f"{key}={quoted(value)} is not known; choose one of {', '.join(allowed)}")
 
 
 def choose_or_own(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Take a word, or ``module:function``, which is looked up at the run's start."""
+    """Raise ConfigError for a value that is none of the allowed words and no ``module:function``.
+
+    A ``module:function`` is looked up at the run's start.
+    """
     if not is_own(value):
         choose(key, value, (*allowed, "your own module:function"))

@@ -1,4 +1,4 @@
-"""The section of corrections for the difference of the engine's log-probs from the trainer's. Semantics §7."""
+"""The section of corrections for the gap between the engine's and the trainer's log-probs. Semantics §7."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ CORRECTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
-    """Corrects for the difference of the engine's log-probs from the trainer's (docs/semantics.md#7-corrections).
+    """Corrects for the gap between the engine's and the trainer's log-probs (docs/semantics.md#7-corrections).
 
-    The importance weight π_old/μ multiplies the advantage. It is a token's, a sequence's (the
-    product over its tokens) or a sequence's geometric mean. Outside of [`correction.floor`,
-    `correction.cap`] it is moved to the bound (`truncate`) or set to 0 (`mask`); a sample whose
+    The importance weight π_old/μ multiplies the advantage. It is a token's ratio, a sequence's
+    product of ratios, or a sequence's geometric mean of ratios. Outside of [`correction.floor`,
+    `correction.cap`] it is moved to the bound (`truncate`) or set to 0 (`mask`). A sample whose
     weights are all 0 is dropped before the forward pass.
 
-    A rollout's first optimizer step has the weights that a log-prob pass before it would have. Its
-    own log-probs, detached, are its π_old, and under `correction.old_logprobs: auto` its samples
-    are not passed, unless a setting needs the numbers before the step (the log names it).
-    `rollout`: π_old is the engine's μ, and nothing is corrected.
+    A rollout's first optimizer step runs at the model weights of a log-prob pass before it. So the
+    step's own log-probs, detached, are its π_old. Under `correction.old_logprobs: auto` the samples
+    of that step get no pass, unless a setting needs π_old before the step (the log names it). Under
+    `rollout` π_old is the engine's μ, and nothing is corrected.
     """
 
     old_logprobs: str = "auto"
-    """`recompute`: by a pass over the survivors; `auto`: without the first step's; `rollout`: the engine's."""
+    """π_old: `recompute`: a pass over the survivors; `auto`: the same, less the first step; `rollout`: the engine's."""
     mode: str = "none"
-    """`none`, or the weight and its bounding as above: `{token,sequence,geometric}_{truncate,mask}`."""
+    """`none`, or the weight and its bound, as above: `{token,sequence,geometric}_{truncate,mask}`."""
     cap: Annotated[float, Range(1)] = 2.0
-    """Upper bound of the weight; 1 is that of a token on which engine and trainer agree."""
+    """Upper bound of the weight; a token on which engine and trainer agree has weight 1."""
     floor: Annotated[float, Range(0, 1, open_low=True)] | None = None
     """Lower bound of the weight; null: none."""
     off_policy_delta: Annotated[float, Range(0, 10**6)] | None = None
-    """δ in nats: samples with A < 0, mean log μ − log π_old > δ are dropped (DeepSeek-V3.2, eq. 9); null: none."""
+    """δ in nats: samples with A < 0 and mean log μ − log π_old > δ are dropped (DeepSeek-V3.2, eq. 9); null: none."""
 
     def __post_init__(self) -> None:
         choose("correction.old_logprobs", self.old_logprobs, ("auto", "recompute", "rollout"))
@@ -71,5 +71,5 @@ class CorrectionConfig:
 
     @property
     def is_on(self) -> bool:
-        """Return whether anything is weighed or masked, so that log-probs decide which samples have signal."""
+        """Return whether samples are weighed or masked, so that log-probs decide which samples have signal."""
         return self.mode != "none" or self.off_policy_delta is not None

@@ -13,30 +13,30 @@ from megatron_rl.errors import ConfigError, quoted
 class CriticConfig:
     """Describes the critic of `advantage.estimator=gae`: a model of its own with a value head (docs/ppo.md).
 
-    Its other settings are the policy's. A `score.weight` [1, H] among its weights becomes the value
-    head.
+    Settings that this section lacks are the policy's. If the critic's weights hold a `score.weight`
+    [1, H], it becomes the value head.
     """
 
     hf_path: str | None = None
-    """Directory of the critic's weights, with a reward model's `score.weight` or without; null: `model.hf_path`."""
+    """Directory of the critic's weights, of a reward model (`score.weight`) or not; null: `model.hf_path`."""
     init: str = "pretrained"
-    """`pretrained`: the weights of `critic.hf_path`; `policy`: the policy's at RL's start, after supervised steps."""
+    """`pretrained`: the weights of `critic.hf_path`; `policy`: the policy's weights after the supervised steps."""
     parallel: dict[str, Any] = field(default_factory=dict)
-    """Fields of `parallel` that differ from the policy's, as in `critic.parallel.tensor=1`."""
+    """Fields of `parallel` that differ for the critic, as in `critic.parallel.tensor=1`."""
     optimizer: dict[str, Any] = field(default_factory=dict)
-    """Fields of `optimizer` that differ from the policy's."""
+    """Fields of `optimizer` that differ for the critic; its rate is `critic.lr`."""
     lr: Annotated[float, Range(0, 10)] = 1e-5
     """Learning rate of the critic."""
     placement: str = "shared"
     """`shared`: on the policy's ranks; `separate`: on the job's last `critic.ranks` ranks, which hold no policy."""
     ranks: Annotated[int, Range(1, 10**5)] | None = None
-    """Number of ranks of a separate critic; null: it is shared."""
+    """Number of ranks of a separate critic; null: the critic is shared."""
     value_clip: Annotated[float, Range(0, 10**6, open_low=True)] | None = 0.2
-    """Distance that a value may move in a rollout; null: any."""
+    """Clip of the value loss: how far a value may move in one rollout; null: no clip."""
     warmup_rollouts: Annotated[int, Range(0)] = 0
-    """First rollouts, which train the critic alone."""
+    """Number of first rollouts that train the critic alone."""
     epochs_per_rollout: Annotated[int, Range(1, 1000)] = 1
-    """Number of times that the critic is trained on each rollout."""
+    """Times that the critic is trained on each rollout."""
     samples_per_mini_batch: Annotated[int, Range(1)] | None = None
     """Samples per optimizer step of the critic; null: as `train.samples_per_mini_batch`."""
 

@@ -1,4 +1,4 @@
-"""The sections of prompts: the training data, trained groups that are used again, prompts that are asked again."""
+"""The sections of prompts: the training data, the replay of trained groups, and prompts that are asked again."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from megatron_rl.config.checks import Range, choose
 from megatron_rl.errors import ConfigError, quoted
 
-AUTO = "auto"  # of data.template
-# Arguments of transformers' apply_chat_template, and what the run itself gives; no template has
-# such a variable.
+AUTO = "auto"  # a value of data.template
+# Arguments of transformers' apply_chat_template, and names that the run itself passes: a row or a
+# setting may give no template variable of these names.
 NO_VARIABLES = (
     *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
@@ -20,36 +20,36 @@ NO_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Names the training data and its columns, and turns a row into a prompt.
+    """Names the training data and its columns, and sets how a row becomes a prompt.
 
     A column's name may have dots: `reward_model.ground_truth` is the field `ground_truth` of the
     column `reward_model`.
     """
 
     train: tuple[str, ...] = ()
-    """Paths, patterns or names on the hub (docs/object-storage.md): JSONL, JSON, CSV, Parquet, folders; required."""
+    """Required: paths, patterns (`*.parquet`) or hub names (docs/hub.md) of JSONL, JSON, CSV, Parquet or folders."""
     weights: tuple[Annotated[float, Range(0, 10**6, open_low=True)], ...] = ()
-    """Share of each path of `data.train` in the prompts, relative to the others; `[]`: each row once an epoch."""
+    """Relative share of each path of `data.train` in the prompts; `[]`: each row once an epoch."""
     prompt_key: str = "prompt"
-    """Column of the prompt: a text, or a list of messages `{role, content}`, which the chat template writes."""
+    """Column of the prompt: a text, or a list of messages `{role, content}` for the chat template."""
     answer_key: str = "answer"
-    """Column of the answer, which reward functions are given as `answer`."""
+    """Column of the answer; reward functions get it as `answer`."""
     solution_key: str = "solution"
-    """Column that supervised steps imitate: a text, or an episode as a list of messages."""
+    """Column of the response that supervised steps imitate: a text, or an episode as a list of messages."""
     messages_key: str | None = None
     """Column of a whole conversation, in place of prompt and solution (`data.template=chat`); null: none."""
     template: str = AUTO
-    """Text with `{prompt}` in it; `chat`: the tokenizer's chat template; `auto`: that for messages, else the prompt."""
+    """Text with `{prompt}` in it, or `chat`: the tokenizer's chat template; `auto`: `chat` for messages, else as is."""
     system_prompt: str = ""
-    """Text of a system message before the messages of each row that begins with none; needs `data.template=chat`."""
+    """Text of a system message for rows that begin with no system message; needs `data.template=chat`."""
     template_columns: tuple[str, ...] = ("tools", "documents", "chat_template_kwargs")
-    """Columns that the chat template reads as variables, where a row has them; the last one is an object of several."""
+    """Columns that the chat template gets as variables, if a row has them; `chat_template_kwargs` holds several."""
     template_variables: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template for every row, such as `{enable_thinking: false}`; a row's columns come first."""
+    """Chat template variables for every row, such as `{enable_thinking: false}`; a row's own columns replace them."""
     max_prompt_tokens: Annotated[int, Range(1, 10**8)] = 512
-    """Tokens of a prompt at most."""
+    """Most tokens of a prompt."""
     on_long_prompt: str = "fail"
-    """For a row over the limit (a response beyond the context too): `fail` ends the run, naming it; `drop` goes on."""
+    """For a prompt above the limit, or a response beyond the context: `fail` ends the run; `drop` omits the row."""
     shuffle: bool = True
     """Whether each epoch has an order of its own, drawn from `run.seed`."""
 
@@ -91,29 +91,29 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig:
-    """Keeps trained groups with the most signal, which stand in for groups without signal (docs/async.md)."""
+    """Keeps the trained groups with the most signal, to replace later groups without signal (docs/async.md)."""
 
     capacity_groups: Annotated[int, Range(0, 10**6)] = 0
-    """Groups kept, those with the most signal: Σ|A| · Σ_f std of reward function f; 0: none."""
+    """Groups that are kept, by most signal: Σ|A| · Σ_f (standard deviation of reward function f); 0: none."""
     max_age_versions: Annotated[int, Range(1)] | None = 16
-    """Weight versions between a group's oldest token and the step that trains it again; null: no limit."""
+    """Most weight versions from a group's oldest token to the step that trains it again; null: no limit."""
     max_uses: Annotated[int, Range(1)] = 1
-    """Number of times that a group is replayed."""
+    """Most times that a group is replayed."""
     recompute_logprobs: bool = True
-    """true: π_old and the weights π_old/μ are the current policy's; false: π_old is the engine's at sampling time."""
+    """true: π_old, and so π_old/μ, is of the current policy; false: π_old is the engine's, from when it sampled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RerollConfig:
-    """Asks prompts again whose whole group failed: every reward was at most `reroll.fail_threshold`."""
+    """Asks a prompt again if its whole group failed: every reward was at most `reroll.fail_threshold`."""
 
     max_groups: Annotated[int, Range(0, 10**6)] = 0
-    """Prompts that are asked again in one rollout at most; 0: never."""
+    """Most prompts that are asked again in one rollout; 0: none."""
     start_fraction: Annotated[float, Range(0, 1)] = 0.5
     """Share of training before which no prompt is asked again."""
     fail_threshold: Annotated[float, Range(-(10**9))] = 0.0
-    """A group failed where every reward is at most this."""
+    """A group failed if every reward is at most this."""
     capacity_prompts: Annotated[int, Range(1)] = 1024
-    """Prompts that wait at most; when more fail, the one that waited longest leaves."""
+    """Most prompts that wait to be asked again; if more fail, the longest waiting prompt is removed."""
     max_attempts: Annotated[int, Range(1)] = 1
-    """Number of times that a prompt is asked again."""
+    """Most times that a prompt is asked again."""

@@ -10,22 +10,22 @@ from megatron_rl.config.checks import Range, choose
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-    """Answers the policy between its turns (docs/agents.md)."""
+    """Sets the environment that answers the policy between its turns (docs/multi-turn.md)."""
 
     name: str | None = None
-    """`calculator`, `gymnasium` or `module:Class`: answers between the policy's turns; null: a response is one turn."""
+    """`calculator`, `gymnasium` or your own `module:Class`; null: none, a response is one turn."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment's constructor, by name."""
     max_turns: Annotated[int, Range(1, 10**6)] = 8
-    """Policy's turns in one sample; `rollout.max_response_tokens` bounds all of them and the observations together."""
+    """Most turns of the policy in one sample; `rollout.max_response_tokens` bounds turns and observations together."""
     role: str = "tool"
-    """Role of an observation that is a text, under `data.template=chat`: `tool`, `user` or `system`."""
+    """With `data.template=chat`, the role of an observation that is a text: `tool`, `user` or `system`."""
     num_threads: Annotated[int, Range(1, 10**4)] = 16
-    """Steps at a time, per rank."""
+    """Most steps that run at a time, per rank."""
     deadline_s: Annotated[float, Range(0.1, 10**6)] = 30.0
     """Seconds that each step may take."""
     on_error: str = "fail"
-    """For a step, or an agent's session, that fails or takes longer: `fail` ends the run; `drop` drops its sample."""
+    """For a step or an agent's session that fails or is late: `fail` ends the run; `drop` drops its sample."""
 
     def __post_init__(self) -> None:
         choose("environment.role", self.role, ("tool", "user", "system"))
@@ -36,23 +36,22 @@ class EnvironmentConfig:
 class EndpointConfig:
     """Serves OpenAI's API on 127.0.0.1 to agents that make the rollouts (docs/agents.md#agents-behind-openais-api).
 
-    For a session that fails, or has no reward by its deadline, `environment.on_error` says what
-    follows.
+    `environment.on_error` applies to a session that fails, or that has no reward by its deadline.
     """
 
     agent: str | None = None
-    """`module:function` that plays a session, called with base_url and the row; null: no agents and no endpoint."""
+    """`module:function` that plays a session; it is called with base_url and the row; null: no agents, no endpoint."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the agent, by name."""
     port: Annotated[int, Range(0, 65535)] = 0
-    """Port of the first rank, and the next ones of the others; 0: any free ones."""
+    """Port of the first rank; the other ranks take the ports after it; 0: any free ports."""
     api_key_env: str | None = None
-    """Environment variable that holds the keys agents may present, between commas; null: any key is taken."""
+    """Environment variable with the keys that agents may present, separated by commas; null: any key is accepted."""
     num_agents: Annotated[int, Range(1, 10**4)] = 64
-    """Agents at a time, per rank, each in a thread."""
+    """Most agents at a time, per rank, each in a thread."""
     deadline_s: Annotated[float, Range(0.1, 10**6)] = 300.0
     """Seconds that a session may take from its agent's start to its reward; below `run.deadline_s`."""
     max_turns: Annotated[int, Range(1, 10**6)] = 64
-    """Requests of one session."""
+    """Most requests of one session."""
     max_body_mb: Annotated[float, Range(0, 10**6, open_low=True)] = 16.0
     """Largest body of a request, in MiB."""

@@ -1,4 +1,4 @@
-"""Files, mappings and overrides, which OmegaConf merges over the defaults into a Config; and a Config as YAML."""
+"""A Config from files, mappings and overrides, which OmegaConf merges over the defaults; and a Config as YAML."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ def load_config(
 ) -> Config:
     """Load the defaults, then a file or a mapping of sections, then ``section.key=value`` overrides.
 
-    source: a YAML file's path; or the settings themselves, as a mapping or OmegaConf's DictConfig.
+    source: a YAML file's path, or the settings as a mapping or as OmegaConf's DictConfig.
+
     Each layer may hold OmegaConf's interpolations, which see all layers
-    (megatron_rl/config/interpolation.py). Raises ConfigError with the file and line of the setting,
-    where it stands in a file.
+    (megatron_rl/config/interpolation.py). Raises ConfigError, which gives file and line for a
+    setting of a file.
     """
+    # The layers, and the lines of settings that no override replaces.
     tree, lines = _read(source)
     tree = {name: value for name, value in tree.items() if value is not None}  # a section whose keys are comments
     layers = [tree, *map(_parse_override, overrides)]
     lines = {key: line for key, line in lines.items() if not any(_holds(layer, key) for layer in layers[1:])}
     overridden = {key for layer in layers[1:] for key in _keys(layer)}
+    # Checked against each other, merged, then checked against the fields' types.
     try:
         for below, above in itertools.combinations(layers, 2):
             _check_over(below, above)
@@ -52,7 +55,7 @@ def load_config(
 
 
 def _merged(layers: Sequence[Tree]) -> Tree:
-    """Return the layers as one tree, a later one over those before it, with a value for each interpolation."""
+    """Return the layers merged into one tree, with a value for each interpolation; later layers win."""
     if not any(_has_interpolation(layer) for layer in layers):
         return OmegaConf.to_container(OmegaConf.unsafe_merge(*map(OmegaConf.create, layers)))
     from megatron_rl.config.interpolation import Interpolations
@@ -69,7 +72,11 @@ def _has_interpolation(value: object) -> bool:
 
 
 def _check_over(below: object, above: object, key: str = "") -> None:
-    """Raise ConfigError for a key within a section which a layer below takes as a whole, or for a list over keys."""
+    """Raise ConfigError if two layers do not fit together.
+
+    They do not fit if one has a list and the other keys, or if the lower one sets a whole section
+    by an interpolation and the upper one a key in it.
+    """
     if {type(below), type(above)} == {dict, list}:
         raise ConfigError(f"{key} is {quoted(below)} in one place and {quoted(above)} in another; write it once")
     if isinstance(below, str) and "${" in below and isinstance(above, dict) and above:
@@ -81,7 +88,7 @@ def _check_over(below: object, above: object, key: str = "") -> None:
 
 
 def _typed(settings: Tree) -> Config:
-    """Return the configuration of settings that fit their fields, merged over the defaults of their sections."""
+    """Return the configuration of settings whose values fit their fields, merged over the sections' defaults."""
     defaults = {name: _structured(hints_of(Config)[name]) for name in settings}
     merged = OmegaConf.unsafe_merge(OmegaConf.create(defaults), escaped(settings))
     return build_section(Config, OmegaConf.to_container(merged, resolve=True))
@@ -89,16 +96,16 @@ def _typed(settings: Tree) -> Config:
 
 @functools.cache
 def _structured(section: type) -> DictConfig:
-    """Return a section as OmegaConf's structured config, with its defaults; merging copies it."""
+    """Return a section as OmegaConf's structured config, with its defaults; merging makes a copy."""
     settings = OmegaConf.structured(section, flags={"no_deepcopy_set_nodes": True})  # its nodes are new
     inner = [settings[name] for name, hint in hints_of(section).items() if dataclasses.is_dataclass(hint)]
     for part in (settings, *inner):
-        OmegaConf.set_readonly(part, False)  # OmegaConf 2.3 merges nothing into a frozen dataclass's
+        OmegaConf.set_readonly(part, False)  # OmegaConf 2.3 merges nothing into the config of a frozen dataclass
     return settings
 
 
 def _read(source: object) -> tuple[Tree, Lines]:
-    """Return a source's settings as plain values, and the lines of those that stand in a file."""
+    """Return a source's settings as plain values, and for a file the line of each setting."""
     if source is None:
         return {}, {}
     if isinstance(source, str | os.PathLike):
@@ -109,9 +116,9 @@ def _read(source: object) -> tuple[Tree, Lines]:
 
 
 def _plain(value: object, key: str) -> object:
-    """Return a mapping of Python's or OmegaConf's, or a part of one, as dicts, lists and scalars."""
+    """Return a mapping of Python or OmegaConf, or a part of one, as dicts, lists and scalars."""
     if isinstance(value, DictConfig | ListConfig):
-        is_part = value._get_parent() is not None  # and then refers to that whole
+        is_part = value._get_parent() is not None  # a part's interpolations refer to the whole: resolve them here
         return _plain(OmegaConf.to_container(value, resolve=is_part), key)
     if key.count(".") > MOST_LEVELS:
         raise ConfigError(f"{shortened(key)} is nested deeper than {MOST_LEVELS} levels")
@@ -150,7 +157,7 @@ def _parse_override(override: str) -> Tree:
 
 
 def _override_value(key: str, text: str, override: str) -> object:
-    """Return the value of an override; what is no YAML scalar is still a text where the field holds one."""
+    """Return the value of an override, read as YAML; for a field of texts, text that is no YAML stays as it is."""
     if re.search("[\ud800-\udfff]", override):
         raise ConfigError(f"override {quoted(override)} is not UTF-8")
     if not text.strip():
@@ -169,7 +176,7 @@ def _override_value(key: str, text: str, override: str) -> object:
 
 
 def _holds(tree: Tree, key: str) -> bool:
-    """Tell whether a tree sets the value at a dotted key, or a section that it stands in."""
+    """Return whether a tree sets the value at a dotted key, or a whole section around it."""
     part: object = tree
     for name in key.split("."):
         if not isinstance(part, dict):
@@ -181,7 +188,7 @@ def _holds(tree: Tree, key: str) -> bool:
 
 
 def _keys(tree: Tree, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of an override's tree: its sections', and its value's."""
+    """Yield the dotted keys of an override's tree: the key of each section and of the value."""
     for name, part in tree.items():
         yield f"{prefix}{name}"
         if isinstance(part, dict):
@@ -189,11 +196,12 @@ def _keys(tree: Tree, prefix: str = "") -> Iterator[str]:
 
 
 def _with_place(message: str, path: str, lines: Lines, overridden: Collection[str]) -> str:
-    """Return a message that begins with where the keys stand that it names: lines of the file, the command line.
+    """Return a message that begins with the places of the keys in it: lines of the file, or the command line.
 
+    In a message about an unknown key, this key alone counts, not the nearest key.
+
+    lines: the line of each dotted key of the file.
     overridden: the dotted keys of the overrides.
-
-    Of an unknown key's message that key alone counts: the nearest one may stand elsewhere.
     """
     said = message.split(" (value ")[0] if message.startswith("unknown config key ") else message
     named = set(re.findall(r"[\w-]+(?:\.[\w-]+)+", said))
@@ -206,7 +214,7 @@ def _with_place(message: str, path: str, lines: Lines, overridden: Collection[st
 
 
 def config_to_dict(config: Config) -> dict[str, dict]:
-    """Return the resolved configuration as plain values, which JSON and YAML hold unchanged."""
+    """Return the resolved configuration as plain values, which JSON and YAML can hold."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 

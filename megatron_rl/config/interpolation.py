@@ -1,13 +1,13 @@
-"""Interpolation, ``${...}`` in a setting: OmegaConf evaluates it; each text once, what it needs first, within bounds.
+"""Interpolations, ``${...}`` in settings: OmegaConf evaluates each text once, after the texts it needs, within bounds.
 
 All of OmegaConf's grammar is read (2.3, "Variable interpolation" and "Built-in resolvers"):
 ``${section.key}``, relative and nested keys, ``${oc.env:NAME,default}``, oc.select, oc.decode,
 oc.create, oc.dict.keys, oc.dict.values, and resolvers that the process itself registered. Not read:
 oc.coerce, which imports the module that it is given.
 
-While a text waits, a marker stands in its place, which names it when it is evaluated. So a text
-that needs another one is tried again after that one; a cycle has a chain to show; and no file can
-make an evaluation grow without end.
+A text with an interpolation is replaced by a numbered marker until it is evaluated. If the
+evaluation of text a meets the marker of text b, b is evaluated first and then a is tried again. So
+a cycle is found and can be shown, and no file can make an evaluation grow without end.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from megatron_rl.errors import ConfigError, quoted, shortened
 
 MOST_CHARACTERS = 100_000  # of one text
 MOST_INTERPOLATIONS = 1_000  # in one configuration
-MOST_CALLS = 1_000  # of resolvers
-MOST_VALUES = 10_000  # that interpolations bring
+MOST_CALLS = 1_000  # of resolvers, in one configuration
+MOST_VALUES = 10_000  # that interpolations give, in one configuration
 Path = tuple[str | int, ...]
 _PENDING = "megatron_rl.pending"
 _MARKER = re.compile(rf"\$\{{{re.escape(_PENDING)}:(\d+)\}}")
@@ -39,17 +39,17 @@ _PATCHED = threading.RLock()  # a resolver of the user's may load a configuratio
 
 
 class Interpolations:
-    """Takes the interpolated texts out of trees of settings, and puts their values in once the trees are merged."""
+    """Replaces interpolated texts in trees of settings by markers, and markers by values once the trees are merged."""
 
     def __init__(self) -> None:
-        self.texts: list[str] = []  # by the number in their markers
-        self.places: dict[int, Path] = {}
-        self.needed: int | None = None  # of the text under evaluation: another one's number
-        self.fault = ""  # of the same, found within a resolver
+        self.texts: list[str] = []  # text n has the marker of number n
+        self.places: dict[int, Path] = {}  # of the texts that are not evaluated yet, by number
+        self.needed: int | None = None  # the number of a text that the text under evaluation needs first
+        self.fault = ""  # of the text under evaluation, as a resolver found it
         self.num_calls = self.num_values = 0
 
     def taken_out(self, value: object) -> object:
-        """Return a value with a marker for each text that holds an interpolation."""
+        """Return a value with a marker in place of each text that holds an interpolation."""
         if isinstance(value, dict):
             return {name: self.taken_out(part) for name, part in value.items()}
         if isinstance(value, list):
@@ -60,10 +60,13 @@ class Interpolations:
         return f"${{{_PENDING}:{len(self.texts) - 1}}}"
 
     def put_in(self, tree: dict[str, object], defaults: Callable[[], dict[str, object]]) -> dict[str, object]:
-        """Return a tree of settings with a value for each marker, which may refer to the defaults of all others.
+        """Return a tree of settings with each marker replaced by its value.
 
-        Raises ConfigError with the key, the text and what is wrong with it.
+        Interpolations may refer to the defaults of settings that the tree lacks.
+
+        Raises ConfigError with the key, the text and its fault.
         """
+        # The texts, and the sections that they may refer to.
         self.places = {number: path for path, number in _markers(tree, ())}
         if not self.places:
             return tree
@@ -71,7 +74,7 @@ class Interpolations:
         if texts.count("${") > MOST_INTERPOLATIONS:
             raise ConfigError(f"there are more than {MOST_INTERPOLATIONS} interpolations; write values out")
         every, own = _over(escaped(defaults()), tree), {path[0] for path in self.places.values()}
-        if len(_PLAIN.findall(texts)) == texts.count("${"):  # then they name every section that they need
+        if len(_PLAIN.findall(texts)) == texts.count("${"):  # all plain: each section that they need is named in them
             every = {name: part for name, part in every.items() if name in own or name in texts}
         settings = OmegaConf.create(every)
         with self._guarded():
@@ -80,7 +83,7 @@ class Interpolations:
         return tree
 
     def _settle(self, first: int, settings, tree: dict[str, object]) -> None:
-        """Evaluate a text, and before it every text that it needs."""
+        """Evaluate a text, after every text that it needs."""
         stack = [first] * (first in self.places)
         while stack:
             number = stack[-1]
@@ -97,7 +100,7 @@ class Interpolations:
                 stack.append(self.needed)
 
     def _evaluated(self, number: int, settings) -> object:
-        """Return the plain value of a text; None where it needs another one first, whose number is ``needed`` then."""
+        """Return the plain value of a text, or None and set ``needed`` if another text must be evaluated first."""
         path, self.needed, self.fault = self.places[number], None, ""
         parent = functools.reduce(lambda node, name: node[name], path[:-1], settings)
         try:
@@ -127,8 +130,8 @@ class Interpolations:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Count this thread's calls of resolvers, refuse those that may not be read, and know the markers' own."""
-        table = BaseContainer._resolvers  # OmegaConf's one table of them, in 2.3 and 2.4
+        """Wrap OmegaConf's resolvers for the block: count this thread's calls, refuse some, and add the marker's."""
+        table = BaseContainer._resolvers  # OmegaConf's one table of resolvers, in 2.3 and 2.4
         with _PATCHED:
             before = dict(table)
             for name, resolver in before.items():
@@ -162,7 +165,7 @@ class Interpolations:
 
 
 def _reason(error: Exception) -> str:
-    """Return what follows key and text in the sentence: what is wrong, as OmegaConf says, and the way out."""
+    """Return the end of the message that begins with key and text: OmegaConf's fault in words, and the way out."""
     said = (str(error).splitlines() or [""])[0].strip()
     if unknown := re.search(r"Interpolation key '(.*?)' not found", said):
         return f": {quoted(unknown[1])} names no setting; write ${{section.key}} or ${{oc.env:VARIABLE}}"
@@ -177,7 +180,10 @@ def _reason(error: Exception) -> str:
 
 
 def _over(below: dict[str, object], above: dict[str, object]) -> dict[str, object]:
-    """Return a tree over another, whatever their types; OmegaConf merges no list into a mapping."""
+    """Return the two trees merged; a value of ``above`` replaces one of ``below``, whatever their types.
+
+    OmegaConf does not merge a list into a mapping.
+    """
     both = dict(below)
     for name, value in above.items():
         inner = isinstance(value, dict) and isinstance(below.get(name), dict)

@@ -1,12 +1,12 @@
-"""Names of settings elsewhere and in earlier releases, and what each is called here. An error's advice reads them.
+"""Names of settings in other frameworks and in earlier releases, each with its key here, for errors that give advice.
 
-Of verl 0.9 and its Hydra files, TRL 1.16 and transformers' arguments, NeMo-RL, OpenRLHF, slime and
-axolotl. A name stands alone, or behind the section that tells it from others of the same name.
+The frameworks are verl 0.9 (its Hydra files too), TRL 1.16 with transformers' arguments, NeMo-RL,
+OpenRLHF, slime and axolotl. A name stands alone, or after its section if several settings have it.
 """
 
 from __future__ import annotations
 
-# Keys of earlier releases and their names of today; a section's name renames all of its keys.
+# Keys of earlier releases and their present names; a renamed section renames all of its keys.
 RENAMED = {
     "train.steps": "train.num_rollouts",
     "train.prompts_per_step": "train.prompts_per_rollout",
@@ -26,7 +26,7 @@ RENAMED = {
     "reroll.buffer_size": "reroll.capacity_prompts",
 }
 
-# A key here → its names elsewhere.
+# A key here → its names in other frameworks.
 _KEYS = {
     "model.hf_path": "model_name_or_path model_name base_model pretrain hf_checkpoint model.path policy.model_name",
     "model.tokenizer_path": "tokenizer_name_or_path tokenizer_path tokenizer.name policy.tokenizer.name",
@@ -141,7 +141,7 @@ _KEYS = {
     "run.dir": "output_dir default_local_dir checkpoint_dir save_path ckpt_path log_dir save_dir",
     "run.seed": "random_seed",
 }
-# The same, where the name alone would mislead: a name elsewhere → (a key here, what is to be known of it).
+# Names in other frameworks that need a note, since the name alone would mislead: name → (a key here, the note).
 _WITH_NOTE = {
     "max_steps": ("train.num_rollouts", "sft.steps in a supervised run"),
     "num_train_epochs": ("train.epochs", "with train.num_rollouts=null; sft.epochs in a supervised run"),
@@ -177,7 +177,7 @@ _WITH_NOTE = {
 _WHOLE = "samples are drawn from the whole distribution, whose log-probs are trained"
 _LAUNCHER = "the launcher says it (megatron-rl train --nproc N, torchrun, SLURM)"
 _PACKED = "micro-batches are packed by tokens, under plan.max_tokens_per_microbatch"
-# Names of what has no setting here, and why.
+# Names in other frameworks without a setting here → the reason.
 NOT_HERE = {
     **dict.fromkeys(("top_p", "top_k", "min_p", "rollout_top_p", "rollout_top_k"), _WHOLE),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _WHOLE),
@@ -202,7 +202,7 @@ NOT_HERE = {
     "assistant_only_loss": "only the assistant's tokens have a loss",
     "train_on_inputs": "only the assistant's tokens have a loss",
 }
-# A name elsewhere → (a key here, a note or "").
+# All names in other frameworks → (a key here, a note or "").
 ELSEWHERE: dict[str, tuple[str, str]] = {
     name: (key, "") for key, names in _KEYS.items() for name in names.split()
 } | _WITH_NOTE

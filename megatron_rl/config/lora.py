@@ -8,14 +8,14 @@ from typing import Annotated
 from megatron_rl.config.checks import Range, choose
 from megatron_rl.errors import ConfigError, quoted
 
-PROJECTIONS = {  # by target, under their Hugging Face names
+PROJECTIONS = {  # a target → the Hugging Face names of its projections
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
 TARGETS = tuple(PROJECTIONS)
-VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that its engines can be built for (config/lora.py, 0.32.0)
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's choices of max_lora_rank (config/lora.py, 0.32.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +24,13 @@ class LoraConfig:
 
     The equation is eq. 3 of Hu et al. 2021, arXiv:2106.09685. Targets have Megatron-Core's names:
     linear_qkv is q_proj, k_proj and v_proj, linear_proj is o_proj, linear_fc1 is gate_proj and
-    up_proj, linear_fc2 is down_proj; of a mixture they are those of dense layers, of shared experts
-    and of every routed expert. No dropout is offered: under it the log-probs of engine and trainer
-    would be of two models.
+    up_proj, linear_fc2 is down_proj. In a mixture of experts the last two are in dense layers, in
+    shared experts and in every routed expert. There is no dropout: under it, log-probs of engine and
+    trainer would differ.
     """
 
     rank: Annotated[int, Range(1, 4096)] | None = None
-    """Rows of A; null: no adapters, every weight is trained."""
+    """Rank of the adapters, the rows of A; null: no adapters, every weight is trained."""
     alpha: Annotated[float, Range(0, 10**6, open_low=True)] = 32.0
     """The adapters' product B A x is multiplied by alpha / rank."""
     targets: tuple[str, ...] = TARGETS

@@ -1,4 +1,4 @@
-"""The sections of the model: its weights, its layout over ranks, and fields for Megatron-Core's own configurations."""
+"""The sections of the model: its weights, its degrees of parallelism, and fields for Megatron-Core's configurations."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from megatron_rl.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Names the Hugging Face directory of the policy, and how its layers and weights are held here."""
+    """Names the Hugging Face directory of the policy, and sets its dtype, layers and kernels."""
 
     hf_path: str = ""
-    """Folder of config, safetensors and tokenizer, or `owner/name@revision` (docs/object-storage.md); required."""
+    """Required: directory of config, safetensors and tokenizer, or `owner/name@revision` on the hub (docs/hub.md)."""
     provider: str = "native"
-    """`native`: layers and names of this package's families; `bridge`: NVIDIA Megatron-Bridge's, for other families."""
+    """Builder of layers: `native`: this package, for its families; `bridge`: NVIDIA Megatron-Bridge, for others."""
     tokenizer_path: str | None = None
-    """Another directory, or name on the hub, for the tokenizer; null: `model.hf_path`."""
+    """Directory, or name on the hub, of another tokenizer; null: the tokenizer of `model.hf_path`."""
     allow_unread_tensors: bool = False
-    """True leaves out tensors of the files that the model is not made of, with a warning; false refuses them."""
+    """For tensors in the files that the model does not use: true leaves them out with a warning; false refuses them."""
     dtype: str = "auto"
-    """`float32`; `bfloat16`, with float32 masters and gradient sums; `auto`: the files' on a GPU, float32 on a CPU."""
+    """`float32`; `bfloat16`: float32 masters and gradient sums; `auto`: the files' dtype on a GPU, float32 on a CPU."""
     init: str = "pretrained"
-    """`pretrained`: the weights of `model.hf_path`; `random`: random ones, of its config's shape only."""
+    """`pretrained`: the weights of `model.hf_path`; `random`: random weights in the shape of its config."""
     layer_spec: str = "auto"
-    """`transformer_engine`, `torch`, or `auto`: the first if it can be built and dtype is bfloat16, else `torch`."""
+    """`transformer_engine`, `torch` or `auto`: Transformer Engine in bfloat16 if it can be built, else `torch`."""
     logprob_kernel: str = "auto"
-    """`torch`'s operations for log-probs of logits, `triton`'s kernels, or `auto`: these on a GPU, if installed."""
+    """Log-probs of logits: `torch`'s operations, `triton`'s kernels, or `auto`: triton on a GPU, if installed."""
 
     def __post_init__(self) -> None:
         choose("model.provider", self.provider, ("native", "bridge"))
@@ -40,22 +40,22 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Sets the degrees of parallelism; the data-parallel one is the world size over tensor · pipeline · context."""
+    """Sets the degrees of parallelism. The data-parallel degree is world size / (tensor · pipeline · context)."""
 
     tensor: Annotated[int, Range(1, 10**5)] = 1
     """Tensor-parallel degree: ranks that share each layer."""
     pipeline: Annotated[int, Range(1, 10**5)] = 1
     """Pipeline-parallel degree: stages that the layers are divided into."""
     virtual_pipeline: Annotated[int, Range(1, 10**5)] = 1
-    """Model chunks per stage: Megatron's interleaved schedule; above 1 it needs `parallel.pipeline` >= 2."""
+    """Model chunks per pipeline rank (interleaved schedule); above 1 it needs `parallel.pipeline` >= 2."""
     pipeline_layout: tuple[str, ...] = ()
-    """Layers of each stage, `[3, 2, 2]`, or Megatron-Core's `Et*3|(tt|)*2L`; `[]`: such that the stages balance."""
+    """Layers of each stage, as `[3, 2, 2]` or in Megatron-Core's notation, `Et*3|(tt|)*2L`; `[]`: balanced stages."""
     context: Annotated[int, Range(1, 10**5)] = 1
-    """Ranks that share each sequence, two chunks each (zig-zag); a micro-batch's cap counts the tokens of them all."""
+    """Ranks that share each sequence, two chunks each (zig-zag); a micro-batch's cap counts all ranks' tokens."""
     expert: Annotated[int, Range(1, 10**5)] = 1
-    """Ranks that share a mixture's experts; elsewhere they are tensor, context or data parallel."""
+    """Ranks that share a mixture's experts; in other layers they are tensor, context or data parallel."""
     expert_tensor: Annotated[int, Range(1, 10**5)] | None = None
-    """Ranks that share each expert; null: as `parallel.tensor`."""
+    """Ranks that share each expert; null: as many as `parallel.tensor`."""
     sequence_parallel: bool = False
     """Megatron's sequence parallelism; it needs `parallel.tensor` >= 2."""
 
@@ -73,7 +73,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronConfig:
-    """Passes fields through to Megatron-Core's own configurations; those that the token sum depends on are refused."""
+    """Passes fields to Megatron-Core's own configurations; fields that the token sum depends on are refused."""
 
     transformer: dict[str, Any] = field(default_factory=dict)
     """Any fields of Megatron-Core's TransformerConfig, by name."""

@@ -1,4 +1,4 @@
-"""Finds what to write in the place of a key that there is none of: by another framework's name, then by spelling."""
+"""Advice for an unknown key: the key that is meant, by another framework's name for it, then by spelling."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from megatron_rl.config.checks import hints_of
 from megatron_rl.config.known_names import ELSEWHERE, NOT_HERE, RENAMED
 
-# Of difflib's ratio: a slip of the keyboard within a section, within all names, and what is like at all.
+# Least ratios of difflib: for a misspelt name in its section, for one among all names, and for any likeness.
 CLOSE, SAME, LIKE = 0.7, 0.87, 0.55
-MOST_NAMED = 3
-MOST_CHARACTERS = 100  # that are compared
+MOST_NAMED = 3  # keys in one message
+MOST_CHARACTERS = 100  # of a key that are compared
 
 
 def all_keys(cls: type, prefix: str = "") -> Iterator[str]:
@@ -26,7 +26,9 @@ def all_keys(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def leaf_of(key: str, value: object) -> tuple[str, object]:
-    """Return the first setting within an unknown section that has a name elsewhere, else its first, and its value.
+    """Return a setting within an unknown section, and its value.
+
+    It is the first setting whose name another framework knows, else the first of all.
 
     Example: ``actor_rollout_ref`` with ``{"rollout": {"n": 8}}`` gives
     ``actor_rollout_ref.rollout.n`` and 8.
@@ -44,21 +46,21 @@ def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def _endings(key: str) -> Iterator[str]:
-    """Yield the key and what is left without its first words, the longest first; ``-`` counts as ``_``."""
+    """Yield the endings of a dotted key, the whole key first; ``-`` becomes ``_``. Example: a.b gives a.b, then b."""
     parts = key[-MOST_CHARACTERS:].replace("-", "_").split(".")
     return (".".join(parts[first:]) for first in range(len(parts)))
 
 
 def name_elsewhere(key: str) -> str | None:
-    """Return the ending of a key that is a setting's name elsewhere; None if it has none."""
+    """Return the longest ending of a key that another framework or release knows; None without one."""
     return next((ending for ending in _endings(key) if ending in ELSEWHERE or ending in NOT_HERE), None)
 
 
 def meant(root: type, cls: type, key: str, prefix: str = "") -> tuple[list[str], str]:
-    """Return the keys that may be meant by one that there is none of, and a note; [] where none is.
+    """Return the keys that an unknown key may mean, [] if none is known, and a note.
 
-    root: the class of the whole configuration. cls, prefix: of the section that lacks the key's
-        next name.
+    root: the class of the whole configuration.
+    cls, prefix: the class, and the dotted prefix, of the section that lacks the key's next name.
     """
     name = name_elsewhere(key)
     if name in NOT_HERE:
@@ -73,7 +75,7 @@ def meant(root: type, cls: type, key: str, prefix: str = "") -> tuple[list[str],
 
 
 def advice(root: type, cls: type, key: str, prefix: str = "") -> str:
-    """Return what to write in the place of a key, in words; the arguments are those of ``meant``."""
+    """Return the words of a message that say what to write in place of a key; arguments as for ``meant``."""
     keys, note = meant(root, cls, key, prefix)
     if not keys:
         return note
@@ -84,7 +86,7 @@ def advice(root: type, cls: type, key: str, prefix: str = "") -> str:
 
 
 def nearest(root: type, cls: type, key: str, prefix: str) -> list[str]:
-    """Return the keys that are spelled most like one, [] of none; the arguments are those of ``meant``."""
+    """Return the keys that are spelled most like an unknown key, [] without any; arguments as for ``meant``."""
     own, last = key.removeprefix(prefix)[:MOST_CHARACTERS], key.rpartition(".")[2][:MOST_CHARACTERS]
     names = [field.name for field in dataclasses.fields(cls)] if prefix else []
     old = [name.removeprefix(prefix) for name in RENAMED if name.rpartition(".")[0] == prefix.rstrip(".")]
@@ -93,6 +95,7 @@ def nearest(root: type, cls: type, key: str, prefix: str) -> list[str]:
         found = difflib.get_close_matches(own, names + old, n=1, cutoff=cutoff)
         return [RENAMED.get(prefix + each, prefix + each) for each in found]
 
+    # Within the section; then the same last name anywhere; then another framework's name; then any likeness.
     if close := within(CLOSE) or [prefix + name for name in names if len(own) > 2 and name.startswith(own)]:
         return close[:MOST_NAMED]
     keys = list(all_keys(root))

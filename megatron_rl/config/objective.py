@@ -17,11 +17,11 @@ POLICIES = ("ppo", "gspo", "cispo", "importance_sampling", "dro", "reinforce")
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    """Turns rewards into advantages (docs/semantics.md#6-advantages), or under `distillation` a teacher's log-probs.
+    """Turns rewards, or under `distillation` a teacher's log-probs, into advantages (docs/semantics.md#6-advantages).
 
-    `gae` has a critic (docs/ppo.md), `distillation` a teacher (docs/supervised.md#on-policy-distillation). Only
-    `reinforce_plus_plus`, `gdpo` and `gae` whiten. The noise is Gaussian, on advantages of samples with signal; it
-    serves comparisons, not training (docs/skip.md#the-loss-is-0-and-it-learns).
+    `gae` has a critic (docs/ppo.md), `distillation` a teacher (docs/distillation.md). Only `reinforce_plus_plus`,
+    `gdpo` and `gae` whiten. The noise is Gaussian, on advantages of samples with signal. It is for comparisons, not
+    for training (docs/zero-loss.md).
     """
 
     estimator: str = "grpo"
@@ -29,19 +29,19 @@ class AdvantageConfig:
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of an estimator of your own, by name (docs/your-own.md)."""
     moves_equal_rewards: bool = False
-    """Whether an estimator of your own may give groups of equal rewards an advantage; none is dropped early then."""
+    """Whether an estimator of your own may give equal rewards an advantage; then no group is dropped early."""
     epsilon: Annotated[float, Range(0, 1)] = 1e-6
     """ε, added to standard deviations (n − 1)."""
     whiten: str = "scale"
-    """`scale`: zeros stay zero; `center_and_scale`: the published form, after which nothing is dead; `none`."""
+    """`scale`: zeros stay zero; `center_and_scale`: the published form, which moves zeros too; `none`."""
     gamma: Annotated[float, Range(0, 1)] = 1.0
-    """`gae`: discount γ over loss tokens; 1: nothing is discounted."""
+    """`gae`: discount γ over loss tokens; 1: no discount."""
     lam: Annotated[float, Range(0, 1)] = 1.0
     """`gae`: λ over loss tokens."""
     noise_std: Annotated[float, Range(0, 10**6)] = 0.0
     """Standard deviation of the noise; 0: none."""
     noise_steps: Annotated[int, Range(0)] = 0
-    """Number of RL's first steps; a rollout whose first step is one of them has the noise."""
+    """RL's first steps with noise; a rollout has noise if its first step is one of them."""
 
     def __post_init__(self) -> None:
         choose_or_own("advantage.estimator", self.estimator, ESTIMATORS)
@@ -64,15 +64,15 @@ class SkipConfig:
     """Decides which samples are dropped, and the effect of a ghost step (docs/skip.md#what-is-lossless-when)."""
 
     mode: str = "exact"
-    """`exact`: drops samples that provably move nothing; `approximate`: all without advantage; `off`: none."""
+    """`exact`: drops samples that provably change nothing; `approximate`: all of zero advantage; `off`: none."""
     steps: str = "match"
-    """`match`: as many optimizer steps as the dense run, each at its own position; `merge`: one over all survivors."""
+    """`match`: the dense run's optimizer steps, each at its own position; `merge`: one step over all survivors."""
     ghost: str = "dense"
-    """For a step without signal: `dense` steps on a zero gradient, as the dense run does; `freeze` moves nothing."""
+    """For a step without signal: `dense` steps on a zero gradient, as the dense run does; `freeze` changes nothing."""
     advantage_epsilon: Annotated[float, Range(0, 10**6)] = 0.0
-    """`approximate`: an advantage up to this counts as zero."""
+    """`approximate`: an advantage of at most this size counts as zero."""
     logprob_passes: bool = True
-    """Whether the log-prob passes drop the same samples."""
+    """Whether log-prob passes drop the same samples."""
 
     def __post_init__(self) -> None:
         choose("skip.mode", self.mode, ("exact", "approximate", "off"))
@@ -96,23 +96,23 @@ class LossConfig:
     reduction: str = "token_mean"
     """`token_mean`, `token_sum`, `sequence_mean`, `sequence_sum_mean`, `sequence_sum_norm` or `prompt_mean`."""
     denominator: str = "original"
-    """`original`: tokens, samples and prompts are counted before the drop; `kept`: over the survivors."""
+    """`original`: tokens, samples and prompts are counted before the drop; `kept`: after it."""
     clip_low: Annotated[float, Range(0, 1000)] = 0.2
     """Distance of the ratio's lower bound from 1."""
     clip_high: Annotated[float, Range(0, 1000)] = 0.2
     """Distance of the ratio's upper bound from 1."""
     dual_clip: Annotated[float, Range(1, 1000, open_low=True)] | None = None
-    """`ppo`: c > 1 (3 is usual), by which the loss is at most −cA where A < 0; null: no such bound."""
+    """`ppo`: c > 1 (3 is usual): for A < 0 the loss is at most −cA; null: no such bound."""
     dro_beta: Annotated[float, Range(0, 1000)] = 0.1
     """`dro`: β of the quadratic β/2 · (log π_θ − log μ)²."""
     kl_coefficient: Annotated[float, Range(0, 1000)] = 0.0
-    """β of the KL to the reference policy (docs/ppo.md#the-reference-policy); 0: none."""
+    """β of the KL to the reference, the policy at RL's start unless it is renewed (docs/reference.md); 0: no KL."""
     kl_estimator: str = "k3"
-    """Estimator of the KL: `k1`, `k2`, `k3`, or `unbiased`, which carries π_θ/π_old itself."""
+    """Estimator of the KL: `k1`, `k2`, `k3`, or `unbiased`: π_θ/π_old times `k3`."""
     entropy_coefficient: Annotated[float, Range(-100, 100)] = 0.0
     """Coefficient of the entropy bonus; 0: none."""
     mask_truncated: bool = False
-    """Whether samples cut off by `rollout.max_response_tokens` have no loss token; their groups keep their rewards."""
+    """Whether responses cut off by `rollout.max_response_tokens` lose their loss; their rewards stay in the group."""
 
     def __post_init__(self) -> None:
         choose_or_own("loss.policy", self.policy, POLICIES)

@@ -1,4 +1,4 @@
-"""The sections of optimizer steps: the policy's optimizer, and the plan that cuts a step into micro-batches."""
+"""The sections of optimizer steps: the policy's optimizer, and the cut of a step into micro-batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Decay = Annotated[float, Range(0, 1, open_high=True)]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Runs AdamW under a schedule: linear warm-up, then constant, or cosine or linear down to `optimizer.min_lr`."""
+    """Sets AdamW and its schedule: a linear warm-up, then a constant rate or a decay to `optimizer.min_lr`."""
 
     lr: Annotated[float, Range(0, 10)] = 1e-6
     """Learning rate after the warm-up."""
@@ -21,23 +21,23 @@ class OptimizerConfig:
     schedule: str = "constant"
     """`constant`, `cosine` or `linear`; the last two decay over `optimizer.decay_steps`."""
     warmup_steps: Annotated[int, Range(0)] = 0
-    """Optimizer steps of linear warm-up, the first step already above 0."""
+    """Optimizer steps of linear warm-up; the first step's rate is above 0."""
     decay_steps: Annotated[int, Range(1)] | None = None
-    """Optimizer steps at whose end the rate is `optimizer.min_lr`; null: those of the run."""
+    """Optimizer steps after which the rate is `optimizer.min_lr`; null: all steps of the run."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """AdamW's decay of the first and the second moment."""
     epsilon: Annotated[float, Range(1e-20, 1)] = 1e-8
     """AdamW's ε, added to the root of the second moment."""
     weight_decay: Annotated[float, Range(0, 10)] = 0.0
-    """AdamW's decoupled weight decay; biases and norms are not decayed (Megatron's habit)."""
+    """AdamW's decoupled weight decay; as in Megatron-Core, biases and norms are not decayed."""
     clip_grad: Annotated[float, Range(0)] = 1.0
-    """Global norm that a larger gradient is scaled down to; 0: off."""
+    """Global norm to which a larger gradient is scaled down; 0: off."""
     kernel: str = "auto"
-    """Adam of `transformer_engine`, `apex` or `torch`; `auto`: the first that can be imported; the choice is logged."""
+    """Adam of `transformer_engine`, `apex` or `torch`; `auto`: the first that can be imported, which the log names."""
     distributed: bool = True
     """Whether Megatron's distributed optimizer shards its state over data-parallel ranks."""
     on_nonfinite: str = "fail"
-    """For a step whose gradient is not finite: `fail` ends the run; `skip`: it moves nothing, on all ranks."""
+    """For a step whose gradient is not finite: `fail` ends the run; `skip` changes no weight, on all ranks alike."""
 
     def __post_init__(self) -> None:
         choose("optimizer.schedule", self.schedule, ("constant", "cosine", "linear"))
@@ -49,25 +49,25 @@ class OptimizerConfig:
 class PlanConfig:
     """Cuts the samples with signal into micro-batches.
 
-    The cut goes by a prior on a micro-batch's cost, so that a run repeats to the bit. Under
-    `plan.calibrate` it goes by measured times: two runs may then be cut differently, and agree to
-    rounding, not to the bit.
+    The cut depends on an assumed cost of micro-batches, so that a run repeats to the bit. Under
+    `plan.calibrate` it depends on measured times: two runs may be cut differently, and then agree
+    up to rounding only.
     """
 
     max_tokens_per_microbatch: Annotated[int, Range(1)] = 8192
-    """Tokens of a micro-batch at most, pads included."""
+    """Most tokens of a micro-batch, pads included."""
     samples_per_microbatch: Annotated[int, Range(1)] | None = None
-    """Fixed number of samples of a micro-batch instead of the token cap; null: the token cap."""
+    """Fixed number of samples of a micro-batch, in place of the token cap; null: the token cap."""
     share_prompts: bool | None = None
-    """Whether samples of a micro-batch that have one prompt run it once; null: where that is exact and can be done."""
+    """Whether samples of a micro-batch with one prompt run the prompt once; null: if that is exact and possible."""
     repack: bool = True
-    """true: cut after the drop; false: cut before it, remove whole micro-batches only, bitwise the dense gradient."""
+    """true: cut after the drop; false: cut before it and drop whole micro-batches only, bitwise the dense gradient."""
     microbatch_overhead_tokens: Annotated[int, Range(0)] = 256
-    """A micro-batch's fixed cost in tokens, before anything was measured; it sets how many a pipeline gets."""
+    """Assumed fixed cost of a micro-batch, in tokens; it decides the number of micro-batches on a pipeline."""
     on_long_sample: str = "own_microbatch"
-    """For a sample above the token cap: `own_microbatch` gives it one to itself; `fail` is an error that names it."""
+    """For a sample above the token cap: `own_microbatch` runs it alone in a micro-batch; `fail` ends the run."""
     calibrate: bool = False
-    """Whether plans go by the time that micro-batches were measured to take (`cost/*` in the metrics)."""
+    """Whether plans use measured times of micro-batches (`cost/*` in the metrics)."""
 
     def __post_init__(self) -> None:
         choose("plan.on_long_sample", self.on_long_sample, ("own_microbatch", "fail"))

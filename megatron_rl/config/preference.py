@@ -18,23 +18,23 @@ WITH_SMOOTHING = ("dpo", "simpo")
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceConfig:
-    """Has the steps of `sft` train on pairs of responses (docs/supervised.md#preference-pairs-dpo-ipo-simpo).
+    """Makes the steps of `sft` train on pairs of a chosen and a rejected response (docs/preference.md).
 
-    `bradley_terry` trains a reward model, a value head in the vocabulary's place (docs/supervised.md#reward-models).
+    `bradley_terry` trains a reward model: a value head takes the place of the LM head (docs/reward-model.md).
     """
 
     loss: str = "none"
-    """`none`: steps imitate `data.solution_key`; `dpo`, `hinge`, `ipo`, `simpo`; `bradley_terry`: a reward model."""
+    """`none`: no pairs, imitation; `dpo`, `hinge`, `ipo` or `simpo`: a policy; `bradley_terry`: a reward model."""
     beta: Annotated[float, Range(0, 1000, open_low=True)] = 0.1
     """β of `dpo`, `hinge` and `simpo`, τ of `ipo`."""
     margin: Annotated[float, Range(-1000, 1000)] = 0.0
-    """Margin γ that a chosen response is to win by: of `simpo`, `dpo` and `bradley_terry`."""
+    """`simpo`, `dpo`, `bradley_terry`: γ, the margin by which a chosen response should win."""
     label_smoothing: Annotated[float, Range(0, 0.5, open_high=True)] = 0.0
-    """Share of pairs that are taken to be labelled the wrong way round: of `dpo` and `simpo`."""
+    """`dpo`, `simpo`: ε, the share of pairs assumed to be labelled the wrong way round."""
     chosen_key: str = "chosen"
-    """Column of the chosen response: a text, or messages, which may begin with the prompt's."""
+    """Column of the chosen response: a text, or messages, which may begin with the prompt's messages."""
     rejected_key: str = "rejected"
-    """Column of the rejected response, as that of the chosen one."""
+    """Column of the rejected response, in the forms of the chosen response."""
 
     def __post_init__(self) -> None:
         choose("preference.loss", self.loss, ("none", *PAIR_LOSSES))

@@ -1,4 +1,4 @@
-"""The sections of the models beside the policy: the KL's reference, and on-policy distillation's teacher."""
+"""The sections of two further models: the reference policy of the KL, and the teacher of distillation."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class ReferenceConfig:
     """Describes the policy that the KL is measured against (docs/ppo.md#the-reference-policy)."""
 
     kl_in: str = "loss"
-    """`loss`: the coefficient times the KL is added to it; `reward`: that of each token is taken off it."""
+    """`loss`: coefficient · KL is added to the loss; `reward`: it is subtracted from the reward, token by token."""
     placement: str = "host"
-    """`host`: weights copied to host memory, swapped in for its passes; `device`: a second model in device memory."""
+    """`host`: weights in host memory, swapped in for the reference's passes; `device`: a second model on the device."""
     refresh_every_rollouts: Annotated[int, Range(1)] | None = None
     """Rollouts after which the current policy becomes the reference; null: never."""
     controller: str = "fixed"
-    """`fixed`; `adaptive`: starts at `loss.kl_coefficient`, and moves so that the KL comes to `reference.kl_target`."""
+    """Coefficient: `fixed`, or `adaptive`: from `loss.kl_coefficient` on, steered towards `reference.kl_target`."""
     kl_target: Annotated[float, Range(0, 1000, open_low=True)] = 0.1
-    """KL that an adaptive coefficient leads to, in nats per token."""
+    """KL that an adaptive coefficient is steered to, in nats per token."""
     kl_horizon: Annotated[int, Range(1, 10**12)] = 10_000
     """Samples over which a KL far above the target multiplies an adaptive coefficient by about e^0.2."""
 
@@ -34,20 +34,20 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig:
-    """Names the teacher of `distillation`, of the policy's tokenizer (docs/supervised.md#on-policy-distillation)."""
+    """Names the teacher of `advantage.estimator=distillation`; it has the policy's tokenizer (docs/distillation.md)."""
 
     hf_path: str | None = None
-    """Directory of the teacher's weights, which lie frozen beside the policy's under its degrees; null: `servers`."""
+    """Directory of the teacher's weights, frozen on the policy's ranks at its degrees; null: `teacher.servers`."""
     servers: tuple[str, ...] = ()
-    """Running vLLM servers that hold the teacher, each `http://host:port`, in place of weights here."""
+    """Running vLLM servers that hold the teacher, each `http://host:port`, in place of `teacher.hf_path`."""
     api_key_env: str = "VLLM_API_KEY"
     """Environment variable that holds the servers' key."""
     request_s: Annotated[float, Range(0.1, 10**6)] = 300.0
-    """Seconds of a request to a server, after which another server is asked once."""
+    """Seconds that a request to a server may take; then another server is asked once."""
     requests_at_once: Annotated[int, Range(1, 1000)] = 16
-    """Requests of a rank under way at once."""
+    """Requests that a rank has under way at once."""
     discount: Annotated[float, Range(0, 1)] = 0.0
-    """γ: a token answers for γ^k of the gap k loss tokens later; 0: for its own alone."""
+    """γ: a token's advantage sums γ^k times the gap k loss tokens later; 0: its own gap alone."""
 
     def __post_init__(self) -> None:
         if self.hf_path is not None and self.servers:

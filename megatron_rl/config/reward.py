@@ -8,23 +8,23 @@ from typing import Annotated
 from megatron_rl.config.checks import Range, choose
 from megatron_rl.errors import ConfigError, quoted
 
-REWARD_MODEL = "reward_model"  # of reward.functions: the model of reward.model_path
+REWARD_MODEL = "reward_model"  # the name in reward.functions of the model of reward.model_path
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """Adds weighted reward functions to a sample's total reward.
+    """Sets the reward functions, whose weighted sum is a sample's total reward.
 
     The total falls linearly by `reward.overlong_penalty` over the last
     `reward.overlong_buffer_tokens` tokens before `rollout.max_response_tokens` (DAPO, eq. 13;
-    docs/semantics.md#overlong-responses). A sample that `reward.on_error: drop` takes out of its
-    group is in none of the group's statistics.
+    docs/semantics.md#overlong-responses). If `reward.on_error: drop` takes a sample out of its
+    group, the group's statistics do not count it.
     """
 
     functions: tuple[str, ...] = ()
     """`arithmetic`, `math_verify`, `reward_model`, `environment`, `module:function` or `./file.py:function`."""
     completions: str = "text"
-    """Form of completions for own functions of lists: `text`; `messages`, as TRL's (docs/coming-from.md)."""
+    """Form of completions for your own functions of lists: `text`, or `messages` as in TRL (docs/reward-forms.md)."""
     model_path: str | None = None
     """`reward_model`: folder of a sequence classifier of one label (docs/supervised.md#reward-models); null: none."""
     weights: tuple[Annotated[float, Range(-(10**6), 10**6)], ...] = ()
@@ -32,19 +32,19 @@ class RewardConfig:
     on_error: str = "fail"
     """For a sample whose reward raises: `fail` ends the run; `drop` takes it out of its group; `zero` gives it 0."""
     error_warning_share: Annotated[float, Range(0, 1)] = 0.05
-    """Share of a rollout's rewards that fail from which the log warns; if all fail, the run ends. 0: from the first."""
+    """Share of failed rewards in a rollout from which the log warns; 0: from the first. If all fail, the run ends."""
     num_workers: Annotated[int, Range(0, 1000)] = 0
-    """Processes per rank that call the functions, a group each, up to twice as many if some are slow; 0: its own."""
+    """Processes per rank that call the functions, up to twice as many if some are slow; 0: the rank's own process."""
     deadline_s: Annotated[float, Range(0.1, 10**6)] = 30.0
-    """Seconds of a sample in a worker, which is then killed and replaced; only that sample meets `reward.on_error`."""
+    """Most seconds of a sample in a worker; then the worker is replaced, and that sample meets `reward.on_error`."""
     worker_environment: tuple[str, ...] = ()
-    """Environment variables that workers get beside the harmless ones, an API key's say (docs/security.md)."""
+    """Environment variables, such as an API key, that workers get beside the harmless ones (docs/security.md)."""
     in_process: tuple[str, ...] = ()
-    """Those of `reward.functions` that the rank's own process calls all the same: one that holds a model, say."""
+    """Functions of `reward.functions` that the rank's own process calls in spite of workers: one with a model, say."""
     overlong_buffer_tokens: Annotated[int, Range(0, 10**8)] = 0
-    """Tokens before `rollout.max_response_tokens` over which the total reward falls linearly; 0: it does not."""
+    """Tokens before `rollout.max_response_tokens` over which the total reward falls linearly; 0: none."""
     overlong_penalty: Annotated[float, Range(0, 10**6)] = 1.0
-    """Reward that a response of `rollout.max_response_tokens` tokens loses to the overlong buffer."""
+    """Reward that a response of `rollout.max_response_tokens` tokens loses."""
 
     def __post_init__(self) -> None:
         choose("reward.on_error", self.on_error, ("fail", "drop", "zero"))

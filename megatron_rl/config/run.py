@@ -19,17 +19,17 @@ class RunConfig:
     """Names the run and its folder, which holds metrics.jsonl, config.yaml, report.html and checkpoints/."""
 
     name: str = "run"
-    """Name of the run; its folder is `runs/<name>`, unless `run.dir` names one."""
+    """Name of the run; its folder is `runs/<name>`, unless `run.dir` names another."""
     dir: str | None = None
     """Folder of the run; null: `runs/<name>`."""
     seed: Annotated[int, Range(0, 2**31 - 1)] = 0
-    """Seed of the data's order and of sampling; it is never combined with a rank."""
+    """Seed of the data's order and of sampling; no rank's number enters it."""
     deterministic: bool = False
-    """Whether a GPU's kernels add in one order, so that a run repeats to the bit, slower; a CPU's do so anyway."""
+    """Whether GPU kernels add in a fixed order: slower, and a run repeats to the bit; on a CPU it always does."""
     deadline_s: Annotated[float, Range(1, 10**6)] = 1800.0
-    """Seconds of a collective, of a wait for an engine without progress, and of a user's function in a rank."""
+    """Most seconds of a collective, of an engine without progress, and of a user's function in a rank."""
     slow_stage_s: Annotated[float, Range(0, 10**6)] = 60.0
-    """Seconds in one stage after which the log names each rank's stage, and again at twice the time; 0: never."""
+    """Seconds in one stage after which the log names the stage of each rank, then at twice the time; 0: never."""
 
     @property
     def path(self) -> pathlib.Path:
@@ -38,26 +38,26 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Saves all of a run under `checkpoint.dir`, and goes on from there (docs/checkpoints.md).
+    """Saves the whole state of a run under `checkpoint.dir`, and resumes from it (docs/checkpoints.md).
 
-    A run saves every `checkpoint.save_every_rollouts` rollouts, before the first and after the last
-    one, and when SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) arrives.
+    A run saves before the first rollout, every `checkpoint.save_every_rollouts` rollouts, after the
+    last, and when SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) arrives.
     """
 
     dir: str | None = None
-    """Folder of the checkpoints, or a URL, as `s3://bucket/run`; null: `<run.dir>/checkpoints`."""
+    """Folder of the checkpoints, or a URL such as `s3://bucket/run`; null: `<run.dir>/checkpoints`."""
     answer_s: Annotated[float, Range(1, 10**6)] = 300.0
-    """Seconds that an object store may take for one request, tries included, before the checkpoint counts as failed."""
+    """Seconds that an object store may take for a request, all tries included; then the checkpoint has failed."""
     save_every_rollouts: Annotated[int, Range(0)] = 0
     """Rollouts between checkpoints; 0: no checkpoint is written, and no signal saves one."""
     keep_last: Annotated[int, Range(1)] | None = 2
-    """Number of newest checkpoints that are kept; null: all."""
+    """Newest checkpoints that are kept; null: all."""
     asynchronous: bool = True
-    """Whether files are written while the run goes on."""
+    """Whether the run goes on while the files are written."""
     resume: str = "auto"
-    """`auto`: the run goes on from the newest good checkpoint; `never`: those of an earlier run are set aside."""
+    """`auto`: resume from the newest good checkpoint; `never`: set an earlier run's checkpoints aside, start anew."""
     on_damage: str = "previous"
-    """For a damaged checkpoint: `previous` takes the one before it and says so in the log; `fail` ends the run."""
+    """For a damaged checkpoint: `previous` takes the checkpoint before it, and logs that; `fail` ends the run."""
     on_error: str = "fail"
     """For a checkpoint that cannot be written: `fail` ends the run; `continue` goes on without it."""
 
@@ -70,57 +70,57 @@ class CheckpointConfig:
         self.root(pathlib.Path())
 
     def root(self, run_path: pathlib.Path) -> pathlib.Path | RemotePath:
-        """Return the folder of the checkpoints. Raises ConfigError for a URL that cannot be one.
+        """Return the folder of the checkpoints. Raises ConfigError for a URL that cannot name a folder.
 
         run_path: the run's folder.
         """
         if self.dir is None or "://" not in self.dir:
             return run_path / "checkpoints" if self.dir is None else pathlib.Path(self.dir)
-        from megatron_rl.storage.location import location  # which only a run with URLs needs
+        from megatron_rl.storage.location import location  # needed by runs with URLs alone
 
         return location(self.dir, "checkpoint.dir", answer_s=self.answer_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """Chooses the places that metrics and sampled completions go to beside metrics.jsonl (docs/monitoring.md)."""
+    """Chooses the records of a run, and where metrics and completions go beside metrics.jsonl (docs/monitoring.md)."""
 
     tensorboard: bool = False
     """Whether metrics are also written for TensorBoard, under `tensorboard/` in the run's folder."""
     wandb_project: str | None = None
     """Weights & Biases project that metrics, completions and the configuration are sent to; null: none."""
     mlflow_experiment: str | None = None
-    """MLflow experiment that they are sent to, on the server of MLFLOW_TRACKING_URI; null: none."""
+    """MLflow experiment, on the server of MLFLOW_TRACKING_URI, that gets the same; null: none."""
     otel: bool = False
-    """Whether OpenTelemetry spans of rollouts, their stages and optimizer steps are sent, from the first rank."""
+    """Whether the first rank sends OpenTelemetry spans of rollouts, their stages and optimizer steps."""
     otel_endpoint: str | None = None
-    """Collector that takes them by OTLP/HTTP, `http://host:port`; null: OpenTelemetry's own variables name it."""
+    """Collector of the spans, by OTLP/HTTP, `http://host:port`; null: OpenTelemetry's environment variables name it."""
     prometheus_port: Annotated[int, Range(0, 65535)] | None = None
-    """Port at which the first rank serves metrics to Prometheus (`GET /metrics`); 0: any free one; null: none."""
+    """Port at which the first rank serves metrics to Prometheus (`GET /metrics`); 0: any free port; null: none."""
     prometheus_address: str = "127.0.0.1"
-    """Address that it listens at: this host alone by default; `0.0.0.0`: every interface, for a cluster."""
+    """Address of the Prometheus server: by default this host alone; `0.0.0.0`: every interface, for a cluster."""
     prometheus_key_env: str | None = None
-    """Environment variable that holds the bearer keys of its clients, between commas; null: no key is asked for."""
+    """Environment variable with the bearer keys of Prometheus' clients, separated by commas; null: no key is needed."""
     log_completions: Annotated[int, Range(0, 10**6)] = 4
-    """Completions, with prompt and reward, recorded of a rollout and of an evaluation set; 0: none, anywhere."""
+    """Completions, with prompt and reward, that are recorded of each rollout and evaluation set; 0: none."""
     completion_chars: Annotated[int, Range(2, 10**7)] = 2000
-    """Characters of a recorded prompt, response or answer; the middle of a longer one is left out."""
+    """Most characters of a recorded prompt, response or answer; longer texts lose their middle."""
     completions_every_rollouts: Annotated[int, Range(1)] = 1
-    """Rollouts between those whose completions are recorded; every evaluation's are."""
+    """Rollouts between recordings of completions; evaluations are always recorded."""
     print_completions_every_rollouts: Annotated[int, Range(0)] = 20
-    """Rollouts between those of which two recorded completions are logged, as of every evaluation; 0: none."""
+    """Rollouts between logs of two recorded completions; every evaluation logs two; 0: none."""
     progress: bool = True
     """Whether the first rank shows a live progress bar."""
     dense_every_rollouts: Annotated[int, Range(0)] = 20
-    """Every so many rollouts some dropped samples get log-prob passes, for the metrics alone; 0: never."""
+    """Rollouts between log-prob passes of some dropped samples, for the metrics alone; 0: never."""
     dense_samples: Annotated[int, Range(0, 10**6)] = 4
-    """Dropped samples that such a rollout passes; 0: none."""
+    """Dropped samples in each of those log-prob passes; 0: none."""
     save_rollouts: bool = False
-    """Whether the rollouts of completions_every_rollouts are saved whole under `rollouts/`, for `megatron-rl watch`."""
+    """Whether rollouts whose completions are recorded are saved whole in `rollouts/`, for `megatron-rl watch`."""
     save_plans: bool = False
     """Whether each rollout's plan is written as JSON under `plans/` in the run's folder."""
     untrained_warning_steps: Annotated[int, Range(1)] | None = 20
-    """Optimizer steps in a row that train nothing, of which the log and the final table warn; null: never."""
+    """Optimizer steps in a row without training after which log and final table warn; null: never."""
 
     def __post_init__(self) -> None:
         self._check_prometheus()
@@ -169,20 +169,20 @@ Step = Annotated[int, Range(1)]
 class ProfileConfig:
     """Records the time and memory of a few optimizer steps under `<run.dir>/profile/` (docs/profiling.md).
 
-    A recorded step brings along all that its rollout did before its first step: generation,
+    With a rollout's first step, all that came before it in the rollout is recorded: generation,
     rewards, log-probs and weight sync.
     """
 
     steps: tuple[Step, Step] | None = None
-    """First and last optimizer step recorded, both included, numbered as `step` in metrics.jsonl; null: none."""
+    """First and last recorded optimizer step, both included, numbered as `step` in metrics.jsonl; null: none."""
     ranks: tuple[Annotated[int, Range(0, 10**6)], ...] = (0,)
-    """Ranks of the policy that record and write; the others wait for them before and after."""
+    """Ranks of the policy that record; the others wait for them before and after."""
     tool: str = "torch"
-    """`torch`: traces by torch.profiler; `nsys`: NVTX ranges and a capture range on a GPU, for Nsight Systems."""
+    """`torch`: traces of torch.profiler; `nsys`: NVTX ranges and a capture range on a GPU, for Nsight Systems."""
     memory: bool = False
-    """Whether allocations are recorded: a snapshot on a GPU, else the peak of each range, of the main thread alone."""
+    """Whether memory is recorded: a snapshot on a GPU; on a CPU the peak of each range, of the main thread alone."""
     stacks: bool = False
-    """Whether `torch` records Python's calls; the files grow many times larger."""
+    """`torch`: whether Python's calls are recorded; files are then many times larger."""
 
     def __post_init__(self) -> None:
         choose("profile.tool", self.tool, ("torch", "nsys"))

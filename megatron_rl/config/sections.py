@@ -1,7 +1,7 @@
-"""The whole configuration: one frozen dataclass per section, composed, and never changed after it was built.
+"""The whole configuration: a frozen dataclass of frozen sections, never changed after it was built.
 
-Each section checks its own values, alone and together; megatron_rl/validate/ checks the relations
-of sections. Every error is a ConfigError that names the key, the value and the way out.
+Each section checks its own values and their relations. megatron_rl/validate/ checks relations
+between sections. Every error is a ConfigError that names the key, the value and the way out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_rl.config.train import SftConfig, TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Holds every section; each field's class describes its keys."""
+    """Holds every section; the class of each field describes the section's keys."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -70,12 +70,12 @@ class Config:
 
     @property
     def trained_critic(self) -> CriticConfig | None:
-        """Return the critic's section; None in a run without one."""
+        """Return the critic's section; None in a run without a critic."""
         return self.critic if self.has_critic else None
 
     @property
     def separate_critic_ranks(self) -> int:
-        """Return the number of ranks that hold the critic and no policy; 0 where none do."""
+        """Return the number of ranks that hold the critic and no policy; 0 without a separate critic."""
         return (self.critic.ranks or 0) if self.has_critic else 0
 
     @property
@@ -92,12 +92,12 @@ class Config:
 
     @property
     def logprobs_make_advantages(self) -> bool:
-        """Return whether advantages are made of log-probs, so that every sample is passed before any is dropped."""
+        """Return whether advantages are made of log-probs, so that every sample needs a pass before any is dropped."""
         return self.kl_in_reward or self.has_teacher
 
     @property
     def trains_reward_model(self) -> bool:
-        """Return whether the run's one model is a reward model: a value head in the vocabulary's place."""
+        """Return whether the run's one model is a reward model, with a value head in place of the LM head."""
         return self.preference.loss == "bradley_terry"
 
     @property
@@ -107,10 +107,10 @@ class Config:
 
     @property
     def plays_episodes(self) -> bool:
-        """Return whether samples are episodes of several turns: an environment's, or an agent's."""
+        """Return whether samples are episodes of several turns, with an environment or by an agent."""
         return self.environment.name is not None or self.rollout.endpoint.agent is not None
 
     @property
     def saves_checkpoints(self) -> bool:
-        """Return whether the run saves checkpoints, and catches the signals that ask it to leave."""
+        """Return whether the run saves checkpoints; it then also saves one at a signal that asks it to end."""
         return self.checkpoint.save_every_rollouts > 0 or (self.sft.is_on and self.sft.save_every_steps > 0)

@@ -10,46 +10,46 @@ from megatron_rl.config.checks import Range, choose
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Serves Tinker's API by `python -m megatron_rl.serve` (docs/tinker.md); a training run reads none of it.
+    """Sets the server of Tinker's API, `python -m megatron_rl.serve` (docs/tinker.md). A training run ignores it.
 
-    The first rank holds the HTTP server. Every other wait than these is bounded by
-    `run.deadline_s`.
+    The first rank holds the HTTP server. `run.deadline_s` bounds every wait that has no setting
+    here.
     """
 
     host: str = "127.0.0.1"
-    """Address that the server listens at; any other than this host's own loopback needs `serve.api_key_env`."""
+    """Address of the server; an address other than this host's loopback needs `serve.api_key_env`."""
     port: Annotated[int, Range(0, 65535)] = 8000
-    """Port of the server; 0: any free one, which the log names."""
+    """Port of the server; 0: any free port, which the log names."""
     api_key_env: str | None = None
-    """Environment variable that holds the keys clients may present, between commas; null: any key is taken."""
+    """Environment variable with the keys that clients may present, separated by commas; null: any key is accepted."""
     base_model: str | None = None
     """Name under which clients ask for the model; null: the last part of `model.hf_path`."""
     tokenizer_id: str | None = None
     """Name or folder by which clients load the tokenizer; null: `model.tokenizer_path` or `model.hf_path`."""
     logprobs: str = "all"
-    """`all`: answers hold every target's log-prob; `trained`: 0 where a target trains nothing, and is not run."""
+    """`all`: answers hold every target's log-prob; `trained`: a target that trains nothing is not run, and gets 0."""
     least_advantage: Annotated[float, Range(0, 1)] = 0.0
-    """Advantages of at most this size count as 0; 1e-6: what rounding leaves of equal rewards. 0.0: as sent."""
+    """Advantages of at most this size count as 0; 1e-6 covers the rounding of equal rewards; 0.0: none do."""
     max_models: Annotated[int, Range(1, 10**5)] = 16
-    """Models in training whose states are kept in host memory."""
+    """Most models in training whose states are kept in host memory."""
     max_samplers: Annotated[int, Range(1, 10**5)] = 32
-    """Unnamed sampler weights that are kept in host memory; older ones are forgotten."""
+    """Most unnamed sampler weights that are kept in host memory; older ones are removed."""
     max_body_mb: Annotated[float, Range(0, 10**6, open_low=True)] = 64.0
-    """Largest body of a training request, in MiB; the SDK cuts its own at 5 MB."""
+    """Largest body of a training request, in MiB; the SDK splits its requests at 5 MB."""
     max_queue_mb: Annotated[float, Range(0, 10**7, open_low=True)] = 4096.0
-    """Bodies of waiting requests in all, in MiB; beyond it clients are asked to wait (HTTP 429)."""
+    """Most MiB of all waiting requests' bodies; beyond it clients are asked to wait (HTTP 429)."""
     max_batch_samples: Annotated[int, Range(1, 10**6)] = 512
-    """Samples of waiting sampling requests that are generated together."""
+    """Most samples, of several sampling requests, that are generated together."""
     save_every_steps: Annotated[int, Range(0)] = 0
-    """Optimizer steps of a model after which its state is saved, to go on from after a crash; 0: only where asked."""
+    """Optimizer steps of a model between saves of its state, against a crash; 0: only when a client asks."""
     gap_s: Annotated[float, Range(1, 10**6)] = 120.0
-    """Seconds that requests wait for one that comes before them and has not arrived."""
+    """Seconds that requests wait for an earlier request that has not arrived."""
     queue_s: Annotated[float, Range(1, 10**7)] = 7200.0
     """Seconds that a request may wait for its turn."""
     poll_s: Annotated[float, Range(0, 40)] = 20.0
-    """Seconds that a question for a result is held before the client is told to ask again."""
+    """Seconds that a client's request for a result is held before it is told to ask again."""
     keep_results_s: Annotated[float, Range(1, 10**7)] = 900.0
-    """Seconds that a result is kept, from when it was last asked for."""
+    """Seconds that a result is kept after it was last asked for."""
     session_s: Annotated[float, Range(1, 10**7)] = 150.0
     """Seconds without a heartbeat after which a session's models may be saved and make room for others."""
 

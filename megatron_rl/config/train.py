@@ -13,17 +13,17 @@ from megatron_rl.errors import ConfigError, quoted
 
 @dataclass(frozen=True, kw_only=True)
 class SftConfig:
-    """Takes supervised steps on the data's own responses before RL; the optimizer starts anew after them.
+    """Takes supervised steps on the data's own responses before RL. After them the optimizer starts anew.
 
     A sample is a row: a solution or conversation that is imitated, or under `preference.loss` a
     pair of responses. Held-out rows are evaluated before the first of these steps, every
-    `sft.eval_every_steps` and after the last.
+    `sft.eval_every_steps` steps and after the last.
     """
 
     steps: Annotated[int, Range(0)] = 0
     """Supervised optimizer steps; 0: none."""
     epochs: Annotated[int, Range(1)] | None = None
-    """With `sft.steps=0`: as many steps as it takes to train every row so often; null: `sft.steps` says how many."""
+    """With `sft.steps=0`: times that every row is trained; null: `sft.steps` sets the number of steps."""
     samples_per_step: Annotated[int, Range(1, 10**6)] = 64
     """Rows of each supervised step."""
     lr: Annotated[float, Range(0, 10)] = 1e-3
@@ -33,17 +33,17 @@ class SftConfig:
     schedule: str = "constant"
     """`constant`, `cosine` or `linear`; the last two decay over `sft.steps`."""
     warmup_steps: Annotated[int, Range(0)] = 0
-    """Supervised steps of linear warm-up, the first step already above 0."""
+    """Supervised steps of linear warm-up; the first step's rate is above 0."""
     weight_decay: Annotated[float, Range(0, 10)] = 0.0
     """AdamW's weight decay in the supervised steps."""
     eval_path: str | None = None
     """File of held-out solutions, with the columns of `data.train`; null: none."""
     eval_share: Annotated[float, Range(0, 1, open_high=True)] = 0.0
-    """Share of the rows of `data.train` that no step trains and whose solutions are evaluated; 0: none."""
+    """Share of the rows of `data.train` that are held out: evaluated and never trained; 0: none."""
     eval_every_steps: Annotated[int, Range(1)] | None = None
     """Supervised steps between evaluations; null: none between the first and the last."""
     save_every_steps: Annotated[int, Range(0)] = 0
-    """Supervised steps between checkpoints; 0: none but those that `checkpoint.save_every_rollouts` asks for."""
+    """Supervised steps between checkpoints; 0: none beside the checkpoints of `checkpoint.save_every_rollouts`."""
 
     def __post_init__(self) -> None:
         choose("sft.schedule", self.schedule, ("constant", "cosine", "linear"))
@@ -74,41 +74,41 @@ class SftConfig:
         return self.steps > 0 or self.epochs is not None
 
     def settled(self, num_rows: int) -> SftConfig:
-        """Return the section with ``epochs`` turned into ``steps``, for so many rows that are trained."""
+        """Return the section with ``epochs`` turned into ``steps``. num_rows: the rows that are trained."""
         if self.epochs is None:
             return self
         return dataclasses.replace(self, steps=-(-self.epochs * num_rows // self.samples_per_step), epochs=None)
 
     @property
     def has_evaluation(self) -> bool:
-        """Return whether solutions are held out."""
+        """Return whether solutions or pairs are held out."""
         return self.eval_path is not None or self.eval_share > 0
 
     def optimizer(self, of_rl: OptimizerConfig) -> OptimizerConfig:
-        """Return the optimizer of the supervised steps: RL's with the rates, schedule and weight decay given here."""
+        """Return the optimizer section of the supervised steps: RL's, with this section's rates, schedule and decay."""
         own = {name: vars(self)[name] for name in ("lr", "min_lr", "schedule", "warmup_steps", "weight_decay")}
         return dataclasses.replace(of_rl, **own, decay_steps=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Sets the number and size of RL's rollouts, and of the optimizer steps that each is divided into.
+    """Sets the number and size of RL's rollouts, and of the optimizer steps of each.
 
-    One of `train.num_rollouts` and `train.epochs` says when the run ends; the other is null.
+    Either `train.num_rollouts` or `train.epochs` sets the end of the run. The other is null.
     """
 
     num_rollouts: Annotated[int, Range(0)] | None = 100
-    """Rollouts of the run; null: as many as `train.epochs` asks for."""
+    """Rollouts of the run; null: `train.epochs` sets their number."""
     epochs: Annotated[int, Range(1)] | None = None
-    """With `train.num_rollouts=null`: as many rollouts as it takes to train every prompt so often."""
+    """With `train.num_rollouts=null`: times that every prompt is trained."""
     prompts_per_rollout: Annotated[int, Range(1, 10**6)] = 64
     """Prompts of each rollout."""
     samples_per_mini_batch: Annotated[int, Range(1)] | None = None
     """Samples per optimizer step; null: the whole rollout."""
     epochs_per_rollout: Annotated[int, Range(1, 1000)] = 1
-    """Number of times that each rollout is trained."""
+    """Times that each rollout is trained."""
     export_every_rollouts: Annotated[int, Range(1)] | None = None
-    """Rollouts between exports as a Hugging Face directory under `checkpoints/`; null: none before the last."""
+    """Rollouts between exports as a Hugging Face directory in `checkpoints/`; null: none before the last rollout."""
     export_last: bool = True
     """Whether the policy is exported after the last rollout."""
 

@@ -1,4 +1,4 @@
-"""Plain values, as YAML holds them, become those of a section's fields: keys, types and ranges are checked."""
+"""The conversion of plain values, as from YAML, to the types of a section's fields; keys and ranges are checked."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true o
 
 
 def fitted(cls: type, values: Mapping[str, object], key: str = "", root: type | None = None) -> dict[str, object]:
-    """Return the values of a section as its fields' types want them.
+    """Return the values of a section, converted to its fields' types.
 
     cls: a dataclass of megatron_rl/config.
     key: the section's own key, for messages; empty for the whole configuration.
-    root: the class of the whole configuration; None: ``cls`` is.
-    Raises ConfigError for a key that the section lacks, or a value of another type or beyond its
-    range.
+    root: the class of the whole configuration; None: ``cls``.
+
+    Raises ConfigError for a key that the section lacks, and for a value of another type or beyond
+    its range.
     """
     hints, prefix, root = hints_of(cls), f"{key}." * bool(key), root or cls
     typed: dict[str, object] = {}
@@ -41,7 +42,7 @@ def fitted(cls: type, values: Mapping[str, object], key: str = "", root: type | 
 
 
 def escaped(value: object) -> object:
-    """Return a value whose texts OmegaConf reads as they are: a ``${`` in them is no interpolation."""
+    """Return a value with every ``${`` in its texts escaped, so that OmegaConf reads no interpolation there."""
     if isinstance(value, dict):
         return {name: escaped(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -52,7 +53,7 @@ def escaped(value: object) -> object:
 
 
 def build_section(cls: type, values: Mapping[str, object]):
-    """Return a section with the given values, of its fields' types, and the defaults for all others."""
+    """Return a section with the given values, already of its fields' types, and defaults for the other fields."""
     built = {}
     for name, value in values.items():
         hint = hints_of(cls)[name]
@@ -64,7 +65,7 @@ def build_section(cls: type, values: Mapping[str, object]):
 
 
 def check_known(cls: type, name: str, value: object, prefix: str, root: type) -> None:
-    """Raise ConfigError for a key that the section ``cls`` lacks, with its name of today or the nearest one."""
+    """Raise ConfigError for a key that the section ``cls`` lacks, with its present name or the nearest key."""
     if name in hints_of(cls):
         return
     from megatron_rl.config.known_names import RENAMED
@@ -79,7 +80,7 @@ def check_known(cls: type, name: str, value: object, prefix: str, root: type) ->
 
 
 def hint_at(cls: type, key: str) -> object | None:
-    """Return the type of the field at a dotted key; None where there is none, or it is a section."""
+    """Return the type of the field at a dotted key; None if no field or a whole section is there."""
     name, _, rest = key.partition(".")
     hint = hints_of(cls).get(name)
     if rest:
@@ -88,17 +89,21 @@ def hint_at(cls: type, key: str) -> object | None:
 
 
 def holds_text(hint: object) -> bool:
-    """Tell whether a field holds a text, or a list of texts: without brackets around it, each is written as it is."""
+    """Return whether a field holds a text or a list of texts, so that an override may be any unquoted text."""
     return hint in (str, str | None, tuple[str, ...])
 
 
 def typed_value(key: str, value: object, hint: object) -> object:
-    """Return a field's value as its type wants it: a bare value for a list of one, ``1e3`` for the whole number 1000.
+    """Return a field's value, converted to the field's type.
+
+    A bare value becomes a list of one, and ``1e3`` becomes the whole number 1000.
 
     key: the field's key, for messages.
     hint: the field's type, with its range.
+
     Raises ConfigError for a value of another type, or beyond its range.
     """
+    # Null, and the placeholder of OmegaConf.
     if isinstance(value, str) and value == "???":
         raise ConfigError(f"{key}=??? is a place to be filled in; give a value")
     may_be_null = type(None) in typing.get_args(hint)
@@ -148,7 +153,7 @@ def _written(value: object) -> str:
 
 
 def _converted(value: object, kind: type) -> object | None:
-    """Return a value as ``kind``, or None where it has no such meaning."""
+    """Return a value converted to ``kind``; None if it cannot be."""
     if kind is str:
         return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
     if kind is bool:

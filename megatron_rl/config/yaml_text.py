@@ -1,9 +1,9 @@
-"""Reads YAML that people wrote: every fault ends in one sentence with file, line and way out, in bounded time.
+"""A reader of YAML that people wrote: each fault gives one sentence with file, line and way out, in bounded time.
 
-Refused: text that is not UTF-8, tabs, a key that stands twice, keys that are no texts, tags, the
-merge key, several documents, and more than MOST_BYTES bytes, MOST_LEVELS levels or MOST_VALUES
-values, each counted as often as aliases repeat it. Numbers are read as in YAML 1.2 (1e-3 is one,
-010 and 1:30 are not), dates as texts.
+Refused are: text that is not UTF-8, tabs, a key that stands twice, keys that are no texts, tags,
+the merge key and several documents. Refused are also more than MOST_BYTES bytes, MOST_LEVELS levels
+or MOST_VALUES values, counted as often as aliases repeat them. Numbers are read as in YAML 1.2 (1e-3
+is a number, 010 and 1:30 are not), dates as texts.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ def read_yaml(path: str | pathlib.Path) -> tuple[dict[str, object], Lines]:
 def parse_yaml(text: str, where: str, lines: Lines | None = None) -> object:
     """Return the value of a YAML text.
 
-    where: the file, or the setting, that the text comes from; every message begins with it.
-    lines: takes the line of each key; None where the text is a single line.
-    Raises ConfigError.
+    where: the file or the setting that the text comes from; every message begins with it.
+    lines: a dict that gets the line of each key; None for a text of a single line.
+
+    Raises ConfigError for a text that is refused (see the module).
     """
     reader = _Reader(where, lines)
     try:
@@ -73,7 +74,7 @@ def parse_yaml(text: str, where: str, lines: Lines | None = None) -> object:
 
 
 def _check_tokens(text: str, reader: _Reader) -> None:
-    """Raise ConfigError for tags, and for so many values or levels that reading them would take minutes."""
+    """Raise ConfigError for tags, and for too many values or levels, before the reader could take minutes."""
     depth = count = 0
     for token in yaml.scan(text, _Loader):
         if isinstance(token, yaml.TagToken):
@@ -98,13 +99,13 @@ def _reason(error: yaml.MarkedYAMLError) -> str:
 
 
 class _Reader:
-    """Builds plain values from a text's nodes; counts them, and notes the lines of keys."""
+    """Builds plain values from a text's nodes, counts the values and notes the lines of keys."""
 
     def __init__(self, where: str, lines: Lines | None) -> None:
         self.where, self.lines, self.count = where, lines, 0
 
     def fault(self, at: object, reason: str) -> ConfigError:
-        """Return the error at a mark, or at the mark of a node, token or exception."""
+        """Return the error for a place: a mark, or a node, token or exception that has a mark."""
         for name in ("problem_mark", "context_mark", "start_mark"):
             if isinstance(mark := vars(at).get(name), yaml.Mark):
                 at = mark

@@ -1,1 +1,1 @@
-"""Prompts: data sets, chat templates and the tokenizer."""
+"""Prompts and responses: data sets, chat templates and the tokenizer."""

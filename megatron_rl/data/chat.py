@@ -1,7 +1,7 @@
 """Chat messages and observations as tokens: by the tokenizer's chat template, or as unchanged text.
 
-Tokens that the policy sampled are never tokenized again: an observation's tokens are made apart
-from them, from the text that a template writes behind a turn.
+Tokens that the policy sampled are never tokenized again. An observation's tokens are made from the
+text that the template writes after a turn, apart from the turn's tokens.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ Message = Mapping[str, object]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CONTENTS = 'null to DeepSeek-R1\'s distillates, "" to GLM-4.5, gpt-oss and most others'
 THOUGHT_END = "</think>"
-TURN = "the-text-of-this-turn"  # stands in for a turn's text; a template writes the same behind every text
+TURN = "the-text-of-this-turn"  # in place of a turn's text: a template writes the same after any text
 
 
 def check_messages(value: object, where: str) -> list[Message]:
     """Return a list of at least one message, each with a role and a content that are texts.
 
-    A field that is null is left out, as Arrow's are, and so are calls of which there are none. A
-    message of the assistant's that calls tools may have no content, or null; it stays as it is,
-    since templates tell the two apart. Other fields are the template's to read.
+    Null fields, as Arrow fills them in, and empty lists of calls are left out. An assistant's
+    message that calls tools may have no content, or a null content. Both stay as they are, since
+    templates treat them differently. Other fields are kept for the template.
 
-    where: begins the message of the ConfigError that is raised for anything else.
+    where: the place of the messages. The ConfigError that is raised for anything else begins with it.
     """
     if not isinstance(value, list | tuple) or not value:
         raise ConfigError(
@@ -59,12 +59,12 @@ def _checked(message: object, where: str) -> Message:
 
 
 def said_in(message: Message) -> str:
-    """Return what a message says behind its thought."""
+    """Return the text of a message after its thought."""
     return str(message.get("content") or "").split(THOUGHT_END)[-1]
 
 
 def source_of(tokenizer) -> str:
-    """Return the text of the tokenizer's chat template; of several, all of them."""
+    """Return the text of the tokenizer's chat template, or of all its templates."""
     template = tokenizer.chat_template
     return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
@@ -79,8 +79,8 @@ def render_chat(
 ) -> str:
     """Return the messages as text, written by the tokenizer's chat template.
 
-    where: begins the message of the ConfigError that is raised where the template refuses the
-        messages.
+    where: the place of the messages; it begins the ConfigError that is raised if the template
+        refuses them.
     beside: the template's variables beside the messages, such as ``tools``.
     """
     messages = [dict(message) for message in messages]
@@ -100,7 +100,7 @@ def render_chat(
 
 
 def _what_calls_want(messages: Sequence[Message]) -> str:
-    """Return what templates differ in about the messages that call tools; nothing if there are none."""
+    """Return advice on the forms of calls, in which templates differ; an empty text without messages that call."""
     calling = [message for message in messages if message.get("tool_calls")]
     if not calling:
         return ""
@@ -111,11 +111,14 @@ def _what_calls_want(messages: Sequence[Message]) -> str:
 def _refuse_written_null(
     tokenizer, messages: list[Message], text: str, where: str, prompt: bool, beside: Mapping[str, object]
 ) -> None:
-    """Raise ConfigError where the template writes a content that is null as the word None, as GLM-4.5's does."""
+    """Raise ConfigError if the template writes a null content as the word None, as GLM-4.5's does.
+
+    text: the messages as the template writes them.
+    """
     said = [{**message, "content": TURN} if message.get("content", "") is None else message for message in messages]
     try:
         instead = tokenizer.apply_chat_template(said, add_generation_prompt=prompt, tokenize=False, **beside)
-    except Exception:  # noqa: BLE001 (it refuses a text there, so null is what it wants)
+    except Exception:  # noqa: BLE001 (the template refuses a text beside calls, so null is right)
         return
     if TURN in instead and instead.replace(TURN, "None") == text:
         raise ConfigError(
@@ -132,15 +135,14 @@ def text_behind_turn(
     *,
     beside: Mapping[str, object] | None = None,
 ) -> str:
-    """Return the text that the template writes behind an assistant's turn that follows ``before``.
+    """Return the text that the template writes after an assistant's turn that follows ``before``.
 
-    messages: those that follow the turn, and a generation prompt after them; none: the text of the
-        turn's end alone.
+    messages: the messages after the turn, to which a generation prompt is added. If empty, the
+        result is the turn's end alone.
 
-    Raises ConfigError for a template that does not write the turn's content as it is, or that
-    refuses the messages.
+    Raises ConfigError for a template that changes the turn's content, or that refuses the messages.
     """
-    # The text's last must be the turn's: no message has so many of them.
+    # The stand-in is longer than any run of TURN in the messages, so its last place is the turn's.
     turn = TURN * (1 + max(((message.get("content") or "").count(TURN) for message in messages), default=0))
     conversation = [*before, {"role": "assistant", "content": turn}, *messages]
     rendered = render_chat(tokenizer, conversation, where, add_generation_prompt=bool(messages), beside=beside)
@@ -155,12 +157,13 @@ def text_behind_turn(
 def check_stays(
     tokenizer, messages: Sequence[Message], then: Sequence[Message], where: str, beside: Mapping[str, object]
 ) -> None:
-    """Raise ConfigError where the template writes the messages of a prompt otherwise once others follow them.
+    """Raise ConfigError if the template writes a prompt's messages differently once other messages follow.
 
-    The policy has read the prompt by then. Mistral's templates write tools before the last of the
-    user's messages.
+    The policy has read the prompt by then, so its text must stay. Mistral's templates write tools
+    before the user's last message, and so move them.
 
-    messages: of the prompt. then: those that follow, the last one not the assistant's.
+    messages: the prompt's messages.
+    then: the messages after them; the last is not the assistant's.
     """
     whole = [{**message, "content": said_in(message)} for message in messages]
     plain, prompt = (
@@ -179,19 +182,21 @@ def check_stays(
 def tokens_behind(
     encode: Callable[[str], tuple[int, ...]], behind: str, end: str, stop_id: int | None
 ) -> tuple[int, ...]:
-    """Return the tokens of the text behind a turn, less the end of the turn that the policy sampled itself.
+    """Return the tokens of the text after a turn, without the turn's end, which the policy sampled itself.
 
-    end: the text behind a turn that nothing follows. stop_id: the last token of the turn.
+    A template may end a turn by the first token of the next message (GLM-4.5's
+    ``<|observation|>``). It may also end the last turn by another token than earlier turns (gpt-oss:
+    ``<|return|>`` and ``<|end|>``). In each case the turn has one end only.
 
-    A template may end a turn by the token that begins what follows (GLM-4.5's ``<|observation|>``),
-    or a last turn by another token than one that is followed (gpt-oss: ``<|return|>``,
-    ``<|end|>``); neither end is written twice.
+    behind: the text after the turn.
+    end: the text after a turn that nothing follows.
+    stop_id: the last token of the turn, as sampled.
     """
     token_ids, end_ids = encode(behind), encode(end)
     common = os.path.commonprefix([token_ids, end_ids])
     if stop_id in common:
         return token_ids[common.index(stop_id) + 1 :]
-    # Every message ends by that other token, so it stands again behind the one that follows.
+    # Every earlier message ends by the other token, so the token stands again after the next message.
     ends_otherwise = not common and stop_id in end_ids[:1] and token_ids[0] in token_ids[1:]
     return token_ids[1:] if stop_id in token_ids[:1] or ends_otherwise else token_ids
 
@@ -203,9 +208,9 @@ class Observations:
     role: ``environment.role``, the role of an observation that is a text.
     variables: ``data.template_variables``.
 
-    Under "chat" the tokens are those that the template writes behind a turn once the observation
-    follows it, with the generation prompt, less the end of the turn that the policy sampled itself.
-    Else they are those of the observation's unchanged text.
+    Under "chat" the template writes the observation after a turn, with a generation prompt. The
+    tokens are of this text, without the turn's end, which the policy sampled itself. Under another
+    template the tokens are of the observation's unchanged text.
 
     Example (ChatML): a turn that ended with the token ``<|im_end|>`` and the observation "408" of
     role tool give the tokens of ``\\n<|im_start|>tool\\n408<|im_end|>\\n<|im_start|>assistant\\n``.
@@ -214,7 +219,7 @@ class Observations:
     def __init__(
         self, tokenizer, template: str, role: str = "tool", variables: Mapping[str, object] | None = None
     ) -> None:
-        """Raise ConfigError where the chat template changes a turn's text."""
+        """Raise ConfigError if the chat template changes a turn's text."""
         self._tokenizer, self._chat, self._role, self._variables = tokenizer, template == "chat", role, variables
         self._end = self._behind_turn([]) if self._chat else ""
 
@@ -223,8 +228,8 @@ class Observations:
 
         stop_id: the token that the policy ended its turn with.
 
-        Raises ConfigError for messages without a chat template, or of a shape that it does not
-        take.
+        Raises ConfigError for messages without a chat template, and for messages that the template
+        refuses.
         """
         if not self._chat:
             if not isinstance(observation, str):

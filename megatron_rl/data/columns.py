@@ -1,4 +1,4 @@
-"""Checks the columns of a data set's rows at the run's start, so that no row ends the run in its middle."""
+"""Checks of the columns of a data set's rows at the run's start, so that no row ends the run later."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from megatron_rl.data.rows import Rows, has_column, value_of
 from megatron_rl.errors import ConfigError
 
-ANSWER = "answer"  # the name that the built-in rewards read; ``data.answer_key`` names another column for it
+ANSWER = "answer"  # the column that built-in rewards read; ``data.answer_key`` names another column for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequiredColumn:
     """Names a column that every row must have.
 
-    needed_by: the setting that reads it, for the message.
-    null: whether a row may say null, that it does not apply; else every row must hold a value.
-    fault: returns why a value cannot be used and the way out, None if it can; None: every value
-        can.
-    or_answer: whether a row may have an answer (``data.answer_key``) in its place.
+    needed_by: the reader of the column in words, for the message.
+    null: whether a row's value may be null, for "does not apply".
+    fault: returns why a value cannot be used and the way out, or None if the value can be used.
+        None: every value can be.
+    or_answer: whether a row may have an answer (``data.answer_key``) in place of the column.
     """
 
     name: str
@@ -30,12 +30,12 @@ class RequiredColumn:
 
 
 def name_of_row(rows: Sequence[Mapping[str, object]], row: int) -> str:
-    """Return a row for a message: its number, and its file with the line where they are known."""
+    """Return a row's name for messages: its number, and its file and line if they are known."""
     return f"row {row} ({rows.place(row)})" if isinstance(rows, Rows) else f"row {row}"
 
 
 def names_of(columns: Mapping[str, object]) -> str:
-    """Return a row's columns for a message, with the fields of those that are objects."""
+    """Return the names of a row's columns for a message, and of the fields of columns that are objects."""
     fields = {name: value for name, value in columns.items() if isinstance(value, Mapping)}
     inner = [f"{name}.{field}" for name, value in fields.items() for field in value]
     names = ", ".join(map(repr, [*columns, *inner])) or "none"
@@ -52,12 +52,13 @@ def check_columns(
 ) -> None:
     """Raise ConfigError for the first row that lacks a required column, or whose value in it cannot be used.
 
-    Also for a row without an answer in a file that has answers.
+    A row without an answer, in a file that has answers, is an error too.
 
     prompt_key: the column of the prompt, or of the conversation, which every row must have.
-    answer_key: ``data.answer_key``; under another name than "answer", every row must have it.
+    answer_key: ``data.answer_key``; if it is not "answer", every row must have that column.
     prompt_setting: the setting that names ``prompt_key``.
     """
+    # The required columns by name; "answer" under the name of ``answer_key``.
     prompt = RequiredColumn(name=prompt_key, needed_by=prompt_setting, null=False)
     wanted = {prompt_key: prompt} | {column.name: column for column in required if column.name != prompt_key}
     if ANSWER in wanted and answer_key != ANSWER:
@@ -66,6 +67,7 @@ def check_columns(
         wanted[answer_key] = replace(column, name=answer_key, needed_by=needed_by)
     elif answer_key != ANSWER:
         wanted.setdefault(answer_key, RequiredColumn(name=answer_key, needed_by="data.answer_key", null=True))
+    # Every row against each required column.
     for column in wanted.values():
         for row, columns in enumerate(rows):
             if not has_column(columns, column.name):
@@ -83,6 +85,7 @@ def check_columns(
                     "remove the row"
                 )
         _check_values(rows, column)
+    # Answers: in all rows of a file, or in none.
     for members in _files(rows):
         lacking = [row for row in members if not has_column(rows[row], answer_key)]
         if 0 < len(lacking) < len(members):
@@ -94,7 +97,7 @@ def check_columns(
 
 
 def _check_values(rows: Sequence[Mapping[str, object]], column: RequiredColumn) -> None:
-    """Raise ConfigError for the first row whose value in a column cannot be used; equal values are looked at once."""
+    """Raise ConfigError for the first row whose value in a column cannot be used; equal values are checked once."""
     if column.fault is None:
         return
     good: set[str] = set()
@@ -109,7 +112,7 @@ def _check_values(rows: Sequence[Mapping[str, object]], column: RequiredColumn) 
 
 
 def _files(rows: Sequence[Mapping[str, object]]) -> list[range]:
-    """Return the rows of each file."""
+    """Return the row numbers of each file."""
     if not isinstance(rows, Rows):
         return [range(len(rows))]
     return [range(first, first + len(part.rows)) for first, part in rows.parts]

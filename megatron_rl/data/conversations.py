@@ -1,4 +1,4 @@
-"""The rows' conversations: a row's messages, and what the chat template is given beside them."""
+"""The rows' conversations: a row's messages, and the variables that the chat template gets beside them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from megatron_rl.json_text import parse_json
 
 log = logging.getLogger(__name__)
 
-LISTS = ("tools", "documents")  # variables that every template takes as a list of objects
+LISTS = ("tools", "documents")  # template variables that must be lists of objects
 
 
 class Conversations(PromptTexts):
-    """Reads the messages of a data set's rows, and renders those of a prompt."""
+    """Reads the messages of a data set's rows, and renders prompts by the chat template."""
 
     is_chat, _warned_of_left_out = True, False
 
     def messages(self, row: int) -> list[Message]:
-        """Return the messages of a row's prompt. Raises ConfigError for a row without any, or that the assistant ends.
+        """Return the messages of a row's prompt.
 
-        They begin with ``data.system_prompt`` where the row has no system message of its own.
+        ``data.system_prompt`` comes first if the row does not begin with a system message.
+
+        Raises ConfigError for a row without messages, or whose prompt ends with the assistant's.
         """
         conversation = self._data.messages_key is not None
         key = self._data.messages_key if conversation else self._data.prompt_key
@@ -48,7 +50,7 @@ class Conversations(PromptTexts):
         return messages
 
     def text(self, row: int) -> str:
-        """Return a row's prompt as text, with the template's generation prompt behind it."""
+        """Return a row's prompt as text, with the template's generation prompt at its end."""
         setting = "data.prompt_key" if self._data.messages_key is None else "data.messages_key"
         key = self._data.messages_key or self._data.prompt_key
         where = f"{name_of_row(self._rows, row)}: column {key!r} ({setting})"
@@ -58,9 +60,9 @@ class Conversations(PromptTexts):
         return text
 
     def beside(self, row: int) -> dict[str, object]:
-        """Return the variables that the template is given beside a row's messages: the run's, then the row's own.
+        """Return the variables that the template gets beside a row's messages: the run's, replaced by the row's.
 
-        A null one is left out, and so is a null field of an object. Raises ConfigError for tools or
+        Null variables and null fields of objects are left out. Raises ConfigError for tools or
         documents that are no list of objects.
         """
         variables, columns = dict(self._data.template_variables), self._rows[row]
@@ -70,7 +72,7 @@ class Conversations(PromptTexts):
                 continue
             where = f"{name_of_row(self._rows, row)}: column {name!r} (data.template_columns)"
             if name in (*LISTS, VARIABLES) and isinstance(value, str):
-                value = parse_json(value, where)  # Arrow's way to hold objects of different fields
+                value = parse_json(value, where)  # in Arrow, objects of different fields are kept as JSON texts
             if isinstance(value, Mapping):
                 value = _without_nulls(value)
             if name == VARIABLES:
@@ -83,9 +85,9 @@ class Conversations(PromptTexts):
         return variables
 
     def check_followed(self, rows: Iterable[int], role: str) -> None:
-        """Raise ConfigError for a row whose prompt the template writes otherwise once observations of a role follow it.
+        """Raise ConfigError if the template writes a row's prompt differently once observations of ``role`` follow.
 
-        One row is looked at of those that have the same roles and the same variables.
+        Of rows with the same roles and the same variables, one is checked.
         """
         seen = set()
         for row in rows:
@@ -98,7 +100,7 @@ class Conversations(PromptTexts):
             seen.add(kind)
 
     def _warn_of_left_out(self, messages: Sequence[Message], text: str, where: str) -> None:
-        """Warn, once, of a message that the template leaves out, or whose calls it leaves out."""
+        """Warn, once, of a message that the template leaves out, or of left-out calls."""
         number = next((number for number, message in enumerate(messages) if not _is_in(message, text)), None)
         if number is not None and not self._warned_of_left_out:
             log.warning(
@@ -115,15 +117,15 @@ class Conversations(PromptTexts):
 
 
 def _is_in(message: Message, text: str) -> bool:
-    """Return whether a text holds what a message says; of calls, their functions' names."""
+    """Return whether a text holds a message's content; for an assistant's or a tool's message, its calls' names."""
     called = [call.get("function", call) for call in message.get("tool_calls", ())]
-    if message["role"] in ("assistant", "tool"):  # thoughts are left out, and a tool's result may be written as JSON
+    if message["role"] in ("assistant", "tool"):  # templates leave thoughts out, and may write a tool's result as JSON
         return all(str(call["name"]) in text for call in called if isinstance(call, Mapping) and "name" in call)
     return message["content"].strip() in text
 
 
 def _without_nulls(value: Mapping) -> dict[str, object]:
-    """Return an object without its null fields, which Arrow fills in for another row's (data/rows.py)."""
+    """Return an object without its null fields: Arrow fills in the fields of other rows (data/rows.py)."""
     held = {name: part for name, part in value.items() if part is not None}
     return {name: _without_nulls(part) if isinstance(part, Mapping) else part for name, part in held.items()}
 
@@ -138,7 +140,7 @@ def _variables(value: object, where: str) -> Mapping[str, object]:
 
 
 def text_or_messages(rows: Sequence[Mapping[str, object]], row: int, key: str, setting: str) -> str | list[Message]:
-    """Return a column that holds text or messages; raise ConfigError otherwise."""
+    """Return a row's text or messages in a column. Raises ConfigError for anything else."""
     columns = rows[row]
     value = value_of(columns, key) if has_column(columns, key) else None
     if isinstance(value, list):
@@ -147,7 +149,7 @@ def text_or_messages(rows: Sequence[Mapping[str, object]], row: int, key: str, s
 
 
 def conversation_of(rows: Sequence[Mapping[str, object]], row: int, key: str) -> list[Message]:
-    """Return the messages of ``data.messages_key``; a text is their JSON. Raises ConfigError for anything else."""
+    """Return the messages of ``data.messages_key``, given as a list or as JSON text. Raises ConfigError otherwise."""
     value = text_or_messages(rows, row, key, "data.messages_key")
     if not isinstance(value, str):
         return value
@@ -156,10 +158,10 @@ def conversation_of(rows: Sequence[Mapping[str, object]], row: int, key: str) ->
 
 
 def cut_conversation(messages: Sequence[Message], where: str) -> tuple[list[Message], list[Message]]:
-    """Return a conversation's messages before the assistant's first, and from there to the assistant's last.
+    """Cut a conversation: the messages before the assistant's first, and the messages from there to its last.
 
-    where: begins the message of the ConfigError that is raised where there is no assistant's
-        message, or none before.
+    where: the place of the conversation; it begins the ConfigError that is raised if one of the
+        two parts is empty.
     """
     own = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not own or own[0] == 0:

@@ -1,7 +1,7 @@
 """The order in which rows are drawn, epoch after epoch: a permutation of all rows, or a mixture of several sources.
 
-It is a function of the seed and the position alone: every rank, every layout and every resumed run
-draws the same rows.
+The order depends on seed and position alone: every rank, every layout and every resumed run draws
+the same rows.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ import numpy as np
 class Order:
     """Gives the row at every position of an endless sequence of epochs.
 
+    An epoch has as many positions as all sources have rows. In a mixture each source has its share
+    of the positions (by largest remainder), spread evenly, so that every part of an epoch holds
+    nearly these shares. A source goes through its rows, permutation after permutation, without
+    regard to the ends of epochs. So no row comes again before all rows of its source came as often.
+
     sources: int64 arrays, the row numbers of each source, in file order.
-    weights: the share of each source in the draws, relative to the others; empty: all sources are
-             one, and an epoch is each of their rows once.
+    weights: the relative share of each source in the draws; empty: all sources are one, and an
+             epoch is each of their rows once.
 
-    An epoch has as many positions as all sources have rows. Of a mixture, each source takes its
-    share of them (counted by the largest remainder), evenly spread, so that any stretch of the
-    epoch holds nearly these shares; and each source goes through its own rows, permutation after
-    permutation, across the epochs' ends. So no row comes a second time before its source's others
-    came as often.
-
-    Example: sources of 2 and 4 rows, weights 1 and 1: an epoch of 6 draws 3 of each, in turns; the
-    first source's rows come 3 times in two epochs, the other's 1 or 2 times.
+    Example: sources of 2 and 4 rows, weights 1 and 1. An epoch of 6 draws 3 rows of each, in turns.
+    In two epochs the first source's rows come 3 times, the other's 1 or 2 times.
     """
 
     def __init__(self, sources: Sequence[np.ndarray], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
@@ -34,7 +33,7 @@ class Order:
         self._seed, self._shuffle = seed, shuffle
         self._length = sum(map(len, sources))
         self.counts = shares(weights, self._length) if weights else [self._length]
-        # Place j of c places stands at (j + 1/2)/c of the epoch; of equal places the first source's comes first.
+        # Draw j of a source's c draws comes at (j + 1/2)/c of the epoch; of equal times the first source is first.
         source = np.repeat(np.arange(len(self.counts)), self.counts)
         index = np.concatenate([np.arange(count) for count in self.counts])
         places = np.lexsort((source, (index + 0.5) / np.repeat(self.counts, self.counts)))
@@ -46,7 +45,7 @@ class Order:
         return self._length
 
     def at(self, position: int) -> tuple[int, int]:
-        """Return the row at a position, and how often its source had been gone through before."""
+        """Return the row at a position, and the number of times that its source was gone through before."""
         epoch, offset = divmod(position, self._length)
         source = int(self._source_at[offset])
         drawn = epoch * self.counts[source] + int(self._index_at[offset])
@@ -54,7 +53,7 @@ class Order:
         return int(self._permutation(source, rounds)[place]), rounds
 
     def identity(self) -> dict[str, object]:
-        """Return the facts of a mixture that its positions depend on, as JSON-able values; nothing for one source."""
+        """Return the numbers of a mixture that fix its order, as JSON-able values; {} for one source."""
         if len(self._sources) == 1:
             return {}
         return {"sources": [list(pair) for pair in zip(map(len, self._sources), self.counts, strict=True)]}
@@ -72,10 +71,10 @@ class Order:
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """Return the whole numbers, of the given total, that are nearest to the weights' shares (largest remainder).
+    """Return whole numbers with the given sum that are nearest to the weights' shares (largest remainder).
 
-    Example: weights (3, 1) of 6 → 4.5 and 1.5: the remainders are equal, the first takes it: [5,
-    1].
+    Example: weights (3, 1), total 6: shares 4.5 and 1.5 have equal remainders, so the first is
+    rounded up: [5, 1].
     """
     exact = [Fraction(weight) * total / sum(map(Fraction, weights)) for weight in weights]
     counts = [int(share) for share in exact]

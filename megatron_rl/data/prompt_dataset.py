@@ -1,4 +1,4 @@
-"""Rows to prompts: tokenized at the start, drawn in an order that is the same on every rank, by a resumable cursor."""
+"""Prompts from rows: tokenized at the start, drawn in the same order on every rank, with a cursor that can be saved."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:  # of supervised steps
     from megatron_rl.data.responses import Responses
     from megatron_rl.data.solution import Solution
 
-# The fast tokenizers are parallel over a list, and a list of this length stays small in memory.
+# Fast tokenizers work on a list in parallel; a list of this length takes little memory.
 _ROWS_PER_TOKENIZER_CALL = 1024
 
-_POSITIONS = ("prompts", "solutions", "returned")  # of a saved cursor; its other fields fix the order
+_POSITIONS = ("prompts", "solutions", "returned")  # the positions in a saved state; its other fields fix the order
 
 
 def _place_of(prompt_id: str) -> tuple[int, int]:
-    """Return (row, epoch) of ``"<row>@<epoch>"``."""
+    """Return (row, epoch) from a prompt's id ``"<row>@<epoch>"``."""
     row, epoch = prompt_id.split("@")
     return int(row), int(epoch)
 
 
 def _held_out(rows: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """Return the given share of the rows, at least one if the share is above 0, as the seed draws them."""
+    """Return the rows that are held out: the share of all rows, at least one if it is above 0, drawn by the seed."""
     if not share:
         return rows[:0]
     count = max(1, round(share * len(rows)))
@@ -43,7 +43,7 @@ def _held_out(rows: np.ndarray, share: float, seed: int) -> np.ndarray:
         raise ConfigError(
             f"sft.eval_share={share:g} holds out {count} of {len(rows)} rows, which leaves none to train; lower it"
         )
-    key = np.array([seed % 2**64, 2**64 - 1], dtype=np.uint64)  # no epoch's order has this stream
+    key = np.array([seed % 2**64, 2**64 - 1], dtype=np.uint64)  # a stream that no epoch's order uses
     return np.sort(np.random.Generator(np.random.Philox(key=key)).choice(rows, count, replace=False))
 
 
@@ -60,34 +60,37 @@ def _prompt_texts(rows: Sequence[Mapping[str, object]], tokenizer, data: DataCon
 class PromptDataset:
     """Draws the prompts of a dataset in a reproducible order, epoch after epoch.
 
-    The order is that of data/order.py: a permutation of the rows per epoch, drawn from (seed,
-    epoch) alone, or under ``data.weights`` a mixture of the sources.
+    The order (data/order.py) is a permutation of the rows per epoch, drawn from (seed, epoch)
+    alone, or under ``data.weights`` a mixture of the sources.
 
     rows:           the dataset, see `load_rows`; row numbers in ids and messages count from 0 in
                     this list.
     tokenizer:      a Hugging Face tokenizer.
-    context_tokens: the model's context in tokens, None for no limit; a prompt must leave room in it
-        for one more token.
-    vocab_size:     the number of tokens that the model knows, None for no limit.
+    context_tokens: the model's context in tokens; a prompt must leave room for one more token.
+                    None: no limit.
+    vocab_size:     the number of tokens that the model knows; None: no limit.
     required:       the columns that every row must have beside the prompt.
-    held_out_share: the share of the rows, drawn by the seed, that are never drawn; see
-        ``held_out_solutions``.
-    responses:      (column, setting) of each response that supervised steps read: all rows' are
-                    checked at once.
-    followed_by:    the role of the observations that follow a prompt's turns, whose prompts are
-                    checked; None: none do.
+    held_out_share: the share of the rows, drawn by the seed, that is kept for
+                    ``held_out_solutions`` and never drawn.
+    responses:      (column, setting) of each response that supervised steps read; the responses of
+                    all rows are checked at the start.
+    followed_by:    the role of observations that will follow the prompts; the chat template is
+                    checked for it. None: no observations.
 
-    Every row is tokenized here, so that a bad row ends the run before its first step and not in the
-    middle of it. Raises ConfigError for a row without ``data.prompt_key`` or another column that it
-    must have (data/columns.py), a prompt that is neither text nor, under ``data.template=chat``, a
-    list of messages ``{"role": ..., "content": ...}``, an empty prompt, a token that the model does
-    not know, a prompt over the limit (``data.on_long_prompt=fail``), or when no row is left
-    (``drop``; see ``num_dropped``). A response that does not fit in the context behind its prompt
-    is over the limit too.
+    Every row is tokenized at the start, so that a bad row ends the run before its first step.
+    Raises ConfigError for:
 
-    ``data`` is the given section with ``data.template=auto`` settled. ``Prompt.columns`` is the row. Where
-    ``data.answer_key`` is not "answer", the column it names, or the field within one, is also given as "answer", the
-    name that the built-in reward functions read.
+    - a row without ``data.prompt_key`` or another required column (data/columns.py);
+    - a prompt that is neither text nor, under ``data.template=chat``, a list of messages
+      ``{"role": ..., "content": ...}``;
+    - an empty prompt, or a token that the model does not know;
+    - under ``data.on_long_prompt=fail``, a prompt over the limit, or a response that does not fit
+      in the context after its prompt;
+    - under ``drop``, if no row is left (``num_dropped`` counts the dropped rows).
+
+    ``data`` is the given section with ``data.template=auto`` replaced by the template. ``Prompt.columns`` is the row.
+    If ``data.answer_key`` is not "answer", the value that it names is also given as "answer", which the built-in
+    reward functions read.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class PromptDataset:
         responses: Sequence[tuple[str, str]] = (),
         followed_by: str | None = None,
     ) -> None:
+        # The settings, and the columns of all rows.
         data = settle_template(rows, data)
         if data.template == "chat" and tokenizer.chat_template is None:
             raise ConfigError(
@@ -118,8 +122,9 @@ class PromptDataset:
             check_columns(rows, required, data.prompt_key, data.answer_key)
         else:
             check_columns(rows, required, data.messages_key, data.answer_key, prompt_setting="data.messages_key")
+        # Prompts and responses, tokenized and checked. int32 arrays, not tuples: a million prompts stay well
+        # under a gigabyte.
         self._texts = _prompt_texts(rows, tokenizer, data)
-        # int32 arrays, not tuples: a dataset of a million prompts stays well under a gigabyte.
         self._token_ids: dict[int, np.ndarray] = {}
         for start in range(0, len(rows), _ROWS_PER_TOKENIZER_CALL):
             self._admit(range(start, min(start + _ROWS_PER_TOKENIZER_CALL, len(rows))))
@@ -132,6 +137,7 @@ class PromptDataset:
                 f"no prompt is left: all {len(rows)} rows are longer than {self._limit()[0]} tokens "
                 f"({self._limit()[1]}) and data.on_long_prompt='drop'; raise the limit or shorten the prompts"
             )
+        # The order of the rows that are left and not held out, and the cursors.
         self._kept = np.fromiter(self._token_ids, dtype=np.int64)
         self._held_out = _held_out(self._kept, held_out_share, seed)
         self._kept = np.setdiff1d(self._kept, self._held_out)
@@ -143,22 +149,22 @@ class PromptDataset:
 
     @functools.cached_property
     def _responses(self) -> Responses:
-        """Return the reader of the rows' responses, which supervised steps alone need."""
+        """Return the reader of the rows' responses; supervised steps alone need it."""
         from megatron_rl.data.responses import Responses
 
         return Responses(self._rows, self._tokenizer, self._data, self._texts, self._limits)
 
     def __len__(self) -> int:
-        """Return the prompts per epoch: the number of rows that were neither dropped nor held out."""
+        """Return the number of prompts per epoch: of rows that are neither dropped nor held out."""
         return len(self._kept)
 
     def next(self, count: int, epochs: int | None = None) -> list[Prompt]:
-        """Return the next ``count`` prompts, those that were put back first; a new epoch follows the last.
+        """Return the next ``count`` prompts, first the prompts that were put back. Epochs follow one another.
 
         A prompt's id is ``"<row>@<epoch>"``.
 
-        epochs: the number after which the data end: near the end fewer than ``count`` are returned,
-            after it none.
+        epochs: the number of epochs after which the data end, so that fewer prompts or none are
+            returned; None: no end.
         """
         if count < 0:
             raise ValueError(f"count={count} prompts cannot be drawn; it must be at least 0")
@@ -169,55 +175,55 @@ class PromptDataset:
         return [self._prompt(*key) for key in [*again, *self._draw("prompts", rest)]]
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
-        """Put back prompts that were drawn and not trained: they are drawn again before the cursor moves on."""
+        """Put back prompts that were drawn and not trained; ``next`` returns them first."""
         self._returned.extend((*_place_of(prompt.prompt_id), prompt.attempt) for prompt in prompts)
 
     def recall(self, prompt_id: str, attempt: int) -> Prompt:
-        """Return a prompt that was drawn before, by its id; the cursor does not move."""
+        """Return a prompt that was drawn before, by its id, without moving the cursor."""
         return self._prompt(*_place_of(prompt_id), attempt)
 
     def remain(self, epochs: int) -> bool:
-        """Tell whether ``next`` has a prompt left of so many epochs."""
+        """Return whether ``next`` has a prompt left in so many epochs."""
         return bool(self._returned) or self._cursors["prompts"] < epochs * len(self)
 
     def share_drawn(self, epochs: int) -> float:
-        """Return the share of so many epochs that was drawn, 0 to 1; prompts that were put back count as not drawn."""
+        """Return the share, 0 to 1, of so many epochs that was drawn; prompts put back count as not drawn."""
         return (self._cursors["prompts"] - len(self._returned)) / (epochs * len(self))
 
     def next_solutions(self, count: int) -> list[Solution]:
-        """Return the next ``count`` solutions for the supervised warm-up, on a cursor of their own.
+        """Return the next ``count`` solutions for supervised steps, which have a cursor of their own.
 
-        The response is the ``data.solution_key`` column. Under ``data.template=chat`` it is the
-        assistant's message, or messages of an episode, as the template writes them: each turn with
-        the token by which the template ends it (data/turns.py). Else it is the text and the
-        end-of-sequence token, and of an episode's messages, those between two turns are unchanged
-        text without loss.
+        A solution is the response in the ``data.solution_key`` column. Under ``data.template=chat``
+        the template writes it, as the assistant's message or as the messages of an episode. Each
+        turn then ends with the token that the template writes (data/turns.py). Under another
+        template a turn is its text and the end-of-sequence token. Messages between two turns are
+        then unchanged text without loss.
 
-        Turns are tokenized apart from what stands before them, because the model will meet them in
-        that way: a prompt's tokens are fixed when it starts to answer.
+        A turn is tokenized apart from the text before it, as in sampling: there a prompt's tokens
+        are fixed before the model answers.
 
-        Raises ConfigError where a row has no such column, or one that does not end in an
-        assistant's message, the tokenizer has no end-of-sequence token, or prompt and solution
-        together exceed ``context_tokens``.
+        Raises ConfigError for a row without a solution that ends in an assistant's message, for a
+        tokenizer without an end-of-sequence token, and for prompt and solution beyond
+        ``context_tokens``.
         """
         self._check_solutions()
         return self._solutions(self._draw("solutions", count))
 
     def held_out_solutions(self) -> list[Solution]:
-        """Return the solutions of the rows that are held out; raise ConfigError as ``next_solutions`` does."""
+        """Return the solutions of the held-out rows. Raises ConfigError as ``next_solutions`` does."""
         self._check_solutions()
         return self._solutions((int(row), 0) for row in self._held_out)
 
     def next_pairs(self, count: int, chosen_key: str, rejected_key: str) -> list[tuple[Solution, Solution]]:
         """Return the next ``count`` (chosen, rejected) responses, on the cursor of ``next_solutions``.
 
-        Raises ConfigError as that does, naming ``preference.chosen_key`` or
+        Raises ConfigError as ``next_solutions`` does, naming ``preference.chosen_key`` or
         ``preference.rejected_key``.
         """
         return self._pairs(self._draw("solutions", count), chosen_key, rejected_key)
 
     def held_out_pairs(self, chosen_key: str, rejected_key: str) -> list[tuple[Solution, Solution]]:
-        """Return the (chosen, rejected) responses of the rows that are held out."""
+        """Return the (chosen, rejected) responses of the held-out rows."""
         return self._pairs(((int(row), 0) for row in self._held_out), chosen_key, rejected_key)
 
     def _solutions(self, drawn: Iterable[tuple[int, int]]) -> list[Solution]:
@@ -237,11 +243,11 @@ class PromptDataset:
         return pairs
 
     def state(self) -> dict:
-        """Return the cursors as JSON-able values, with the order that they count in and the prompts put back."""
+        """Return the state as JSON-able values: the cursors, the facts that fix the order, and prompts put back."""
         return {**self._cursors, **self._identity(), "returned": [list(key) for key in self._returned]}
 
     def load_state(self, state: Mapping[str, object]) -> None:
-        """Continue from `state`, or raise ConfigError if seed, shuffle or row count give another order."""
+        """Continue from a ``state``. Raises ConfigError if seed, shuffle, row count or mixture give another order."""
         present, saved = self._identity(), {key: value for key, value in state.items() if key not in _POSITIONS}
         for name in {**present, **saved}:
             before, now = saved.get(name), present.get(name)
@@ -258,7 +264,7 @@ class PromptDataset:
         return {**order, **self._order.identity()}
 
     def _sources(self) -> list[np.ndarray]:
-        """Return the kept rows of each source of a mixture; raise ConfigError for one that gives an epoch none."""
+        """Return the kept rows of each source. Raises ConfigError for a source that would never be drawn."""
         weights = self._data.weights
         if not weights:
             return [self._kept]
@@ -280,7 +286,7 @@ class PromptDataset:
         return sources
 
     def _draw(self, cursor: str, count: int) -> list[tuple[int, int]]:
-        """Return [(row, epoch)] for the next ``count`` positions of a cursor."""
+        """Return (row, epoch) for each of the next ``count`` positions of a cursor, and move it."""
         if count < 0:
             raise ValueError(f"count={count} prompts cannot be drawn; it must be at least 0")
         start = self._cursors[cursor]
@@ -302,7 +308,7 @@ class PromptDataset:
         )
 
     def _limit(self) -> tuple[int, str]:
-        """Return the most tokens that a prompt may have, and the name of the limit."""
+        """Return the largest number of tokens of a prompt, and the limit's name for messages."""
         context = self._limits.context_tokens
         if context is not None and context - 1 < self._data.max_prompt_tokens:
             return context - 1, f"the model's context of {context}, less one for a response"
@@ -312,16 +318,15 @@ class PromptDataset:
         return name_of_row(self._rows, row)
 
     def _admit(self, row_numbers: range) -> None:
-        """Render and tokenize rows; keep those that fit."""
+        """Render and tokenize rows, and keep the rows that fit."""
         texts = {row: self._texts.text(row) for row in row_numbers}
         limit, limit_name = self._limit()
         for row, text in [*texts.items()]:
             if self._limits.is_endless(len(text), limit):
                 self._refuse_long(row, f"{len(text)} characters", f"{limit} tokens", limit_name)
                 del texts[row]
-        # No special tokens of the tokenizer's own: the template writes those it wants (a chat
-        # template writes them all), a second <bos> would be off-distribution, and a tokenizer that
-        # appends <eos> would end the prompt before the answer.
+        # The tokenizer adds no special tokens, since the template writes all that it needs. A second <bos>
+        # would be off-distribution, and an <eos> would end the prompt before the answer.
         encoded = self._tokenizer([*texts.values()], add_special_tokens=False).input_ids if texts else []
         for (row, text), token_ids in zip(texts.items(), encoded, strict=True):
             if not token_ids:
@@ -350,7 +355,7 @@ class PromptDataset:
         )
 
     def _admit_responses(self, key: str, setting: str) -> None:
-        """Tokenize every row's response in a column, so that a bad one is named; drop long ones if asked for."""
+        """Tokenize every row's response in a column, to find bad ones; under ``drop`` leave rows out if too long."""
         from megatron_rl.data.responses import TooLong
 
         self._responses.require_end()
@@ -364,7 +369,7 @@ class PromptDataset:
                 del self._token_ids[row]
 
     def _check_solutions(self) -> None:
-        """Check all rows once, on first use, where the constructor was not asked to: RL alone needs no solutions."""
+        """Check the solutions of all rows on first use, unless the constructor did: RL alone needs none."""
         key = self._data.solution_key
         if key in self._checked_keys:
             return

@@ -1,4 +1,4 @@
-"""The rows' prompts as texts: a column in the run's template, and what is said of columns that nobody reads."""
+"""The rows' prompts as texts: a column put into the run's template; with warnings about columns that are not read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron_rl.errors import ConfigError, quoted
 
 log = logging.getLogger(__name__)
 
-VARIABLES = "chat_template_kwargs"  # the column of an object of variables, by the name that TRL gives it
-# Columns of a known meaning, and the setting that would read them.
+VARIABLES = "chat_template_kwargs"  # a column of objects with template variables; the name is TRL's
+# Columns whose meaning is known → the setting that reads them, for warnings.
 KNOWN = {
     "tools": "data.template=chat, and name it in data.template_columns",
     "documents": "data.template=chat, and name it in data.template_columns",
@@ -28,9 +28,11 @@ KNOWN = {
 
 
 def settle_template(rows: Sequence[Mapping[str, object]], data: DataConfig) -> DataConfig:
-    """Return the section with ``data.template=auto`` settled by the first row: ``chat`` for messages, else its text.
+    """Return the section with ``data.template=auto`` replaced, by the first row.
 
-    Raises ConfigError for a setting of the chat template beside prompts that are texts.
+    The template is ``chat`` if the first prompt is messages, else ``{prompt}``.
+
+    Raises ConfigError if prompts are texts and a setting of the chat template is given.
     """
     if data.template != AUTO:
         return data
@@ -48,17 +50,17 @@ def settle_template(rows: Sequence[Mapping[str, object]], data: DataConfig) -> D
 
 
 class PromptTexts:
-    """Reads the prompts of a data set's rows. A chat's are messages (data/conversations.py).
+    """Reads prompts that are texts from a data set's rows (data/conversations.py reads messages).
 
-    rows, tokenizer, data: those of the data set.
+    rows, tokenizer, data: as for PromptDataset.
     """
 
     is_chat = False
 
     def __init__(self, rows: Sequence[Mapping[str, object]], tokenizer, data: DataConfig) -> None:
-        """Raise ConfigError for a column of ``data.template_columns`` that no row has; warn of those that nobody reads.
+        """Raise ConfigError for a column of ``data.template_columns`` that no row has; warn of columns not read.
 
-        The columns that the setting names by itself may be absent.
+        The setting's default columns may be absent.
         """
         self._rows, self._tokenizer, self._data = rows, tokenizer, data
         by_default = DataConfig().template_columns
@@ -71,17 +73,17 @@ class PromptTexts:
         self._warn()
 
     def messages(self, row: int) -> list[Mapping[str, object]] | None:
-        """Return the messages of a row's prompt; None if it is a text."""
+        """Return the messages of a row's prompt; None if the prompt is a text."""
         return None
 
     def text(self, row: int) -> str:
         """Return a row's prompt as text."""
         content = text_of(self._rows, row, self._data.prompt_key, "data.prompt_key")
-        # Not str.format: a dataset's prompts, and templates with LaTeX or JSON in them, are full of braces.
+        # Not str.format: prompts, and templates with LaTeX or JSON, are full of braces.
         return self._data.template.replace("{prompt}", content)
 
     def _warn(self) -> None:
-        """Warn of columns of a known meaning that are not read, and of variables that the template does not read."""
+        """Warn of columns of KNOWN that nothing reads, and of named columns that the chat template does not read."""
         data, named = self._data, self._data.template_columns if self.is_chat else ()
         read = {*named, data.prompt_key, data.messages_key, data.solution_key, data.answer_key}
         for name, way in KNOWN.items():
@@ -104,7 +106,10 @@ class PromptTexts:
 
 
 def text_of(rows: Sequence[Mapping[str, object]], row: int, key: str, setting: str) -> str:
-    """Return a column that holds text; raise ConfigError otherwise."""
+    """Return a row's text in a column. Raises ConfigError for a missing column, or a value that is no text.
+
+    setting: the setting that names the column ``key``, for messages.
+    """
     columns, name = rows[row], name_of_row(rows, row)
     if not has_column(columns, key):
         raise ConfigError(f"{name} has no column {key!r} ({setting}); its columns are {names_of(columns)}")

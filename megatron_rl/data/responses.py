@@ -1,4 +1,4 @@
-"""The responses that supervised steps train: a solution, or a chosen and a rejected one, checked and tokenized."""
+"""The responses that supervised steps train on, checked and tokenized: a solution, or a chosen and a rejected one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.types import Prompt
 
 log = logging.getLogger(__name__)
-THOUGHTS = (THOUGHT_END, "<|channel|>analysis")  # what templates write in a turn with a thought, an empty one too
+THOUGHTS = (THOUGHT_END, "<|channel|>analysis")  # marks of a thought, even an empty one, in what templates write
 
 
 class Responses:
     """Reads and tokenizes the responses of a data set's rows.
 
-    rows, tokenizer, data, conversations, limits: those of the data set.
+    rows, tokenizer, data: as for PromptDataset.
+    conversations: the reader of the rows' prompts.
+    limits: the model's limits on tokens.
     """
 
     def __init__(
@@ -43,17 +45,19 @@ class Responses:
         self._words = words_of(tokenizer) if conversations.is_chat else None
 
     def require_end(self) -> None:
-        """Raise ConfigError where the tokenizer has no token that could end a response; a chat template has its own."""
+        """Raise ConfigError if no token can end a response: no chat template, and no end of sequence."""
         if self._tokenizer.eos_token_id is None and not self._conversations.is_chat:
             raise ConfigError(
                 "the tokenizer has no eos_token and a solution must end in one; set it in tokenizer_config.json"
             )
 
     def given(self, row: int, key: str, setting: str) -> str | list[Message]:
-        """Return a row's response in a column: a text, or messages of which the first and last are the assistant's.
+        """Return a row's response in a column: a text, or messages that begin and end with the assistant's.
 
-        Messages that begin with those of the row's prompt lose them. Raises ConfigError for
+        If the messages begin with the prompt's messages, those are removed. Raises ConfigError for
         anything else.
+
+        setting: the setting that names the column ``key``.
         """
         key, setting = self._column(key, setting)
         if setting == "data.messages_key":
@@ -63,7 +67,7 @@ class Responses:
         return value if isinstance(value, str) else self._turns(self._without_prompt(value, row), row, key, setting)
 
     def _column(self, key: str, setting: str) -> tuple[str, str]:
-        """Return the column that a response is read from, and its setting: a conversation's holds the solution."""
+        """Return the column of a response, and its setting. A solution is read from a conversation if there is one."""
         if self._data.messages_key is not None and key == self._data.solution_key:
             return self._data.messages_key, "data.messages_key"
         return key, setting
@@ -96,11 +100,12 @@ class Responses:
         return f"{name_of_row(self._rows, row)}: column {key!r} ({setting})"
 
     def tokenized(self, prompt: Prompt, row: int, key: str, setting: str) -> Solution:
-        """Return a row's response as tokens behind its prompt.
+        """Return a row's response as tokens after its prompt.
 
-        Raises ConfigError for one that does not fit in the model's context, or with a token that
-        the model lacks.
+        Raises TooLong for a response that does not fit in the model's context, and ConfigError for
+        a token that the model lacks.
         """
+        # Too long by its characters: refused before it is tokenized.
         response = self.given(row, key, setting)
         key, setting = self._column(key, setting)
         length = (
@@ -111,6 +116,7 @@ class Responses:
         context = self._limits.context_tokens
         if context is not None and self._limits.is_endless(length, context):
             self._refuse_long(row, key, f"more than {length} characters")
+        # Tokenized, and checked against vocabulary and context.
         solution = self._solution(prompt, response, row, self._where(row, key, setting))
         self._limits.check_vocabulary(name_of_row(self._rows, row), key, solution.response_ids)
         total = len(prompt.token_ids) + len(solution.response_ids)
@@ -134,7 +140,7 @@ class Responses:
         return tokenize_turns(prompt, turns, self._tokenizer, masked=not isinstance(response, str))
 
     def _warn_of_thoughts(self, turns: Turns, where: str) -> None:
-        """Warn, once, of a template that writes a thought in the last turn and leaves it out of an earlier one."""
+        """Warn, once, of a template that writes a thought in the last turn and none in an earlier turn."""
         *earlier, last = (turns.text[first:end] for first, end in turns.spans)
         mark = next((mark for mark in THOUGHTS if mark in last and not all(mark in turn for turn in earlier)), None)
         if mark is not None and "thoughts" not in self._warned:
@@ -168,14 +174,16 @@ class Responses:
 
 
 class TooLong(ConfigError):
-    """Reports a response that does not fit in the model's context behind its prompt."""
+    """Reports a response that does not fit in the model's context after its prompt."""
 
 
 def tokenize_solution(prompt: Prompt, response: str | Sequence[Message], tokenizer, template: str) -> Solution:
-    """Return the tokens of a solution behind a prompt that is a text, with a loss on the assistant's turns alone.
+    """Return the tokens of a solution after a prompt that is a text, with a loss on the assistant's turns alone.
 
-    response: a text, or messages of which the first and the last are the assistant's; every turn
-        ends in the tokenizer's end of sequence, and the others' messages are unchanged text.
+    Every turn of the assistant ends in the tokenizer's end of sequence. Other messages are
+    tokenized as unchanged text.
+
+    response: a text, or messages that begin and end with the assistant's.
     template: ``data.template``.
     """
 
@@ -202,11 +210,11 @@ def tokenize_solution(prompt: Prompt, response: str | Sequence[Message], tokeniz
 def tokenize_turns(prompt: Prompt, turns: Turns, tokenizer, *, masked: bool) -> Solution:
     """Return the tokens of a conversation that the chat template wrote, with a loss on its turns alone.
 
-    masked: whether the response has a mask though it is one turn.
+    Each turn is tokenized apart from the text before it, as when the policy generates. The prompt
+    is the text before the first turn. This may be shorter than the row's prompt, since a template
+    may write less before a turn than as a generation prompt.
 
-    Turns are tokenized apart from what stands before them, as the policy meets them. The prompt is
-    the text before the first turn: it may lack an end of the generation prompt that the template
-    does not write before a turn.
+    masked: whether the response has a mask even if it is one turn.
     """
 
     def encode(text: str) -> list[int]:

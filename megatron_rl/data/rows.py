@@ -1,12 +1,12 @@
-"""Reads rows from files: JSON Lines, JSON, CSV, Parquet and folders of the datasets library, in bounded memory a row.
+"""Rows from files: JSON Lines, JSON, CSV, Parquet and folders of the datasets library, in bounded memory per row.
 
 A row is a dict of JSON values: texts, numbers, true and false, null, lists and objects. Every fault
 is a ConfigError that names the file, and its line or row.
 
-Arrow gives the objects of a column one set of fields, and fills those that an object lacks with
-null. Within a list, as of messages or tools, such a null is no value: an object there holds the
-fields that are not null, as its line of JSON does. A message's ``content`` alone stays null beside
-its calls. A column that is an object keeps its fields.
+Arrow gives all objects of a column the same fields, and fills missing fields with null. Within a
+list, such as messages or tools, objects lose their null fields, so that they are as in JSON. The
+exception is a message's ``content`` beside its calls, which stays null. A column that is itself an
+object keeps its null fields.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.json_text import first_double, parse_json, read_json, read_object
 
 MOST_LINE_BYTES = 64 * 2**20  # of a line of text
-# Of a table of Arrow's, a few bytes of which can stand for any number of rows, or of nulls in them.
+# Limits of an Arrow table, in which a few bytes can stand for any number of rows or nulls.
 MOST_TABLE_ROWS, MOST_TABLE_CELLS = 10_000_000, 200_000_000
 FORMS = "JSON Lines (.jsonl), JSON (.json), CSV (.csv, .tsv), Parquet (.parquet) or a folder of datasets' save_to_disk"
 _ROWS_PER_BATCH = 1024
@@ -37,8 +37,8 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "
 class FilePart:
     """Holds the rows of one file.
 
-    lines: the line on which each row begins; None for a file without lines, whose rows are counted
-        from 0.
+    lines: the line on which each row begins; None for a form without lines, whose rows count from
+        0.
     """
 
     path: str
@@ -53,7 +53,7 @@ class FilePart:
 class Rows(Sequence[dict]):
     """Holds the rows of a data set, file after file, counted from 0.
 
-    sources: the files of each path or pattern of ``data.train``, which a mixture weighs.
+    sources: for each path or pattern of ``data.train`` its files; a mixture weighs the sources.
     """
 
     def __init__(self, sources: Sequence[Sequence[FilePart]]) -> None:
@@ -77,14 +77,15 @@ class Rows(Sequence[dict]):
             first += len(part.rows)
 
     def place(self, row: int) -> str:
-        """Return the file of a row and its place in it."""
+        """Return a row's file and its place in the file, as FilePart.place does."""
         return next(part.place(row - first) for first, part in self.parts if row < first + len(part.rows))
 
 
 def value_of(row: Mapping[str, object], name: str) -> object:
-    """Return the value of a column, or of a field within one, as in ``reward_model.ground_truth``; null within null.
+    """Return the value of a column, or of a field within a column, as in ``reward_model.ground_truth``.
 
-    A column of that very name, dots included, comes first. Raises KeyError if there is neither.
+    A column whose name holds the dots comes first. A field of null is null. Raises KeyError if
+    there is neither column nor field.
     """
     if name in row:
         return row[name]
@@ -99,7 +100,7 @@ def value_of(row: Mapping[str, object], name: str) -> object:
 
 
 def has_column(row: Mapping[str, object], name: str) -> bool:
-    """Return whether ``value_of`` finds a value."""
+    """Return whether ``value_of`` finds the column or field."""
     try:
         value_of(row, name)
     except KeyError:
@@ -110,10 +111,10 @@ def has_column(row: Mapping[str, object], name: str) -> bool:
 def load_rows(paths: str | pathlib.Path | Sequence[str], key: str = "data.train") -> Rows:
     """Read the rows of a data set.
 
-    paths: files, folders of datasets' ``save_to_disk``, or patterns as in ``shards/*.parquet``,
-        whose files are taken in the order of their names. A file's form is known by its name (see
-        FORMS); any other name is JSON Lines.
-    key: the setting that the paths came from, for the messages.
+    paths: files, folders of datasets' ``save_to_disk``, or patterns as in ``shards/*.parquet``. The
+        files of a pattern are taken in the order of their names. A file's name tells its form (see
+        FORMS); any other name is read as JSON Lines.
+    key: the setting that the paths came from, for messages.
 
     Raises ConfigError for a path that is missing, empty or of no such form, and for the first row
     that cannot be read.
@@ -136,7 +137,7 @@ def _files(path: str, key: str) -> list[str]:
 
 
 def _read(path: str, key: str) -> FilePart:
-    """Return the rows of one file or folder, or raise ConfigError where it has none."""
+    """Return the rows of one file or folder. Raises ConfigError if it has none."""
     file = pathlib.Path(path)
     try:
         if file.is_dir():
@@ -174,7 +175,7 @@ def _read_file(path: str) -> FilePart:
 
 def _text_lines(path: str) -> Iterator[tuple[int, bytes]]:
     """Yield the number and the bytes of each line; raise ConfigError for one of more than MOST_LINE_BYTES."""
-    # Cut at b"\n" only: str.splitlines would also cut at U+2028, which JSON allows inside a string.
+    # Lines end at b"\n" only: str.splitlines would also cut at U+2028, which JSON allows inside a string.
     with open(path, "rb") as stream:
         for number in itertools.count(1):
             line = stream.readline(MOST_LINE_BYTES + 1)
@@ -206,7 +207,7 @@ def _rows_of_json(path: str) -> list[dict]:
 
 
 def _rows_of_csv(path: str, delimiter: str) -> Iterator[tuple[int, dict]]:
-    """Yield (line, row) of a file whose first line names the columns; every cell is text, an empty one null."""
+    """Yield (line, row) of a file whose first line names the columns; a cell is text, an empty cell null."""
 
     def decoded() -> Iterator[str]:
         for number, line in _text_lines(path):
@@ -217,6 +218,7 @@ def _rows_of_csv(path: str, delimiter: str) -> Iterator[tuple[int, dict]]:
                     f"{path}:{number}: not UTF-8 (byte {fault.start + 1} of the line); save the file as UTF-8"
                 ) from None
 
+    # The names of the columns, then the rows, each with the line on which it begins.
     before = csv.field_size_limit(MOST_LINE_BYTES)
     reader = csv.reader(decoded(), delimiter=delimiter, strict=True)
     try:
@@ -312,14 +314,14 @@ def _rows_of_tables(tables: Iterable, path: str) -> Iterator[dict]:
 
 
 def _json_value(value: object, path: str, row: int, name: str, *, in_list: bool = False) -> object:
-    """Return an Arrow value as a JSON value; dates, times and decimals are texts. Raises ConfigError for bytes.
+    """Return an Arrow value as a JSON value; dates, times and decimals become texts. Raises ConfigError for bytes.
 
-    in_list: whether it stands within a list, where an object loses its null fields.
+    in_list: whether the value is within a list, where objects lose their null fields.
     """
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
-        calls = value.get("tool_calls") is not None  # beside them null may be what the message says
+        calls = value.get("tool_calls") is not None  # a message with calls may have a null content on purpose
         held = {
             inner: part
             for inner, part in value.items()

@@ -1,4 +1,4 @@
-"""A response that supervised steps imitate, as tokens: of a text, or of an episode of turns and observations."""
+"""A response for supervised steps as tokens: of a text, or of an episode of turns and observations."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron_rl.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """Holds a response that a supervised warm-up imitates.
+    """Holds a prompt and a response that supervised steps train on.
 
-    response_ids: [T] behind the prompt, every turn with the token that ends it.
+    response_ids: [T] the tokens after the prompt, each turn with the token that ends it.
     loss_mask:    [T] True on the assistant's turns; None: the whole response is one turn.
     """
 
@@ -22,10 +22,11 @@ class Solution:
 
 
 def read_at_end(solution: Solution) -> Solution:
-    """Return a response with one more token, which alone is counted and never runs.
+    """Return the response with one more token, which alone has a loss and never runs.
 
-    A value head's number of a token is read from the state before it (critic/critic.py), so that of
-    the added token is read from the response's last one, as transformers' sequence classifiers do.
+    A value head's number for a token is read from the state before the token (critic/critic.py). So
+    the number for the added token is read at the response's last token, as in transformers'
+    sequence classifiers.
 
     Example: response (7, 2) → (7, 2, 2) with mask (F, F, T).
     """

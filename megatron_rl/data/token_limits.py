@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_rl.errors import ConfigError
 
-_FEW_CHARACTERS = 32  # per token; a text with no more is tokenized, whatever the tokenizer's longest token
+_FEW_CHARACTERS = 32  # per token of the limit; a text of no more is tokenized without another check
 
 
 class TokenLimits:
@@ -22,7 +22,7 @@ class TokenLimits:
         self._longest_token: int | None = None
 
     def is_endless(self, length: int, limit: int) -> bool:
-        """Tell whether a text of so many characters holds more than the limit's tokens can, before it is tokenized."""
+        """Return whether a text of ``length`` characters must exceed ``limit`` tokens, without tokenizing it."""
         if length <= _FEW_CHARACTERS * limit:
             return False
         if self._longest_token is None:
@@ -32,7 +32,7 @@ class TokenLimits:
     def check_vocabulary(self, row: str, text: str, token_ids: Sequence[int]) -> None:
         """Raise ConfigError for a token that the model's embedding has no row for.
 
-        row, text: the row and its part, for the message.
+        row, text: the names of the row and of the text in it, for the message.
         """
         if self.vocab_size is not None and (largest := max(token_ids, default=0)) >= self.vocab_size:
             raise ConfigError(

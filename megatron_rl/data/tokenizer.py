@@ -1,4 +1,4 @@
-"""The tokenizer of a run."""
+"""The loading of a run's tokenizer, with checks of its files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megatron_rl.config import ModelConfig
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.json_text import check, field, read_object
 
-# The JSON files of a tokenizer's folder; each is read before transformers reads it, so that a fault
-# has its place.
+# The JSON files of a tokenizer's folder. Each is read before transformers reads it, so that an
+# error names the file and the place.
 JSON_FILES = (
     "tokenizer_config.json",
     "tokenizer.json",
@@ -20,33 +20,33 @@ JSON_FILES = (
     "vocab.json",
     "chat_template.json",
 )
-# A folder holds the tokens themselves in one of these files, whatever its tokenizer_config.json says.
+# A folder holds the tokens in one of these files, whatever its tokenizer_config.json says.
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe")
 
 
 def load_tokenizer(model: ModelConfig, vocab_size: int):
     """Return the run's tokenizer.
 
-    vocab_size: the tokens that the model has, above every id of the tokenizer's.
+    vocab_size: the number of tokens of the model; every id of the tokenizer must be below it.
 
-    Raises ConfigError, naming the file, for one that cannot be loaded, has no end of sequence (no
-    completion would end), or has ids beyond the model's vocabulary.
+    Raises ConfigError, naming the file, for a tokenizer that cannot be loaded, that has no end of
+    sequence (no completion would end), or that has ids beyond the model's vocabulary.
     """
     from transformers import AutoTokenizer
 
+    # The files are checked first, then transformers loads them.
     path = pathlib.Path(model.tokenizer_path or model.hf_path)
     tokens = _check_files(path, vocab_size)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         ids = tokenizer.get_vocab()
-    except (
-        Exception
-    ) as error:  # each kind of tokenizer raises errors of its own, tokenizers' plain Exception among them
+    except Exception as error:  # each kind of tokenizer raises errors of its own; tokenizers raises a plain Exception
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"no tokenizer can be loaded from {str(path)!r} ({type(error).__name__}: {reason}); name one by "
             "model.tokenizer_path"
         ) from error
+    # What a run needs of it: an end of sequence, ids of the model, a chat template that is text.
     eos = tokenizer.eos_token
     if tokenizer.eos_token_id is None or (tokens and eos not in tokens):
         fault = "has no eos_token" if eos is None else f"has the eos_token {quoted(eos)}, which is none of its tokens"
@@ -63,10 +63,10 @@ def load_tokenizer(model: ModelConfig, vocab_size: int):
 
 
 def _check_files(folder: pathlib.Path, vocab_size: int) -> set[str]:
-    """Return the tokens that tokenizer.json and its companions name; none where there is no such file.
+    """Return the tokens that tokenizer.json and its companions name; none without a tokenizer.json.
 
-    Raises ConfigError for a folder without a tokenizer's files, with a file that is no JSON object,
-    or with ids that are none: tokenizers 0.22 allocates memory by the largest.
+    Raises ConfigError for a folder without a tokenizer's files, for a file that is no JSON object,
+    and for invalid ids: tokenizers 0.22 allocates memory by the largest id.
     """
     if not folder.is_dir():
         raise ConfigError(f"no tokenizer can be loaded from {str(folder)!r}: there is no such directory")
@@ -88,7 +88,7 @@ def _check_files(folder: pathlib.Path, vocab_size: int) -> set[str]:
     vocabulary = model.get("vocab") or {}
     if not isinstance(vocabulary, list):
         check(vocabulary, f"{where}: model.vocab", dict)
-    if isinstance(vocabulary, dict):  # a list, in the order of the ids, for Unigram
+    if isinstance(vocabulary, dict):  # Unigram has a list, in the order of the ids
         _check_vocabulary(vocabulary, f"{where}: model.vocab", vocab_size)
     added = check(files["tokenizer.json"].get("added_tokens") or [], f"{where}: added_tokens", list)
     decoder = check(settings.get("added_tokens_decoder") or {}, f"{where}: added_tokens_decoder", dict)
@@ -98,7 +98,7 @@ def _check_files(folder: pathlib.Path, vocab_size: int) -> set[str]:
 
 
 def _check_vocabulary(ids: Mapping[str, object], where: str, vocab_size: int) -> None:
-    """Raise ConfigError for an id that is no integer, beyond the model's vocabulary, or another token's too."""
+    """Raise ConfigError for an id that is no integer, is beyond the model's vocabulary, or has two tokens."""
     for token, number in ids.items():
         check(number, f"{where}: the id of {quoted(token)}", int, least=0)
     _check_ids(ids, where, vocab_size)

@@ -1,13 +1,13 @@
-"""The assistant's turns in a conversation that the chat template wrote: where each begins and ends.
+"""The beginning and end of each of the assistant's turns in a conversation that the chat template wrote.
 
-1. The tokens of a conversation are those of the template's rendering of the whole of it, up to the
-   end of its last turn.
-2. A turn begins behind the template's generation prompt, and ends with the token that the template
-   writes behind it. That token need not be the tokenizer's end of sequence: Gemma 3 writes
-   ``<end_of_turn>``.
-3. A template that only begins the next speaker's turn (GLM-4.5: ``<|user|>``, ``<|observation|>``)
-   ends turns by that token. It is added behind a last turn, as a user's message would follow.
-4. Where the template marks the assistant's text (``{% generation %}``), the marks are the turns.
+1. The template renders the whole conversation. The text is cut at the end of the last turn.
+2. A turn begins after the template's generation prompt, and ends with the token that the template
+   writes after the turn's text. That token need not be the tokenizer's end of sequence: Gemma 3
+   writes ``<end_of_turn>``.
+3. Some templates write no end, but the next speaker's first token (GLM-4.5: ``<|user|>``,
+   ``<|observation|>``), which then ends the turn. After the last turn this token is added, as if a
+   message followed.
+4. If the template marks the assistant's text (``{% generation %}``), the marks are the turns.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """Holds a rendered conversation.
+    """Holds a rendered conversation and the places of its turns.
 
-    text: of the whole conversation, to the end of the last turn.
-    spans: [turns] (first, last + 1) character of each, its end included.
+    text: the whole conversation, to the end of the last turn.
+    spans: [turns] (first, last + 1) character of each turn, the turn's ending token included.
 
-    Example (ChatML), without its system message: text
-    ``<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n`` ``yo<|im_end|>`` and spans ((53,
+    Example (ChatML without a system message): the text
+    ``<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\nyo<|im_end|>`` has the spans ((53,
     65),).
     """
 
@@ -44,7 +44,11 @@ class Turns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """Holds the words of a tokenizer that are one token each: the special ones, and all that were added."""
+    """Holds words of a tokenizer that are one token each.
+
+    special: the special tokens, such as ``<|im_end|>``.
+    added: the special tokens, and all other words that were added to the vocabulary.
+    """
 
     special: tuple[str, ...]
     added: tuple[str, ...]
@@ -59,9 +63,11 @@ def words_of(tokenizer) -> Words:
 class TurnFinder:
     """Finds the assistant's turns of one conversation.
 
-    words: the tokenizer's.
-    prompt: its messages. response: those of it, the first and the last the assistant's.
-    beside: the template's variables. where: begins the message of every ConfigError.
+    words: the tokenizer's words that are one token each.
+    prompt: the messages of the prompt.
+    response: the messages after it, which begin and end with the assistant's.
+    beside: the template's variables beside the messages.
+    where: the place of the conversation; every ConfigError begins with it.
     """
 
     def __init__(
@@ -78,13 +84,13 @@ class TurnFinder:
         own = [number for number, message in enumerate(self._messages) if message["role"] == "assistant"]
         self._own = [number for number in own if number >= len(prompt)]
         self._asked_turns = len(own) - len(self._own)
-        self._prompts: dict[str, str] = {}  # generation prompts, by the role that stands before them
+        self._prompts: dict[str, str] = {}  # generation prompts, by the role of the message before them
 
     def turns(self) -> Turns:
         """Return the conversation with its turns.
 
-        Raises ConfigError where a turn cannot be found, or the template leaves its calls or text
-        out.
+        Raises ConfigError if a turn cannot be found, or if the template leaves out its calls or
+        text.
         """
         for number in self._own:
             self._check_calls(number)
@@ -106,7 +112,7 @@ class TurnFinder:
             **{**tokenizer.special_tokens_map, **self._beside},
         )
         if len(spans) == self._asked_turns + len(self._own) + 1 and not self._without_words(text[slice(*spans[-1])]):
-            spans = spans[:-1]  # Phi-3's <|endoftext|>, behind the end of the last turn
+            spans = spans[:-1]  # Phi-3's <|endoftext|>, after the end of the last turn
         if len(spans) != self._asked_turns + len(self._own):
             raise ConfigError(
                 f"{self._where}: the chat template's {{% generation %}} marks {len(spans)} texts, and the conversation "
@@ -118,7 +124,7 @@ class TurnFinder:
             turns.append((max(first, len(prompt)) if text.startswith(prompt) else first, last))
         return Turns(text=text[: turns[-1][1]], spans=tuple(turns))
 
-    # ---- by rendering the messages before and behind a turn ----------------------------------------------------------
+    # ---- by rendering the messages before and after a turn ----------------------------------------------------------
 
     def _rendered(self) -> Turns:
         text, spans = self._render(self._messages), []
@@ -137,7 +143,10 @@ class TurnFinder:
         return Turns(text=text, spans=(*spans, (first, last)))
 
     def _first(self, text: str) -> int:
-        """Return where the first turn begins: behind the prompt, or as much of its end as stands before a turn."""
+        """Return the place in the text where the first turn begins: after the prompt.
+
+        A template may write less of the generation prompt before a finished turn.
+        """
         asked = self._messages[: self._own[0]]
         prompt = self._render(asked, prompt=True)
         before = prompt[: self._shared(prompt, self._render(asked))]
@@ -151,7 +160,7 @@ class TurnFinder:
         return len(before) + self._shared(own, text[len(before) :])
 
     def _generation_prompt(self, messages: Sequence[Message]) -> str:
-        """Return what the template writes behind messages of which the last one has this role, for the assistant."""
+        """Return the generation prompt that the template writes after messages, by the role of the last message."""
         role = messages[-1]["role"]
         if role not in self._prompts:
             prompt = self._render(messages, prompt=True)
@@ -159,7 +168,10 @@ class TurnFinder:
         return self._prompts[role]
 
     def _shared(self, text: str, other: str) -> int:
-        """Return how many characters of a text another one begins with; a token's word that is cut counts as none."""
+        """Return the length of the common beginning of two texts, never ending within a word of ``Words.added``.
+
+        Such a word is one token, and a token cannot be cut.
+        """
         if other.startswith(text):
             return len(text)
         most = len(os.path.commonprefix([text, other]))
@@ -171,16 +183,16 @@ class TurnFinder:
         return cut
 
     def _behind(self, number: int, following: Sequence[Message], prompt: str) -> Iterator[str]:
-        """Yield what the template may have written behind the turn of a message, without the generation prompt.
+        """Yield texts that the template may have written after the turn of a message, without the generation prompt.
 
-        First what it writes behind a turn that is a text; then, for a turn with calls, what it
-        writes behind a call.
+        First comes the text after a turn without calls. For a message with calls, the text after a
+        call comes second.
         """
         before, message, refused = self._messages[:number], self._messages[number], None
         try:
             behind = text_behind_turn(self._tokenizer, before, following, self._where, beside=self._beside)
             yield behind.removesuffix(prompt)
-        except ConfigError as error:  # a template may refuse a tool's message behind a turn without calls
+        except ConfigError as error:  # a template may refuse a tool's message after a turn without calls
             refused = error
         if message.get("tool_calls"):
             called = self._render([*before, _marked_call(message), *following], prompt=bool(following))
@@ -197,7 +209,7 @@ class TurnFinder:
         )
 
     def _end_in(self, behind: str, number: int) -> int:
-        """Return where the token ends that ends a turn, in the text behind it."""
+        """Return the end of the turn's ending token, as a place in the text after the turn."""
         special = self._special_in(behind)
         if special is None:
             raise ConfigError(
@@ -207,7 +219,7 @@ class TurnFinder:
         return special[1]
 
     def _end_of_last(self, text: str, first: int) -> tuple[str, int]:
-        """Return the text up to the end of the last turn, and where that is."""
+        """Return the text up to the end of the last turn, and the place of that end."""
         number = self._own[-1]
         behind = next((x for x in self._behind(number, [], "") if text[first:].endswith(x)), None)
         if behind is None:
@@ -221,14 +233,14 @@ class TurnFinder:
         return (text + behind)[:last], last
 
     def _special_in(self, text: str) -> tuple[int, int] | None:
-        """Return the place of the first special token in a text."""
+        """Return (first, last + 1) character of the first special token in a text; None without one."""
         found = [(text.find(word), text.find(word) + len(word)) for word in self._words.special]
         return min((place for place in found if place[0] >= 0), key=lambda place: (place[0], -place[1]), default=None)
 
     # ---- both --------------------------------------------------------------------------------------------------------
 
     def _check_calls(self, number: int) -> None:
-        """Raise ConfigError where the template leaves out a message's calls."""
+        """Raise ConfigError if the template leaves out a message's calls."""
         message = self._messages[number]
         calls = message.get("tool_calls")
         if calls and TURN not in self._render([*self._messages[:number], _marked_call(message)]):
@@ -240,7 +252,7 @@ class TurnFinder:
             )
 
     def _check_content(self, number: int, turn: str) -> None:
-        """Raise ConfigError where the template leaves out what a message says behind a thought."""
+        """Raise ConfigError if the template leaves out the text of a message after its thought."""
         message = self._messages[number]
         said = said_in(message).strip()
         if said not in turn:
@@ -251,7 +263,7 @@ class TurnFinder:
             )
 
     def _without_words(self, text: str) -> str:
-        """Return a text without special tokens, and without space around."""
+        """Return a text without special tokens, and without space at its ends."""
         for word in self._words.special:
             text = text.replace(word, "")
         return text.strip()
@@ -261,7 +273,7 @@ class TurnFinder:
 
 
 def _marked_call(message: Message) -> Message:
-    """Return a message with calls whose last one has the argument TURN."""
+    """Return a message with its calls, the last call with the argument TURN in place of its own."""
     *others, last = message["tool_calls"]
     function = last.get("function", last)
     arguments: object = {TURN: TURN}

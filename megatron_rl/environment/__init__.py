@@ -1,4 +1,4 @@
-"""Environments between the policy's turns: their protocol, their making by name, and the threads of their steps."""
+"""Environments that answer the policy between its turns: protocol, built-in environments, threads for their steps."""
 
 from megatron_rl.environment.protocol import Environment, Step, environment_maker
 

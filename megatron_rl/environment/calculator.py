@@ -1,7 +1,7 @@
 """A calculator as an environment: it answers ``<calc>12*34</calc>``; any other turn is the answer and ends the episode.
 
-Arithmetic is read by Python's parser and evaluated node by node: numbers, + - * / // %, signs and
-parentheses, nothing else.
+Python's parser reads an expression, which is evaluated node by node. Only numbers, + - * / // %,
+signs and parentheses are allowed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_rl.environment.protocol import Step
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Prompt
 
-MAX_EXPRESSION = 200  # characters; it bounds the depth of the tree, and with it the size of every number
+MAX_EXPRESSION = 200  # characters; this bounds the depth of the tree, and so the size of every number
 OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -30,7 +30,7 @@ NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 def evaluate(expression: str) -> str:
-    """Return the value as text: an integer where it is one, else a decimal of 10 significant digits.
+    """Return the value of an expression as text: an integer if it is one, else a decimal of 10 significant digits.
 
     Raises ValueError for anything that is not arithmetic, and for a division by zero.
 
@@ -57,7 +57,7 @@ def _value(node: ast.expr) -> Fraction:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             try:
                 return Fraction(str(number))
-            except ValueError:  # 1e999 is read as infinity
+            except ValueError:  # Python reads 1e999 as infinity
                 raise ValueError("not a finite number") from None
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in OPERATIONS:
             return OPERATIONS[type(operation)](_value(left), _value(right))
@@ -67,15 +67,15 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def last_number(text: str) -> Fraction | None:
-    """Return the last number in a text, or None: "so it is 1,408." → 1408."""
+    """Return the last number in a text; None without one. Example: "so it is 1,408." → 1408."""
     matches = NUMBER.findall(text)
     return Fraction(matches[-1].replace(",", "")) if matches else None
 
 
 class Calculator:
-    """Evaluates the last ``<opening>…<closing>`` of a turn; its value is the observation.
+    """Evaluates the last call ``<opening>…<closing>`` of a turn; the value is the observation.
 
-    A turn without one is the answer, which earns 1.0 if its last number is the number in column
+    A turn without a call is the answer. It earns 1.0 if its last number equals the number in column
     ``answer_key``, else 0.0.
 
     opening, closing: the marks around a call.
@@ -100,7 +100,7 @@ class Calculator:
         self.answer: Fraction | None = None
 
     def reset(self, prompt: Prompt) -> None:
-        """Read the answer of the prompt's row, or raise ValueError if it holds no number."""
+        """Read the answer from the prompt's row. Raises ValueError if it holds no number."""
         answer = prompt.columns.get(self.answer_key)
         self.answer = last_number(str(answer))
         if self.answer is None:

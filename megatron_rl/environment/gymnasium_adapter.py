@@ -1,6 +1,6 @@
-"""An environment of gymnasium's kind as an environment of ours: a turn's text is an action, the answer is read as text.
+"""An adapter for gymnasium's environments: a turn's text becomes an action, and an observation becomes text.
 
-Anything with gymnasium's ``reset(seed=, options=)`` and ``step(action)`` fits (Farama Gymnasium
+Any object with gymnasium's ``reset(seed=, options=)`` and ``step(action)`` fits (Farama Gymnasium
 1.4, core.py, Env).
 """
 
@@ -17,14 +17,15 @@ from megatron_rl.users_code import is_own, resolve
 
 
 class GymnasiumAdapter:
-    """Plays one episode. The prompt holds its first observation: ``rows`` writes prompts.
+    """Plays one episode of a gymnasium environment. The prompt holds the first observation: ``rows`` writes prompts.
 
-    env: an id that gymnasium knows, or ``module:Class``. arguments: what it is made with.
-    action: ``module:function`` that turns a turn's text into an action, or raises ValueError; None:
-        the text itself for an action space of texts, else the last whole number in it.
+    env: an id that gymnasium knows, or ``module:Class``.
+    arguments: arguments for making the environment, by name.
+    action: ``module:function`` that turns a turn's text into an action, or raises ValueError. None:
+        the text itself for an action space of texts, else the last whole number in the text.
     observation: ``module:function`` that turns an observation into text; None: ``str``.
-    invalid: the answer to a text that is no action; ``{error}`` is the fault. The environment is
-        not told of it.
+    invalid: the answer to a text that is no action; ``{error}`` is replaced by the fault. The
+        environment takes no step then.
 
     Example: ``environment: {name: gymnasium, arguments: {env: FrozenLake-v1, arguments:
     {is_slippery: false}}}``.
@@ -44,7 +45,7 @@ class GymnasiumAdapter:
         self.invalid = invalid
 
     def reset(self, prompt: Prompt) -> None:
-        """Begin the episode of the row's ``seed``; raise ValueError where it begins otherwise than the row says."""
+        """Begin the episode of the row's ``seed``. Raises ValueError if its first observation is not the row's."""
         row, name = prompt.columns, f"prompt {prompt.prompt_id}"
         if "seed" not in row:
             raise ValueError(f"{name} has no column 'seed', which its episode begins from; rows() writes it")
@@ -75,14 +76,17 @@ class GymnasiumAdapter:
 
 
 def rows(env: str, seeds: Iterable[int], **settings) -> list[dict]:
-    """Return a row for each seed, its prompt the first observation. ``settings``: the run's, of GymnasiumAdapter."""
+    """Return a row for each seed, whose prompt is the first observation.
+
+    settings: further arguments of GymnasiumAdapter, as the run has them.
+    """
     game = GymnasiumAdapter(env, **settings)
     firsts = ((seed, game.to_text(game.env.reset(seed=seed)[0])) for seed in seeds)
     return [{"prompt": text, "observation": text, "seed": seed} for seed, text in firsts]
 
 
 def _made(env: str, arguments: Mapping[str, object]) -> object:
-    """Return the environment that ``env`` names. Raises ConfigError for a name or arguments that do not fit."""
+    """Return the environment that ``env`` names. Raises ConfigError for an unknown name and for bad arguments."""
     what = f"environment.arguments.env={env!r}"
     if is_own(env) and env.rpartition(":")[2].isidentifier():  # not gymnasium's "module:Name-v0"
         make = resolve(env, {}, what=what, form="module:Class")

@@ -1,4 +1,4 @@
-"""The protocol of an environment: two methods, one instance per sample, made by a configured class or function."""
+"""The protocol of environments: two methods, and one instance per sample, made by a configured class or function."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ BUILT_IN = {
 class Step:
     """Holds an environment's reply to one turn of the policy.
 
-    observation: a text, or chat messages ``{"role": ..., "content": ...}`` (``data.template=chat``
-                 alone), which the policy reads before its next turn. It never carries loss.
-    reward:      added to the sample's; None: nothing.
-    done:        True where the episode is over; its observation is then not read.
+    observation: a text, or under ``data.template=chat`` chat messages ``{"role": ..., "content":
+                 ...}``. The policy reads it before its next turn. It never carries loss.
+    reward:      a number that is added to the sample's reward; None: nothing.
+    done:        True if the episode is over; the observation is then not read.
 
     Example: ``Step(observation="408")`` goes on, ``Step(reward=1.0, done=True)`` ends.
     """
@@ -38,8 +38,8 @@ class Step:
 class Environment(Protocol):
     """Describes the environment of one sample.
 
-    Its methods are called in threads, one call at a time, not always in the same thread; an
-    instance is released when its episode ends. A run repeats only those results that depend on the
+    Its methods are called in threads: one call at a time, not always in the same thread. An
+    instance is released when its episode ends. A run can be repeated only if results depend on the
     prompt and the actions alone.
 
     Example::
@@ -54,20 +54,19 @@ class Environment(Protocol):
     """
 
     def reset(self, prompt: Prompt) -> None:
-        """Begin the episode: called once, before the first turn. ``prompt.columns`` is the row of the dataset."""
+        """Begin the episode. It is called once, before the first turn; ``prompt.columns`` is the dataset's row."""
         ...
 
     def step(self, action: str) -> Step:
-        """Reply to a turn that ended by itself: called after every such turn.
+        """Reply to a turn. It is called after every turn that the token limit did not cut off.
 
-        action: the turn's text, without special tokens; a turn that the token limit cut off is no
-                action and is not passed.
+        action: the turn's text, without special tokens.
         """
         ...
 
 
 def fault_of(step: object) -> str | None:
-    """Return the fault of a value that ``step`` returned, in words, or None."""
+    """Return the fault, in words, of a value that an environment's ``step`` returned; None without one."""
     if not isinstance(step, Step):
         return f"it returned a {type(step).__name__}; return a megatron_rl.environment.Step"
     reward = step.reward
@@ -81,7 +80,8 @@ def fault_of(step: object) -> str | None:
 def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
     """Return the function that makes one sample's environment.
 
-    Raises ConfigError for a name that does not resolve, or that ``arguments`` do not fit.
+    Raises ConfigError for a name that does not resolve, for arguments that do not fit, and for a
+    class without ``reset`` or ``step``.
     """
     name = config.name
     factory = resolve(name, BUILT_IN, what=f"environment.name={name!r}", form="module:Class")

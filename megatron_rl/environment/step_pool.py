@@ -1,16 +1,15 @@
-"""Threads for environments' steps, each with a deadline from its start: a step that hangs costs only its own sample.
+"""Threads for environments' steps, each step with a deadline: a step that hangs costs only its own sample.
 
-1. A call begins in the order in which it was handed in, as soon as one of ``num_threads`` threads
-   is free.
-2. One that takes longer than ``deadline_s`` is given up at that time, by a thread that does nothing
-   else. The call's own thread ends whenever it does, and another replaces it, so that no other
-   sample lacks one.
-3. So a call with n calls before it begins within ⌈n / num_threads⌉ deadlines and has ended one
+1. Calls begin in the order in which they were handed in, each as soon as one of ``num_threads``
+   threads is free.
+2. A call that takes longer than ``deadline_s`` is given up at once, by a thread for this purpose.
+   The call's own thread is replaced by a new one, so that other samples have a thread.
+3. So a call with n calls before it begins within ⌈n / num_threads⌉ deadlines, and has ended one
    deadline later.
-4. After PATIENCE · ``num_threads`` overdue calls in a row, the waiting calls are not tried: an
-   environment that is down costs a few deadlines and not one for every ``num_threads`` samples.
-5. Where a failure ends the run (``stops``), the first call that fails ends every wait; the waiting
-   calls are not tried.
+4. After PATIENCE · ``num_threads`` late calls in a row, the waiting calls are not tried. So an
+   environment that is down costs a few deadlines, not one for every ``num_threads`` samples.
+5. With ``stops`` (a failure ends the run), the first call that fails ends every wait, and the
+   waiting calls are not tried.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from megatron_rl.users_code import exit_is_an_error
 log = logging.getLogger(__name__)
 
 
-PATIENCE = 2
+PATIENCE = 2  # late calls in a row, per thread, after which waiting calls are not tried
 
 
 class Overdue(TimeoutError):
@@ -36,9 +35,9 @@ class Overdue(TimeoutError):
 
 
 class Ticket:
-    """Holds one call, and its value or its error once it has ended.
+    """Holds one call, and after its end its value or its error.
 
-    subject: the caller's own, which tells the call from others.
+    subject: an object of the caller's, by which it knows the call.
     """
 
     __slots__ = ("act", "ends_at", "ended", "error", "forgotten", "subject", "thread", "value")
@@ -47,29 +46,31 @@ class Ticket:
         self.act, self.subject, self.value = act, subject, None
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
-        self.ends_at = 0.0  # on time.monotonic, once it began
+        self.ends_at = 0.0  # the deadline on time.monotonic, once the call has begun
         self.ended = self.forgotten = False
 
     def result(self) -> object:
-        """Return the value of a call that has ended, or raise its error or Overdue.
+        """Return the value of a call that has ended, or raise its error.
 
-        Raises RuntimeError for a call that ``sys.exit`` or ``os._exit`` ended, or that was
-        forgotten before it began.
+        Raises Overdue for a call that was late, and RuntimeError for a call that ``sys.exit`` or
+        ``os._exit`` ended or that was forgotten before it began.
         """
         if self.error is None:
             return self.value
         if isinstance(self.error, Exception):
             raise self.error
-        raise RuntimeError(  # its own kind would end this thread too, and a SystemExit the run, as a success
+        raise RuntimeError(  # the error itself would end this thread too, and a SystemExit the run, as a success
             f"a step of an environment ended with {type(self.error).__name__}: {self.error}"
         ) from self.error
 
 
 class StepPool:
-    """Runs calls on up to ``num_threads`` threads: ``pool.wait(pool.submit(lambda: 6 * 7)).result()`` is 42.
+    """Runs calls on up to ``num_threads`` threads, each call with a deadline.
 
-    stops: whether the first call that fails ends every wait. key: the setting of the deadline, for
-        messages.
+    stops: whether the first call that fails ends every wait.
+    key: the setting of the deadline, for messages.
+
+    Example: ``pool.wait(pool.submit(lambda: 6 * 7)).result()`` is 42.
     """
 
     def __init__(
@@ -80,13 +81,13 @@ class StepPool:
         self._change = threading.Condition()
         self._waiting: deque[Ticket] = deque()
         self._running: set[Ticket] = set()
-        self._num_threads = 0  # alive, and not given up
-        self._overdue = 0  # in a row
-        self._failed: Ticket | None = None  # the first, where it stops
+        self._num_threads = 0  # threads alive, without those given up
+        self._overdue = 0  # late calls in a row
+        self._failed: Ticket | None = None  # with ``stops``, the first call that failed
         self._watched = self._closed = False
 
     def submit(self, act: Callable[[], object], subject: object = None) -> Ticket:
-        """Hand in a call; ``subject`` comes back with its ticket."""
+        """Hand in a call and return its ticket. subject: kept in the ticket."""
         ticket = Ticket(act, subject)
         with self._change:
             if self._closed:
@@ -100,7 +101,7 @@ class StepPool:
         return ticket
 
     def _staff(self) -> None:
-        """Start as many threads as the calls need. Called under ``_change``."""
+        """Start as many threads as the calls need. The caller holds ``_change``."""
         while self._num_threads < self.num_threads and self._num_threads - len(self._running) < len(self._waiting):
             self._num_threads += 1
             threading.Thread(target=self._work, daemon=True, name="environments").start()
@@ -123,7 +124,7 @@ class StepPool:
             except BaseException as raised:  # noqa: BLE001 (raised by result, in the thread that asks)
                 error = raised
             with self._change:
-                if ticket.ended:  # given up, and this thread replaced
+                if ticket.ended:  # it was given up, and this thread replaced
                     return
                 ticket.value, ticket.error, ticket.ended, self._overdue = value, error, True, 0
                 self._running.discard(ticket)
@@ -137,17 +138,17 @@ class StepPool:
 
     @property
     def failed(self) -> Ticket | None:
-        """Return the first call that failed, where one stops the others."""
+        """Return the first call that failed, with ``stops``; None without a failure or without ``stops``."""
         return self._failed
 
     def wait(self, ticket: Ticket) -> Ticket:
-        """Wait until the call has ended and return its ticket; where another's failure stops it, that one's."""
+        """Wait until the call has ended and return its ticket, or with ``stops`` the ticket of a call that failed."""
         with self._change:
             self._change.wait_for(lambda: ticket.ended or self._failed is not None)
             return self._failed or ticket
 
     def _watch(self) -> None:
-        """Give up each call at its deadline, for as long as calls may run."""
+        """Give up each call at its deadline, until the pool is closed and no call runs."""
         with self._change:
             while self._running or not self._closed:
                 self._give_up_overdue()
@@ -183,7 +184,7 @@ class StepPool:
         self._change.notify_all()
 
     def forget(self) -> None:
-        """Give up every call that has not begun, and stop for no failure of those that have."""
+        """Give up every call that has not begun, and ignore failures of calls that have."""
         with self._change:
             self._failed = None
             for ticket in self._running:

@@ -1,1 +1,1 @@
-"""Plans: the micro-batches of each rank, their samples and their cost. Pure numpy; no process group, no device."""
+"""Plans: the micro-batches of each rank, their samples and their costs. Pure numpy, no process group, no device."""

@@ -4,21 +4,24 @@ A micro-batch of T tokens in sequences of lengths l takes on one stage, forward 
 
     t = overhead + token · T + square · Σ l²
 
-with l² less what sliding windows leave out (planning/tokens.py ``window_squares``).
+Sliding windows replace l² by less (planning/tokens.py ``window_squares``).
 
-A rank's micro-batches take t_1 … t_m on its slowest stage. The rank takes Σ t_i on that stage and,
-once, while the pipeline fills and drains or waits for it, its longest micro-batch on each other
-stage over the interleaved chunks v: Σ_i t_i + Σ_{s ≠ slowest} max(t) / v. For equal micro-batches
-that is the time of 1F1B (Narayanan et al., arXiv:2104.04473, §2.2; the bubble is (p − 1) of m + p −
-1 slots), for others the time of a flow shop whose jobs take equally long on every machine.
+A rank's micro-batches take t_1 … t_m on its slowest stage. While the pipeline fills and drains, each
+other stage s adds its longest micro-batch once, divided by the number v of interleaved chunks:
+
+    seconds of the rank = Σ_i t_i + Σ_{s ≠ slowest} max_i(t_i on s) / v
+
+For equal micro-batches this is the time of 1F1B (Narayanan et al., arXiv:2104.04473, §2.2; the
+bubble is (p − 1) of m + p − 1 slots). For unequal ones it is the time of a flow shop whose jobs take
+equally long on every machine.
 
 Invariants (tests/unit/planning/test_cost.py):
 
-1. Coefficients are never negative, whatever was measured; without measurements they are the
+1. Coefficients are never negative, whatever was measured. Without measurements they are the
    prior's.
 2. More tokens, longer sequences or one more micro-batch never predict less time on a stage.
-3. ``best_count`` is the count of least predicted time for equal micro-batches, one of them as long
-   as the longest sample, against brute force.
+3. ``best_count`` is the count of least predicted time (compared with brute force) for equal
+   micro-batches of which one is as long as the longest sample.
 4. Equal measurements give equal coefficients: every rank derives the same plan.
 """
 
@@ -38,9 +41,9 @@ MOST_MICROBATCHES = 4096  # the most that ``best_count`` returns; a token cap ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """Holds the time of a micro-batch, forward and backward, on one stage: per micro-batch, per token and per token².
+    """Holds the cost of one stage, forward and backward: per micro-batch, per token and per squared token.
 
-    The unit is a second, or any other that all three share.
+    The unit is a second, or any other unit that all three share.
     """
 
     overhead: float
@@ -52,7 +55,7 @@ class StageCost:
             raise ValueError(f"{self} must have no negative coefficient, and tokens must cost something")
 
     def seconds(self, tokens: np.ndarray, squares: np.ndarray) -> np.ndarray:
-        """Return [M]: the time of micro-batches of ``tokens`` [M] with Σ l² ``squares`` [M]."""
+        """Return [M]: the time of micro-batches with ``tokens`` [M] tokens and ``squares`` [M] = Σ l²."""
         return self.overhead + self.token * tokens + self.square * squares
 
 
@@ -60,19 +63,19 @@ class StageCost:
 class CostModel:
     """Holds the cost of each stage, first to last, and predicts the time of a rank.
 
-    virtual: chunks that each stage interleaves.
+    virtual: the number of chunks that each stage interleaves.
 
-    Example: two stages of (256, 1, 0): micro-batches of 1000 and 500 tokens take 1256 + 756 and
-    1256 to fill and drain, 3268 in all.
+    Example: two stages of (256, 1, 0). Micro-batches of 1000 and 500 tokens take 1256 + 756, and
+    1256 more to fill and drain: 3268.
     """
 
     stages: tuple[StageCost, ...]
     virtual: int = 1
 
     def sample_costs(self, tokens: SampleTokens) -> tuple[np.ndarray, np.ndarray]:
-        """Return float64 [S] twice: the cost of each sample's own tokens and of its prompt, for balance.
+        """Return float64 [S] twice, for balance: the cost of each sample's own tokens, and of its prompt.
 
-        It is that of the stage that takes longest for all samples.
+        The cost is taken on the stage that takes longest for all samples together.
         """
         slowest = self._slowest(*tokens.total(np.arange(len(tokens.own))), 0)
         own_squares, prompt_squares = tokens.squares()
@@ -82,12 +85,13 @@ class CostModel:
         )
 
     def best_count(self, tokens: float, squares: float, longest: float = 0.0, most: int = MOST_MICROBATCHES) -> int:
-        """Return the number of micro-batches of least predicted time for a rank's share, at most ``most``.
+        """Return the number of micro-batches, at most ``most``, of least predicted time for a rank's share.
 
+        Without a pipeline the number is 1. With equal stages it is about
+        √((p − 1) · work / (v · overhead)): more micro-batches shrink the bubble and add fixed costs.
+
+        tokens, squares: of the whole share.
         longest: tokens of the longest sample, which no cut makes shorter.
-
-        It is 1 without a pipeline; with equal stages about √((p − 1) · work / (v · overhead)), the
-        bubble against fixed costs.
         """
         if tokens <= 0 or len(self.stages) == 1:
             return 1
@@ -101,7 +105,10 @@ class CostModel:
         )
 
     def count_seconds(self, counts: np.ndarray, tokens: float, squares: float, longest: float = 0.0) -> np.ndarray:
-        """Return [C] seconds of a rank that runs ``counts`` [C] micro-batches, all equal but the longest sample's."""
+        """Return [C] seconds of a rank that runs ``counts`` [C] micro-batches.
+
+        All are equal, except that one is at least as long as the longest sample.
+        """
         overheads = np.array([s.overhead for s in self.stages])[:, None]
         work = np.array([s.token * tokens + s.square * squares for s in self.stages])[:, None]
         least = np.array([s.token * longest + s.square * longest**2 for s in self.stages])[:, None]
@@ -110,7 +117,7 @@ class CostModel:
         return equal.max(0) * counts + (longer.sum(0) - longer[slowest, np.arange(len(counts))]) / self.virtual
 
     def rank_seconds(self, tokens: np.ndarray, squares: np.ndarray) -> float:
-        """Return the seconds of a data-parallel rank's pipeline over its micro-batches [M]; 0.0 without any."""
+        """Return the seconds that a data-parallel rank's pipeline takes for its micro-batches [M]; 0.0 without any."""
         if len(tokens) == 0:
             return 0.0
         stage_seconds = np.array([s.seconds(tokens, squares) for s in self.stages])
@@ -123,7 +130,7 @@ class CostModel:
 
 
 def plan_seconds(model: CostModel, mini_batch: StepPlan, padded: SampleTokens) -> float:
-    """Predict forward and backward of a mini-batch: the seconds of the slowest data-parallel rank.
+    """Return the predicted seconds of a mini-batch, forward and backward, on the slowest data-parallel rank.
 
     padded: the samples' tokens with pads.
     """
@@ -134,7 +141,7 @@ def plan_seconds(model: CostModel, mini_batch: StepPlan, padded: SampleTokens) -
     return max(model.rank_seconds(tokens[a:b], squares[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True))
 
 
-LEAST_LAYERS = 0.01  # a stage that holds the embedding alone: a lookup, next to nothing
+LEAST_LAYERS = 0.01  # cost, in layers, of a stage that holds the embedding alone: a lookup costs next to nothing
 
 
 def prior(
@@ -145,11 +152,13 @@ def prior(
     square_share: float,
     head_layers: float,
 ) -> CostModel:
-    """Return the costs that are assumed before anything was measured, in tokens of a mean stage without the LM head.
+    """Return the costs that are assumed before anything is measured.
 
-    rank_shares: of each pipeline rank, its layers' cost in layers of mean cost, and their number
-    (ModelShape.rank_shares).
-    square_share: the cost of a squared token over that of a token (ModelShape.square_share).
+    The unit is the cost of a token on a mean stage without the LM head.
+
+    rank_shares: for each pipeline rank, the cost of its layers in layers of mean cost, and their
+        number (ModelShape.rank_shares).
+    square_share: the cost of a squared token over the cost of a token (ModelShape.square_share).
     head_layers: the LM head's cost in layers, which the last stage carries.
     """
     per_stage = sum(count for _, count in rank_shares) / len(rank_shares)
@@ -171,11 +180,13 @@ NUM_SUMS = 11  # columns of CostFit.sums
 
 @dataclass(slots=True)
 class CostFit:
-    """Fits the costs by least squares over every measured micro-batch, with forgetting, from one row of sums per stage.
+    """Fits the costs to measured micro-batches by least squares, with older steps weighing less.
 
-    A row has NUM_SUMS numbers: Xᵀ X (upper triangle, 6), Xᵀ y (3), forward seconds, backward
-    seconds; X = (1, T, Σ l²), y = forward seconds. Rows of ranks and steps add, so that an
-    all-reduce of them is all that ranks exchange.
+    Each stage has one row of NUM_SUMS sums: Xᵀ X (upper triangle, 6), Xᵀ y (3), forward seconds and
+    backward seconds. X = (1, T, Σ l²) and y = forward seconds. Rows of ranks and steps add, so
+    ranks exchange nothing but one all-reduce of the rows.
+
+    forget: the factor on the earlier sums at each measured step.
     """
 
     prior: CostModel
@@ -187,7 +198,7 @@ class CostFit:
 
     @property
     def is_fitted(self) -> bool:
-        """Tell whether every stage was measured at all."""
+        """Return whether every stage has been measured."""
         return bool((self.sums[:, 0] > 0).all())
 
     def add(self, step: np.ndarray) -> None:
@@ -196,21 +207,22 @@ class CostFit:
             raise ValueError(
                 f"a step's sums have shape {step.shape} and {self.sums.shape} are needed: one row per pipeline stage"
             )
-        if step.any():  # a ghost step measures nothing, and forgets nothing
+        if step.any():  # a ghost step has no measurement, and earlier sums keep their weight
             self.sums = self.forget * self.sums + step
 
     def model(self) -> CostModel:
-        """Return the fitted costs in seconds where every stage was measured, else the prior."""
+        """Return the fitted costs, in seconds, if every stage has been measured, else the prior."""
         if not self.is_fitted:
             return self.prior
         stages = tuple(self._stage(row, shape) for row, shape in zip(self.sums, self.prior.stages, strict=True))
         return CostModel(stages=stages, virtual=self.prior.virtual)
 
     def _stage(self, row: np.ndarray, shape: StageCost) -> StageCost:
-        """Fit one stage by least squares, drawn to the prior's proportions by a weight of one mean micro-batch.
+        """Return one stage's costs by least squares; the prior's proportions weigh as one mean micro-batch.
 
-        Its fixed cost is worth no fewer tokens than the prior's.
+        The fixed cost is never worth fewer tokens than in the prior.
         """
+        # Forward: a ridge towards the prior, scaled to the measured seconds. Backward: in proportion.
         gram, moment = _unpack(row)
         count = gram[0, 0]
         direction = np.array([shape.overhead, shape.token, shape.square])
@@ -221,18 +233,19 @@ class CostFit:
         overhead, token, square = (float(x) for x in forward * both)
         if token + square > 0:
             # The measured seconds leave out the schedule's own time and the transfers between
-            # stages: they bound the fixed costs from below.
+            # stages. So the measured fixed cost is a lower bound, and the prior's is another.
             unseen = shape.overhead / shape.token * token if shape.token else 0.0
             return StageCost(overhead=max(overhead, unseen), token=token, square=square)
-        unit = max(scale * both, 1e-300)  # no time at all was measured: the prior's proportions, in the measured unit
+        # The fit has no cost by token: take the prior's proportions, in the measured unit.
+        unit = max(scale * both, 1e-300)
         return StageCost(overhead=shape.overhead * unit, token=shape.token * unit, square=shape.square * unit)
 
 
 def measured(tokens: np.ndarray, squares: np.ndarray, forward_s: np.ndarray, backward_s: float) -> np.ndarray:
-    """Return float64 [NUM_SUMS]: the sums of one rank's step.
+    """Return float64 [NUM_SUMS]: the sums of one rank's step (CostFit).
 
     tokens, squares, forward_s: [M], tokens, Σ l² and forward seconds of each micro-batch.
-    backward_s: the backward seconds of all of them.
+    backward_s: the backward seconds of all micro-batches.
     """
     features = np.stack([np.ones(len(tokens)), tokens, squares]).astype(np.float64)
     gram = features @ features.T
@@ -246,7 +259,7 @@ def _unpack(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _nonnegative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
-    """Return argmin over x ≥ 0 of xᵀ G x − 2 mᵀ x, by trying every set of zeros: three unknowns have eight."""
+    """Return argmin over x ≥ 0 of xᵀ G x − 2 mᵀ x, by trying every set of zeros among the three unknowns."""
     best, least = np.zeros(3), np.inf
     scale = np.sqrt(np.maximum(np.diag(gram), 1e-300))
     for size in (3, 2, 1):

@@ -1,4 +1,4 @@
-"""The number of optimizer steps of a rollout and of a run, for policy and critic. Arithmetic alone."""
+"""The number of optimizer steps of a rollout and of a run, for policy and critic. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron_rl.errors import ConfigError
 
 
 def steps_per_rollout(train: TrainConfig, rollout: RolloutConfig, skip: SkipConfig) -> int:
-    """Return the optimizer steps of a whole rollout, ghosts included."""
+    """Return the number of optimizer steps of a whole rollout, ghosts included."""
     samples = train.prompts_per_rollout * rollout.samples_per_prompt
     per_epoch = (
         1 if skip.steps == "merge" and skip.mode != "off" else -(-samples // (train.samples_per_mini_batch or samples))
@@ -16,16 +16,16 @@ def steps_per_rollout(train: TrainConfig, rollout: RolloutConfig, skip: SkipConf
 
 
 def critic_steps_per_rollout(train: TrainConfig, rollout: RolloutConfig, critic: CriticConfig) -> int:
-    """Return the steps of the critic's optimizer in a whole rollout; it merges nothing."""
+    """Return the number of the critic's optimizer steps in a whole rollout; ``skip.steps=merge`` does not apply."""
     samples = train.prompts_per_rollout * rollout.samples_per_prompt
     per_step = critic.samples_per_mini_batch or train.samples_per_mini_batch or samples
     return critic.epochs_per_rollout * -(-samples // per_step)
 
 
 def total_rl_steps(train: TrainConfig, rollout: RolloutConfig, skip: SkipConfig, num_prompts: int) -> int:
-    """Return the optimizer steps of the RL phase, ghosts included.
+    """Return the number of optimizer steps of the RL phase, ghosts included.
 
-    With ``train.epochs`` it is a lower bound: prompts that are asked again add some.
+    With ``train.epochs`` the number is a lower bound: prompts that are asked again add steps.
     """
     rollouts = (
         train.num_rollouts if train.epochs is None else -(-train.epochs * num_prompts // train.prompts_per_rollout)
@@ -36,10 +36,11 @@ def total_rl_steps(train: TrainConfig, rollout: RolloutConfig, skip: SkipConfig,
 def moving_rl_steps(
     train: TrainConfig, rollout: RolloutConfig, skip: SkipConfig, critic: CriticConfig | None, num_prompts: int
 ) -> int:
-    """Return the optimizer steps of RL that may move the policy; its learning-rate schedule ends with them.
+    """Return the number of RL's optimizer steps that may move the policy; its learning-rate schedule spans them.
 
-    critic: None in a run without one.
-    Raises ConfigError where the critic's warm-up leaves none.
+    critic: None in a run without a critic.
+
+    Raises ConfigError if the critic's warm-up leaves no such step.
     """
     if critic is None:
         return total_rl_steps(train, rollout, skip, num_prompts)

@@ -1,15 +1,15 @@
-"""Divides a model's layers over the stages of a pipeline: as the user says, or so that the stages balance.
+"""The layers of each stage of a pipeline: as the user states them, or chosen so that the stages balance.
 
-Stages are counted in the order of the layers: chunk c of pipeline rank r is stage c · PP + r of PP
-· VPP. Stage 0 holds the embedding and the last stage the final norm and the LM head, as in
+Stages are counted in the order of the layers: chunk c of pipeline rank r is stage c · PP + r, of PP
+· VPP stages. Stage 0 holds the embedding. The last stage holds the final norm and the LM head, as in
 Megatron-Core (0.16.1 and 0.19.2 ``transformer/pipeline_parallel_layer_layout.py``).
 
 Invariants (tests/unit/planning/test_pipeline_layout.py):
 
-1. Every layer lies on one stage, in order; a layout that is chosen leaves no stage without a layer.
-2. Without chunks, no other layout has a slowest stage of less cost, by brute force; of those that
-   share it, the chosen one has the least sum of squares.
-3. A text in Megatron-Core's notation means what Megatron-Core's own parser makes of it.
+1. Every layer lies on one stage, in order. A chosen layout leaves no stage without a layer.
+2. Without chunks, the slowest stage of the chosen layout costs least (compared with brute force).
+   Of layouts with the same slowest cost, the chosen layout has the least sum of squared costs.
+3. A text in Megatron-Core's notation means the same as to Megatron-Core's own parser.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from megatron_rl.config.model import ParallelConfig
 from megatron_rl.errors import ConfigError, quoted
 
-MOST_CHARACTERS = 10_000  # of a layout, written out
+MOST_CHARACTERS = 10_000  # of a layout whose factors are written out
 _KEY = "parallel.pipeline_layout"
 _FORMS = (
     "give the layers of each stage, as in [3, 2, 2], or Megatron-Core's notation, as in 'Et*3|(tt|)*2L': E is the "
@@ -30,10 +30,12 @@ _FORMS = (
 
 
 def stated_layers(parallel: ParallelConfig) -> tuple[int, ...]:
-    """Return the layers of each stage as ``parallel.pipeline_layout`` states them; () where it is empty.
+    """Return the number of layers of each stage that ``parallel.pipeline_layout`` states; () if it is empty.
 
-    Raises ConfigError for a text that is no layout, or one of another number of stages.
+    Raises ConfigError for a text that is no layout, for a wrong number of stages, and for a middle
+    pipeline rank without a layer.
     """
+    # The counts: a list of numbers, or a text in Megatron-Core's notation.
     texts = parallel.pipeline_layout
     if not texts:
         return ()
@@ -44,6 +46,7 @@ def stated_layers(parallel: ParallelConfig) -> tuple[int, ...]:
         counts = _in_notation(texts[0])
     else:
         raise ConfigError(f"{_KEY}={quoted(list(texts))} is no layout; {_FORMS}")
+    # Their number, and a weight on every rank.
     stages = parallel.pipeline * parallel.virtual_pipeline
     if len(counts) != stages:
         raise ConfigError(
@@ -60,7 +63,7 @@ def stated_layers(parallel: ParallelConfig) -> tuple[int, ...]:
 
 
 def _in_notation(text: str) -> tuple[int, ...]:
-    """Count the layers of each stage of a text in Megatron-Core's notation."""
+    """Return the number of layers of each stage of a text in Megatron-Core's notation."""
     stages = _written_out(re.sub(r"[,\s]", "", text)).split("|")
     whole = "".join(stages)
     if "m" in whole:
@@ -77,7 +80,7 @@ def _in_notation(text: str) -> tuple[int, ...]:
 
 
 def _written_out(text: str) -> str:
-    """Return a layout without its factors: (ab)*2 is abab, then a*3 is aaa."""
+    """Return a layout with its factors written out: first (ab)*2 becomes abab, then a*3 becomes aaa."""
     for pattern in (r"\(([^()]+)\)\*(\d{1,4})", r"([Etm|L])\*(\d{1,4})"):
         grown = sum(len(found[1]) * int(found[2]) for found in re.finditer(pattern, text)) + len(text)
         if grown > MOST_CHARACTERS:
@@ -91,10 +94,11 @@ def _shown(texts: Sequence[str]) -> str:
 
 
 def stage_layers(parallel: ParallelConfig, costs: Sequence[int], head: int, *, model: str) -> tuple[int, ...]:
-    """Return the number of layers of each stage: those that the configuration states, or a balanced choice.
+    """Return the number of layers of each stage, as the configuration states it or as ``balanced`` chooses it.
 
-    costs: of each layer, in any unit; head: the LM head's, or another last layer's. model: its
-        name, for messages.
+    costs: the cost of each layer, in any unit.
+    head: the cost of the LM head, or of another last layer, in the same unit.
+    model: its name, for messages.
 
     Raises ConfigError for a stated layout of another number of layers, and for more stages than
     layers.
@@ -116,16 +120,15 @@ def stage_layers(parallel: ParallelConfig, costs: Sequence[int], head: int, *, m
 
 
 def balanced(costs: Sequence[int], head: int, pipeline: int, virtual: int = 1) -> tuple[int, ...]:
-    """Return how many layers each stage takes so that the slowest pipeline rank has the least to do.
+    """Return the number of layers of each stage, at least 1, such that the slowest pipeline rank costs least.
 
-    costs: of each layer, at least 1, whole numbers, so that every rank finds the same. head: of the
-        last stage, beside
-    its layers'. Every stage takes a layer at least.
+    Of equally good layouts the most even one is taken. Then the first stages get fewer layers: they
+    hold the embedding and the most micro-batches in flight. The chunks of an interleaved schedule
+    are balanced one by one first. Then layers move between chunks while that lowers the slowest
+    rank's cost.
 
-    Of equal choices the one of the most even stages is taken, then the one that gives the first
-    stages fewer layers: they hold the embedding and the most micro-batches in flight. Chunks of the
-    interleaved schedule are balanced one by one first; then layers move from the slowest rank's
-    chunks while that lowers its sum.
+    costs: the cost of each layer, a whole number of at least 1, so that every rank finds the same.
+    head: the cost that the last stage has beside its layers.
 
     Example: 7 equal layers and a head of 1.5 layers on 3 stages: 2, 3, 2 (costs 2, 3, 3.5).
     """
@@ -137,7 +140,7 @@ def balanced(costs: Sequence[int], head: int, pipeline: int, virtual: int = 1) -
 
 
 def _least_bound(costs: Sequence[int], head: int, stages: int) -> int:
-    """Return the least cost of a slowest stage, by bisection."""
+    """Return the cost of the slowest stage in the best layout, by bisection."""
     low, high = max(head + costs[-1], *costs), head + sum(costs)
     while low < high:
         bound = (low + high) // 2
@@ -151,9 +154,14 @@ def _least_bound(costs: Sequence[int], head: int, stages: int) -> int:
 
 
 def _even(sums: Sequence[int], head: int, stages: int, bound: int) -> list[int]:
-    """Return the counts of least sum of squared costs whose stages cost ``bound`` at most; fewer layers first."""
+    """Return the layers of each stage: stages cost at most ``bound``, and their squared costs have the least sum.
+
+    Of equal layouts, the one whose first stages have fewer layers is taken.
+
+    sums: [layers + 1], the costs of the first layers, summed.
+    """
     layers = len(sums) - 1
-    # least[k][i]: of layers i … on the last k stages
+    # least[k][i]: the least sum of squared costs for layers i … on the last k stages
     least: list[dict[int, int]] = [{layers: 0}]
     for remaining in range(1, stages + 1):
         row: dict[int, int] = {}
@@ -165,6 +173,7 @@ def _even(sums: Sequence[int], head: int, stages: int, bound: int) -> list[int]:
                 if end in least[-1]:
                     row[first] = min(cost * cost + least[-1][end], row.get(first, bound * bound * stages + 1))
         least.append(row)
+    # From the first stage on, the fewest layers that keep the least sum.
     counts, first = [], 0
     for remaining in range(stages, 0, -1):
         extra = head if remaining == 1 else 0
@@ -178,7 +187,10 @@ def _even(sums: Sequence[int], head: int, stages: int, bound: int) -> list[int]:
 
 
 def _with_ranks_balanced(sums: Sequence[int], head: int, counts: list[int], pipeline: int) -> list[int]:
-    """Move single layers between chunks while that lowers the slowest rank's cost, then the costliest chunk's."""
+    """Return the counts after moving single layers between chunks as long as ``measure`` falls.
+
+    It compares the slowest rank's cost, then the costliest chunk's, then the sum of squared costs.
+    """
 
     def measure(counts: list[int]) -> tuple[int, int, int, list[int]]:
         ends = list(itertools.accumulate(counts, initial=0))
@@ -201,7 +213,7 @@ def _with_ranks_balanced(sums: Sequence[int], head: int, counts: list[int], pipe
 
 
 def notation(stage_layers: Sequence[int]) -> list[list[str]]:
-    """Return a layout as Megatron-Core's ``pipeline_model_parallel_layout`` takes it, a list for each stage."""
+    """Return a layout in the form of Megatron-Core's ``pipeline_model_parallel_layout``: a list for each stage."""
     stages = [["decoder"] * count for count in stage_layers]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")

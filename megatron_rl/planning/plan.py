@@ -3,29 +3,28 @@
 Invariants (``assert_invariants`` in tests/unit/planning/test_plan.py):
 
 1. Every member of a mini-batch is either dropped or runs exactly once; no other sample runs.
-2. With ``drops``, only members without signal are dropped; without it no member is.
+2. With ``drops``, only members without signal are dropped. Without ``drops``, no member is.
 3. With ``repack``, no member without signal runs (unless nothing is dropped).
-4. A micro-batch holds at most ``max_tokens`` tokens, its own pads (``row_multiple``) included, or
-   one sample alone; or at most ``samples_per_microbatch`` samples.
-5. No micro-batch is empty; a mini-batch is a GHOST iff none of its samples runs.
+4. A micro-batch holds one sample, or at most ``max_tokens`` tokens with its own pads
+   (``row_multiple``). If ``samples_per_microbatch`` is set, it holds at most so many samples.
+5. No micro-batch is empty. A mini-batch is a GHOST iff none of its samples runs.
 6. The plan depends on lengths, signal, members and rules alone: equal inputs, equal fingerprints.
-7. Without ``repack``, the micro-batches that run are those of the dense plan, on the same ranks, in
-    the same order. Those of a block of ``lockstep_ranks`` are its rows with signal: what runs at
-    the same time on all of its ranks, the dense plan's fillers included, for their experts compute
-    it together.
-8. Data-parallel ranks are within one costliest sample of each other in cost (token cap, with
-   ``repack``).
-9. All ranks of a block of ``lockstep_ranks`` run equally many micro-batches: the largest count of
-   any of them without fillers, rounded up to a multiple of ``microbatch_multiple``. A block without
+7. Without ``repack``, every micro-batch that runs is one of the dense plan, on the same rank and in
+   the same order. A row is the micro-batches that the ranks of a block of ``lockstep_ranks`` run at
+   the same time, the dense plan's fillers included. A block runs its rows with signal, each whole,
+   since experts compute a row together.
+8. Data-parallel ranks differ in cost by at most the costliest sample (token cap, with ``repack``).
+9. All ranks of a block of ``lockstep_ranks`` run equally many micro-batches: the block's largest
+   count without fillers, rounded up to a multiple of ``microbatch_multiple``. A block without
    samples stays silent.
-10. A filler holds one sample, the shortest that runs anyway, without ``repack`` the shortest
-    member; fillers come last on their rank and count neither as run in 1 and 3 nor as dropped.
+10. A filler holds one sample: the shortest that runs, or without ``repack`` the shortest member.
+    Fillers come last on their rank; in 1 and 3 their samples count neither as run nor as dropped.
     Under a token cap, with ``repack`` or nothing dropped, a rank with fillers has no micro-batch
-    left to cut in two.
-11. Under ``on_long_sample="fail"`` whether planning fails depends on the members' lengths, not on
+    that could be cut in two.
+11. Under ``on_long_sample="fail"``, the members' lengths alone decide whether planning fails, not
     signal or ``drops``.
-12. On a pipeline under a token cap a rank's micro-batches, fillers apart, rise in cost and then
-    fall.
+12. On a pipeline under a token cap, a rank's micro-batches rise in cost and then fall, fillers left
+    out.
 """
 
 from __future__ import annotations
@@ -55,15 +54,19 @@ class PlanRules:
     cost: the time of a micro-batch on each pipeline stage; it decides balance and the number of
         micro-batches.
     max_tokens: the cap on a micro-batch, pads included.
-    pad_multiple: each sequence is padded to it (TP under sequence parallelism).
-    row_multiple: a micro-batch is padded to it, by its last sequence; it divides ``max_tokens``, is
-        a multiple of ``pad_multiple``, or is 1 (FP8's products take 16 rows of each rank).
+    samples_per_microbatch: a fixed number of samples in place of the cap; None: the cap.
+    pad_multiple: each sequence is padded to a multiple of it (TP under sequence parallelism).
+    row_multiple: a micro-batch is padded to a multiple of it, by its last sequence. It is 1, or a
+        divisor of ``max_tokens`` that is a multiple of ``pad_multiple`` (FP8's products take
+        multiples of 16 rows of each rank).
     share_prompts: samples of a micro-batch that have the same prompt run it once.
-    microbatch_multiple: a rank that runs at all runs a multiple of so many micro-batches (PP under
-        the interleaved schedule, whose groups hold PP of them).
-    lockstep_ranks: so many neighbouring data-parallel ranks ([0, L), [L, 2L), ...) share experts:
-        every forward holds an all-to-all among them, so they run equally many micro-batches.
-    on_long_sample: the fate of a sample above ``max_tokens``, ``own_microbatch`` or ``fail``.
+    repack: False cuts before the drop and removes whole micro-batches only.
+    microbatch_multiple: a rank runs no micro-batch or a multiple of so many (PP under the
+        interleaved schedule, which runs them in groups of PP).
+    lockstep_ranks: so many neighbouring data-parallel ranks ([0, L), [L, 2L), ...) form a block
+        that shares experts. Every forward has an all-to-all among them, so they run equally many
+        micro-batches.
+    on_long_sample: what happens to a sample above ``max_tokens``: ``own_microbatch`` or ``fail``.
     """
 
     data_size: int = 1
@@ -121,13 +124,15 @@ def plan_rules(
     fp8: bool,
     share_prompts: bool = False,
 ) -> PlanRules:
-    """Return the rules of a run: its settings, its degrees of parallelism and the prior costs of its micro-batches.
+    """Return the rules of a run, from its settings, its degrees of parallelism and the model's sizes.
 
-    Under context parallelism each sequence splits into two chunks per rank; under sequence
-    parallelism a micro-batch's tokens split over tensor ranks; the interleaved schedule runs groups
-    of PP micro-batches. Under FP8 the cap is lowered to a multiple of what a micro-batch is padded
-    to, so that the pads stay within it.
+    Context parallelism splits each sequence into two chunks per rank. Sequence parallelism splits a
+    micro-batch's tokens over tensor ranks. The interleaved schedule runs groups of PP micro-batches.
+    Under FP8 the cap is lowered to a multiple of ``row_multiple``, so that pads stay within it.
+
+    Raises ConfigError if FP8 leaves no such cap.
     """
+    # Pads and the cap.
     chunks = 2 * degrees.context_size if degrees.context_size > 1 else 1
     tensor_ranks = degrees.tensor_size if sequence_parallel else 1
     row_multiple, max_tokens = 1, settings.max_tokens_per_microbatch
@@ -139,6 +144,7 @@ def plan_rules(
                 f"plan.max_tokens_per_microbatch={settings.max_tokens_per_microbatch} is below {row_multiple}, to "
                 "which FP8 pads every micro-batch here; raise it"
             )
+    # The costs that are assumed, and the settings as they are.
     cost = prior(
         sizes.rank_shares(degrees.pipeline_size),
         virtual=degrees.virtual_size,
@@ -178,12 +184,14 @@ def plan_steps(
     merge: bool = False,
     sample_ids: Sequence[str] = (),
 ) -> BatchPlan:
-    """Plan one optimizer step per mini-batch (one for all of them under ``merge``).
+    """Plan one optimizer step per mini-batch, or under ``merge`` one step over all of them.
 
     purpose: "train" or "logprob", part of the fingerprint.
-    tokens: of each sample; int64 [S], prompt and response, where no prompt is shared.
-    signal: bool [S], True where a sample has signal.
+    tokens: the tokens of each sample; int64 [S], prompt and response, if no prompt is shared.
+    signal: bool [S], True for a sample with signal.
     sample_ids: S names, for messages alone.
+
+    Raises ConfigError for a sample above the cap under ``on_long_sample="fail"``.
 
     Example: two mini-batches [0, 1] and [2, 3], signal only in sample 1 → a REAL step that runs
     [1], then a GHOST at its own position.
@@ -200,7 +208,10 @@ def plan_steps(
 def _refuse_long_samples(
     mini_batches: list[np.ndarray], padded: np.ndarray, rules: PlanRules, sample_ids: Sequence[str]
 ) -> None:
-    """Raise ConfigError for a sample above the cap, looking before the drop: skipping and dense runs fail alike."""
+    """Raise ConfigError for a sample above the cap under ``on_long_sample="fail"``.
+
+    All members are checked, dropped or not, so that skipping and dense runs fail alike.
+    """
     if rules.on_long_sample != "fail" or rules.samples_per_microbatch is not None or not mini_batches:
         return
     members = np.concatenate(mini_batches)
@@ -230,11 +241,11 @@ def _plan_mini_batch(
 
 
 def _rows_with_signal(dense: Cut, signal: np.ndarray, rules: PlanRules) -> Cut:
-    """Return the micro-batches of the rows of each block in which some micro-batch has signal.
+    """Return the rows of each block that have a sample with signal, as each rank's micro-batches.
 
-    A row is what the ranks of a block run at the same time. Their experts' products hold the tokens
-    of all of it, so that without one of its micro-batches the sums would round in another order
-    than the dense run's.
+    A row is the micro-batches that the ranks of a block run at the same time. Their experts compute
+    the tokens of the whole row together. Without one of its micro-batches, sums would round in
+    another order than in the dense run.
     """
     running: Cut = []
     for start in range(0, rules.data_size, rules.lockstep_ranks):
@@ -255,10 +266,12 @@ def _lockstep_counts(per_rank: Cut, rules: PlanRules) -> np.ndarray:
 
 
 def _assemble(members: np.ndarray, per_rank: Cut, padded: np.ndarray, rules: PlanRules, *, num_dense: int) -> StepPlan:
-    """Lay the cut out as a StepPlan, with fillers where a rank falls short of its block's count.
+    """Return the cut as a StepPlan, with fillers on ranks that have fewer micro-batches than their block's count.
 
-    A filler is the shortest sample that runs, without a loss; without ``repack`` the dense plan's,
-    the shortest member.
+    A filler is the shortest sample that runs, without a loss. Without ``repack`` it is the dense
+    plan's filler, the shortest member.
+
+    num_dense: the dense plan's number of micro-batches, fillers included.
     """
     with_loss = [m for rank in per_rank for m in rank]
     run = np.concatenate(with_loss) if with_loss else np.empty(0, dtype=np.int64)
@@ -294,11 +307,11 @@ def cut(samples: np.ndarray, costs: SampleCosts, rules: PlanRules) -> Cut:
 
 
 def _pack_block(shares: list[np.ndarray], costs: SampleCosts, rules: PlanRules) -> Cut:
-    """Pack each rank's share into as many micro-batches as the block runs, so far as it has samples for them.
+    """Pack each rank's share into the number of micro-batches that its block runs, if it has so many samples.
 
-    A filler trains nothing, so ranks split their samples first. A share that does not fit the cap
-    in that count takes more, and the others follow: the count grows up to one sample each, no
-    further.
+    A filler trains nothing, so a rank splits its samples before it takes fillers. If a share does
+    not fit the cap in that number, the number grows for all ranks of the block. A rank's
+    micro-batches are never more than its samples.
     """
     count = _rounded_up(max(_wanted_microbatches(share, costs, rules) for share in shares), rules)
     packed = [_pack(share, costs, rules, count) for share in shares]
@@ -312,11 +325,11 @@ def _pack_block(shares: list[np.ndarray], costs: SampleCosts, rules: PlanRules) 
 
 
 def _wanted_microbatches(share: np.ndarray, costs: SampleCosts, rules: PlanRules) -> int:
-    """Return the number of micro-batches that the cap or the pipeline asks for; 0 for an empty share.
+    """Return the number of micro-batches that suits cap and pipeline; 0 for an empty share.
 
-    It is a multiple of ``microbatch_multiple`` if the share has enough samples. Under the cap
-    alone, the fewer, larger micro-batches after a drop would give back to the bubble the time that
-    the drop has saved.
+    The number is a multiple of ``microbatch_multiple`` if the share has enough samples. By the cap
+    alone, micro-batches after a drop would be fewer and larger. The pipeline's bubble would then
+    grow by the time that the drop has saved.
     """
     if len(share) == 0:
         return 0
@@ -325,7 +338,7 @@ def _wanted_microbatches(share: np.ndarray, costs: SampleCosts, rules: PlanRules
     low = max(1, -(-int(total) // rules.max_tokens))
     best = rules.cost.best_count(total, squares, longest, most=len(share))
     if tokens.shares and (groups := len(costs.groups(share))) < best:
-        # More micro-batches than groups run some prompts twice.
+        # More micro-batches than groups run some prompts twice: one per group may be faster.
         twice = (best - groups) * np.array([tokens.prompt[share].mean(), (tokens.prompt[share] ** 2.0).mean()])
         apart = rules.cost.count_seconds(np.array([best]), total + twice[0], squares + twice[1], longest)
         whole = rules.cost.count_seconds(np.array([groups]), total, squares, longest)
@@ -334,9 +347,9 @@ def _wanted_microbatches(share: np.ndarray, costs: SampleCosts, rules: PlanRules
 
 
 def _pack(share: np.ndarray, costs: SampleCosts, rules: PlanRules, count: int) -> list[np.ndarray]:
-    """Pack one rank's samples into ``count`` micro-batches under the token cap, or into more where they do not fit.
+    """Pack one rank's samples into ``count`` micro-batches under the token cap, or into more if they do not fit.
 
-    The number is at most one per sample.
+    There are never more micro-batches than samples.
     """
     if len(share) == 0:
         return []
@@ -351,9 +364,10 @@ def _pack(share: np.ndarray, costs: SampleCosts, rules: PlanRules, count: int) -
 def _in_order(bins: list[np.ndarray], costs: SampleCosts, rules: PlanRules) -> list[np.ndarray]:
     """Order micro-batches by their first samples; on a pipeline put the costliest in the middle.
 
-    In the middle no stage fills, drains or waits for them in vain. Against the order of the samples
-    that saves a few percent of the makespan where micro-batches are nearly equal, 10 to 20 % where
-    single long samples make them ragged (on planning/timeline.py's clock).
+    At the start and the end stages wait while the pipeline fills and drains; in the middle none
+    waits for a costly micro-batch. Compared with the order of the samples, this saves a few percent
+    of the makespan if micro-batches are nearly equal. It saves 10 to 20 % if single long samples
+    make them unequal (on the clock of planning/timeline.py).
     """
     bins = sorted(bins, key=lambda b: int(b[0]))
     if len(rules.cost.stages) == 1:

@@ -1,10 +1,9 @@
-"""Spreads samples over bins of near-equal cost: data-parallel ranks, then micro-batches. Pure numpy.
+"""The spread of samples over bins of near-equal cost: data-parallel ranks, then micro-batches. Pure numpy.
 
-Samples of one group share their prompt within a bin (planning/tokens.py). Groups stay whole until
-the costliest bin gets cheaper by cutting them, the prompts that then run twice counted, and by 1 %
-at least: each prompt that runs twice is work, even where it delays nobody. The spread without any
-thought of prompts is among those compared, so that the costliest bin costs at most 1 % more than
-without sharing.
+Samples of one group share their prompt within a bin (planning/tokens.py). A cut group runs its
+prompt twice, which is work even if no rank waits for it. So groups are cut only if the costliest
+bin then costs at least 1 % less, prompts that run twice counted. The spread that ignores groups is
+compared too: the costliest bin costs at most 1 % more than under that spread.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ import numpy as np
 from megatron_rl.planning.cost import CostModel
 from megatron_rl.planning.tokens import SampleTokens
 
-LEAST_GAIN = 0.01  # of the costliest bin: a finer cut that gains no more is not taken
-ROUNDING = 1e-9
+LEAST_GAIN = 0.01  # share of the costliest bin's cost that a finer cut must save to be taken
+ROUNDING = 1e-9  # relative rounding error of a quotient of costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleCosts:
     """Holds the tokens, pads included, and the costs of samples.
 
-    own, prompt: float64 [S], the cost of a sample's own tokens, and of its prompt.
+    own, prompt: float64 [S], the cost of a sample's own tokens, and the cost of its prompt.
     """
 
     tokens: SampleTokens
@@ -38,7 +37,7 @@ class SampleCosts:
         return cls(tokens=tokens, own=own, prompt=prompt)
 
     def total(self, samples: np.ndarray) -> float:
-        """Return the cost of samples in one bin."""
+        """Return the cost of samples in one bin, each shared prompt counted once."""
         cost = float(self.own[samples].sum())
         if self.tokens.prompt[samples].any():
             first = np.unique(self.tokens.group[samples], return_index=True)[1]
@@ -56,11 +55,13 @@ class SampleCosts:
 
 
 def balance(samples: np.ndarray, cost: np.ndarray, bins: int) -> list[np.ndarray]:
-    """Distribute samples greedily, costliest first (LPT), over ``bins`` of near-equal cost, each in index order.
+    """Distribute samples over ``bins`` of near-equal cost: the costliest first, each into the cheapest bin (LPT).
 
-    Of bins that cost the same, the one of fewer samples takes the next: none is empty where samples
-    suffice, whatever they cost. The responses of one token to a shared prompt cost nothing by
-    themselves.
+    Of bins of equal cost, the bin with fewer samples takes the next sample. So no bin is empty if
+    samples suffice, even if samples cost 0: a one-token response to a shared prompt costs nothing
+    by itself. Each bin is in index order.
+
+    cost: float64 [S], the cost of each sample.
     """
     if bins == 1:
         return [np.sort(samples)]
@@ -76,12 +77,14 @@ def balance(samples: np.ndarray, cost: np.ndarray, bins: int) -> list[np.ndarray
 
 
 def spread(samples: np.ndarray, costs: SampleCosts, bins: int, max_tokens: float = np.inf) -> list[np.ndarray]:
-    """Return ``bins`` arrays of samples, in index order, of near-equal cost; some are empty where samples are few.
+    """Return ``bins`` arrays of samples, each in index order, of near-equal cost; some are empty if samples are few.
 
     max_tokens: groups of more tokens are cut; a bin may still hold more.
     """
+    # Without shared prompts, one greedy pass.
     if bins == 1 or len(samples) == 0 or not costs.tokens.shares:
         return balance(samples, costs.alone(), bins)
+    # With them, ever finer cuts of the groups, until a cut gains too little.
     groups = costs.groups(samples)
     grain = max(costs.total(group) for group in groups)
     best, least, last = [], np.inf, np.inf
@@ -93,12 +96,13 @@ def spread(samples: np.ndarray, costs: SampleCosts, bins: int, max_tokens: float
         if most > last * (1 - LEAST_GAIN):
             break
         last, grain = most, grain / 2
+    # The spread that ignores groups, if it is better.
     plain = balance(samples, costs.alone(), bins)
     return plain if _costliest(plain, costs) < least * (1 - LEAST_GAIN) else best
 
 
 def split_to(bins: list[np.ndarray], count: int, costs: SampleCosts) -> list[np.ndarray]:
-    """Return at least ``count`` bins, as far as there are samples, none empty; those of most samples are cut in two."""
+    """Return at least ``count`` bins, none empty, by cutting bins of most samples in two; fewer if samples are few."""
     pieces = [x for x in bins if len(x)]
     while len(pieces) < count and max(map(len, pieces), default=0) > 1:
         number = max(range(len(pieces)), key=lambda i: (len(pieces[i]), -i))
@@ -112,9 +116,9 @@ def _costliest(bins: list[np.ndarray], costs: SampleCosts) -> float:
 
 
 def _cut(group: np.ndarray, costs: SampleCosts, grain: float, max_tokens: float) -> list[np.ndarray]:
-    """Cut a group in the fewest near-equal parts that cost no more than ``grain`` and fit ``max_tokens``.
+    """Cut a group into the fewest near-equal parts that cost at most ``grain`` and fit ``max_tokens``.
 
-    A part of one sample may be above both.
+    A part of one sample may exceed both.
     """
     prompt, own = float(costs.prompt[group[0]]), float(costs.own[group].sum())
     room, tokens = grain - prompt, costs.tokens
@@ -131,7 +135,10 @@ def _cut(group: np.ndarray, costs: SampleCosts, grain: float, max_tokens: float)
 
 
 def _place(parts: list[np.ndarray], costs: SampleCosts, bins: int) -> list[np.ndarray]:
-    """Place parts of groups greedily, costliest first, each where its bin is then cheapest."""
+    """Place parts of groups greedily, costliest first, each into the bin that is cheapest with the part in it.
+
+    A bin that holds a part of the same group already does not pay for the prompt again.
+    """
     own = np.array([costs.own[part].sum() for part in parts])
     prompt = np.array([costs.prompt[part[0]] for part in parts])
     group = [int(costs.tokens.group[part[0]]) for part in parts]

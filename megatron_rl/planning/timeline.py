@@ -1,25 +1,26 @@
 """An exact event simulation of Megatron-Core's 1F1B and interleaved schedules: each stage's micro-batches in time.
 
-Pure numpy. The order on each pipeline rank is read from Megatron-Core 0.16.1,
+Pure numpy. The order on each pipeline rank follows Megatron-Core 0.16.1,
 ``pipeline_parallel/schedules.py``: get_pp_rank_microbatches (the number of warm-up forwards),
 get_schedule_table (the interleaved order) and the loops of
-forward_backward_pipelining_with_interleaving and _without_interleaving. An operation starts when
-its rank has ended the one before it and the tensor that it needs has arrived, ``transfer_s`` after
-the other stage ended. Sending costs the sender nothing; nothing else is modelled.
+forward_backward_pipelining_with_interleaving and _without_interleaving.
 
-Stages are counted in the order of the layers: stage s is chunk s // P of pipeline rank s % P, of P
-ranks with V chunks each.
+An operation starts as soon as its rank has ended the operation before it and the tensor that it
+needs has arrived. A tensor arrives ``transfer_s`` after the other stage has ended. Sending costs
+the sender nothing, and nothing else is modelled.
+
+Stages are counted in the order of the layers. With P ranks of V chunks each, stage s is chunk s // P
+of pipeline rank s % P.
 
 Invariants (tests/unit/planning/test_timeline.py):
 
 1. Each stage runs each micro-batch once forward and once backward, for the seconds given.
 2. No two operations overlap on a rank, and each rank runs them in Megatron-Core's order.
-3. A forward follows the forward of the stage before, a backward that of the stage after and its own
-   forward.
-4. An operation starts as soon as the last operation that it waits for has ended: no rank idles
-   without a reason.
-5. With equal times f and b of a stage, the makespan is (M·V + P − 1) · (f + b) (Narayanan et al.,
-   arXiv:2104.04473, §2.2).
+3. A forward comes after the forward of the stage before. A backward comes after the backward of the
+   stage after, and after its own forward.
+4. No rank idles if its next operation could start.
+5. If each stage takes f forward and b backward, the makespan is (M·V + P − 1) · (f + b) (Narayanan
+   et al., arXiv:2104.04473, §2.2).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Operation = tuple[int, int, bool]
 class Timeline:
     """Holds the start and end of every operation, float64 [stages, M] each, in seconds since the first forward began.
 
-    pipeline: the number of ranks that the stages lie on.
+    pipeline: the number of pipeline ranks.
 
     Example: one stage, forward 1 s and backward 2 s of one micro-batch: ``forward_end=[[1]],
     backward_start=[[1]], makespan=3``.
@@ -66,25 +67,29 @@ class Timeline:
 
 
 def warmup_forwards(rank: int, pipeline: int, virtual: int, microbatches: int, group: int) -> int:
-    """Return the number of forwards (of one chunk each) that a rank runs before its first backward in turn."""
+    """Return the number of warm-up forwards, of one chunk each: a rank runs them before its first backward in turn."""
     count = pipeline - rank - 1 if virtual == 1 else (pipeline - rank - 1) * 2 + (virtual - 1) * group
     return min(count, microbatches * virtual)
 
 
 def schedule_table(microbatches: int, virtual: int, group: int) -> list[tuple[int, int]]:
-    """Return (micro-batch, chunk) of each forward of a rank, by groups: a group runs a chunk, then the next chunk.
+    """Return (micro-batch, chunk) for each forward of a rank, in order.
 
     group: the number of micro-batches that go through a chunk before the next chunk runs.
+
+    Example: 2 micro-batches, 2 chunks, groups of 2 → (0, 0), (1, 0), (0, 1), (1, 1).
     """
     groups = [range(first, min(first + group, microbatches)) for first in range(0, microbatches, group)]
     return [(microbatch, chunk) for members in groups for chunk in range(virtual) for microbatch in members]
 
 
 def rank_order(rank: int, pipeline: int, virtual: int, microbatches: int, group: int | None = None) -> list[Operation]:
-    """Return a pipeline rank's operations: warm-up forwards, one forward and one backward in turn, cool-down backwards.
+    """Return a pipeline rank's operations in order.
 
-    group: ``microbatch_group_size_per_vp_stage``, by default ``pipeline``. Backwards go through the
-        chunks in reverse.
+    Warm-up forwards come first, then one forward and one backward in turn, then cool-down
+    backwards. Backwards go through the chunks in reverse.
+
+    group: ``microbatch_group_size_per_vp_stage``, by default ``pipeline``.
     """
     group = group or pipeline
     _check_group(pipeline, virtual, microbatches, group)
@@ -116,11 +121,12 @@ def _check_group(pipeline: int, virtual: int, microbatches: int, group: int) -> 
 def simulate(
     forward_s: np.ndarray, backward_s: np.ndarray, *, pipeline: int, group: int | None = None, transfer_s: float = 0.0
 ) -> Timeline:
-    """Run the schedule of one data-parallel rank on a simulated clock.
+    """Return the timeline of one data-parallel rank's schedule, run on a simulated clock.
 
     forward_s, backward_s: [stages, M] seconds of each micro-batch on each stage, stages in the
-        order of the layers: predicted, or measured where processes had no core of their own.
-    transfer_s: seconds between two stages.
+        order of the layers. They are predicted or measured.
+    group: see ``rank_order``.
+    transfer_s: seconds that a tensor takes from one stage to the next.
 
     Example: two stages, two micro-batches, forward 1 and backward 2 everywhere: (2 + 2 − 1) · 3 =
     9.
@@ -130,14 +136,14 @@ def simulate(
             f"forward seconds {forward_s.shape} and backward seconds {backward_s.shape} must both be [stages, "
             f"micro-batches], with a multiple of pipeline={pipeline} stages"
         )
-    # The order of each rank's operations, and their times by [backward][stage][micro-batch]; −1:
-    # has not ended.
+    # The order of each rank's operations, and their times by [backward][stage][micro-batch]. An end
+    # of −1 means that the operation has not ended.
     stages, microbatches = forward_s.shape
     orders = [rank_order(rank, pipeline, stages // pipeline, microbatches, group) for rank in range(pipeline)]
     seconds = (forward_s.tolist(), backward_s.tolist())
     ends = ([[-1.0] * microbatches for _ in range(stages)], [[-1.0] * microbatches for _ in range(stages)])
     starts = ([[0.0] * microbatches for _ in range(stages)], [[0.0] * microbatches for _ in range(stages)])
-    # Each rank runs on until it waits for another; rounds over the ranks until all are done.
+    # Each rank runs until it waits for another rank; rounds over the ranks until all are done.
     free, reached = [0.0] * pipeline, [0] * pipeline
     waiting = True
     while waiting:
@@ -154,7 +160,7 @@ def simulate(
                 ends[backward][stage][microbatch] = free[rank] = start + seconds[backward][stage][microbatch]
                 reached[rank] += 1
                 moved = True
-        assert moved or not waiting, "the schedule waits for itself"  # _check_group refuses the orders that would
+        assert moved or not waiting, "the schedule waits for itself"  # _check_group refuses orders that deadlock
     shape = (stages, microbatches)
     arrays = [np.array(x, dtype=np.float64).reshape(shape) for x in (starts[0], ends[0], starts[1], ends[1])]
     return Timeline(
@@ -167,7 +173,7 @@ def simulate(
 
 
 def _arrival(stage: int, microbatch: int, backward: bool, ends: tuple, stages: int, transfer_s: float) -> float:
-    """Return the time at which an operation's tensor arrives; below 0 where that is not known yet."""
+    """Return the time at which an operation's tensor arrives; below 0 if that is not known yet."""
     if not backward:
         if stage == 0:
             return 0.0

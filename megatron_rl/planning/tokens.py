@@ -12,18 +12,18 @@ from megatron_rl.types import BatchFacts
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleTokens:
-    """Holds the tokens of each of S samples, apart for its prompt where samples may share it.
+    """Holds the number of tokens of S samples: each sample's own tokens, and the tokens of a shared prompt.
 
-    own:    int64 [S], tokens that run for the sample itself.
-    prompt: int64 [S], tokens of its prompt, which run once for all samples of its group in a
-            micro-batch; 0 where the prompt is among ``own``.
-    group:  int64 [S], equal where the prompts are.
-    windows: tokens that a token of each layer sees, 0 for all before it; none where all layers see
-        all.
+    own:    int64 [S], tokens that run for the sample alone.
+    prompt: int64 [S], tokens of the prompt, which run once for all samples of the group in a
+            micro-batch; 0 if the prompt counts in ``own``.
+    group:  int64 [S], equal for samples whose prompts are equal.
+    windows: for each layer the number of tokens that a token sees, 0 for all before it; empty if
+        every layer sees all.
 
-    Attention costs Σ l² of sequences that stand alone; an answer of r tokens to a shared prompt of
-    p sees p·r keys besides its own triangle, so that it costs r² + 2·p·r, and the prompt p² once.
-    Under windows it is ``window_squares`` of the sequences.
+    Attention over separate sequences of lengths l costs Σ l². A response of r tokens to a shared
+    prompt of p tokens sees p·r keys beside its own triangle, so it costs r² + 2·p·r. The prompt
+    costs p² once. With windows, ``window_squares`` of the sequences takes the place of l².
     """
 
     own: np.ndarray
@@ -33,7 +33,7 @@ class SampleTokens:
 
     @classmethod
     def alone(cls, lengths: np.ndarray, windows: tuple[int, ...] = ()) -> SampleTokens:
-        """Return samples of [S] ``lengths`` that share nothing."""
+        """Return the tokens of samples of ``lengths`` [S] that share no prompt."""
         lengths = np.asarray(lengths, dtype=np.int64)
         return cls(own=lengths, prompt=np.zeros_like(lengths), group=np.arange(len(lengths)), windows=windows)
 
@@ -44,11 +44,11 @@ class SampleTokens:
 
     @property
     def shares(self) -> bool:
-        """Return whether any prompt is kept apart."""
+        """Return whether any sample has a prompt to share."""
         return bool(self.prompt.any())
 
     def padded(self, multiple: int) -> SampleTokens:
-        """Return the same with each part rounded up to the multiple."""
+        """Return the tokens with each part, own and prompt, rounded up to the multiple."""
         own, prompt = (padded_lengths(part, multiple) for part in (self.own, self.prompt))
         return dataclasses.replace(self, own=own, prompt=prompt)
 
@@ -60,8 +60,8 @@ class SampleTokens:
     def sums(self, order: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return float64 [M] twice: tokens and squared tokens of each micro-batch.
 
-        order: int64, samples, micro-batch by micro-batch. offsets: int64 [M + 1] into it; none is
-            empty.
+        order: int64, samples, micro-batch by micro-batch.
+        offsets: int64 [M + 1] into ``order``; no micro-batch is empty.
 
         Example: two samples of one group, own [2, 3], prompt [4, 4]: 9 tokens, squared 4 + 16 + 9 +
         24 + 16.
@@ -86,9 +86,11 @@ class SampleTokens:
 
 
 def window_squares(lengths: np.ndarray, windows: tuple[int, ...]) -> np.ndarray:
-    """Return float64 [S]: twice the queries' seen keys of sequences of ``lengths`` [S], the mean over the layers.
+    """Return float64 [S]: twice the number of query-key pairs of sequences of ``lengths`` [S], as a mean over layers.
 
-    It is l², less (l − w)² for a layer whose tokens see w of them.
+    A layer without a window has l², a layer whose tokens see w tokens l² − (l − w)².
+
+    windows: as in SampleTokens.
 
     Example: length 10, windows (4, 0): (100 − 36 + 100) / 2.
     """
@@ -103,14 +105,14 @@ def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
 
 
 def read_tokens(facts: BatchFacts) -> np.ndarray:
-    """Return int64 [S], the response tokens that run. No number depends on those from the last loss token on."""
+    """Return int64 [S], the response tokens that run: the tokens before the last loss token, which alone are needed."""
     return facts.response_tokens if facts.response_inputs is None else facts.response_inputs
 
 
 def tokens_of(facts: BatchFacts, *, share_prompts: bool, windows: tuple[int, ...] = ()) -> SampleTokens:
-    """Return the tokens that a batch's samples run, without pads: none after the last that a loss token needs.
+    """Return the tokens that a batch's samples run, without pads. Tokens that no loss token needs do not run.
 
-    windows: the model's, where squared tokens are asked for.
+    windows: the model's windows (SampleTokens); needed for squared tokens alone.
     """
     responses = read_tokens(facts)
     if not share_prompts or facts.prompt_keys is None:

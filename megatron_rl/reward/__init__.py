@@ -1,4 +1,4 @@
-"""Rewards: functions of completions and dataset columns, called here or in workers, and the policy on failures."""
+"""Rewards: functions of completions and dataset columns, called in this process or in workers."""
 
 from megatron_rl.reward.reward import Reward, RewardFailure, opened_reward
 

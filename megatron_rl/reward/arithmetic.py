@@ -12,7 +12,7 @@ def arithmetic(
     answer: Sequence[object],
     **_: object,
 ) -> list[float]:
-    """Return [S]: 1.0 where the completion's stripped text equals the stripped ``answer`` column, else 0.0.
+    """Return [S]: 1.0 if the completion's stripped text equals the stripped ``answer`` column, else 0.0.
 
     Example: completions ``["12", " 12 ", "12.0"]`` with answers ``["12", 12, "12"]`` score ``[1.0,
     1.0, 0.0]``.

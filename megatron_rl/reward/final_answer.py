@@ -1,8 +1,8 @@
-r"""Finds the final answer in a text by its format's mark: GSM8K's ``#### 42`` and MATH's ``\boxed{42}``.
+r"""The final answer of a text, found by the mark of its format: GSM8K's ``#### 42`` or MATH's ``\boxed{42}``.
 
-GSM8K's answer is the number behind ``####`` (arXiv:2110.14168), MATH's what is in the last box
-(arXiv:2103.03874). What else the text says, before or behind, is none of it. Where both marks are
-in a text, the last one counts. A text without a mark has its answer below a Markdown heading "Final
+GSM8K's answer is the number after ``####`` (arXiv:2110.14168). MATH's answer is the content of the
+last box (arXiv:2103.03874). Text before and after it does not count. If a text has both marks, the
+last one counts. In a text without a mark, the answer is looked for below a Markdown heading "Final
 answer".
 """
 
@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_MOST_DIGITS = 1000  # Python reads no decimal number of more than 4300
+_MOST_DIGITS = 1000  # Python refuses to read a whole number of more than 4300 digits
 _MARK = re.compile(r"(?<!#)####(?!#)")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|[^\s{$]+)")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # behind a backslash it is a character, not a brace
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # after a backslash a brace is a plain character
 _BETWEEN_BOXES = re.compile(r"[\s$]*(?:,|,?\s*(?:and|or))[\s$]*")
 
 _ANSWER_HEADING = re.compile(
@@ -29,15 +29,15 @@ _NUMBER = re.compile(
     rf"(?P<sign>[-−+]?)[\s$]*(?:(?P<grouped>\d{{1,3}}(?:{_SEPARATOR}\d{{2,3}})*{_SEPARATOR}\d{{3}}(?!\d))"
     r"|(?P<digits>\d+))?(?P<decimals>\.\d+)?"
 )
-# Behind a number, what makes it the first part of an expression: 2^{10}, 1/2, 40+2, 3\sqrt{2}, 10%, (1,2).
+# Text after a number that makes it part of an expression: 2^{10}, 1/2, 40+2, 3\sqrt{2}, 10%, (1,2).
 _GOES_ON = re.compile(
     r"\s+\d+/\d|\s*(?:[\^×÷+]|\*\s*[\d(\\a-z]|\*\*\s*[\d(]|/\s*[\d(\\]|[-−]\s*[\d(\\]|,\s*[-−]?\d|_\{?\d|:\d|\\?%|"
     r"\\(?!text|mathrm|mbox|textrm|textbf|[\])$,;! ]|quad|circ))"
 )
 _NUMBERED_HEADING = re.compile(r"[.):]\s+\S")
-_WORDS = re.compile(r"\s+(?=[A-Za-z]{2,}|\(\s*[A-Za-z]{2,})|[.;,](?=\s|$)")  # behind an expression
+_WORDS = re.compile(r"\s+(?=[A-Za-z]{2,}|\(\s*[A-Za-z]{2,})|[.;,](?=\s|$)")  # end an expression
 _HEADING = re.compile(r"[^\W\d_]{3,}(?=[\s:.!?,;*]|$)")
-# Units in words behind a number: "42 dollars", "42 cm^2"; no word that is mathematics.
+# Units in words after a number: "42 dollars", "42 cm^2"; mathematical words are excluded.
 _UNIT = re.compile(
     r"\s+(?!(?:and|or|to|pi|mod|inf|infinity|sqrt|sin|cos|tan|log|ln|exp|times)\b)"
     r"(?:[a-z]*[aeiou][a-z]+[a-z]|cm|mm|km|kg|mg|ml|ft|lb|lbs|oz|hr|hrs|mph|sq)\b"
@@ -50,8 +50,8 @@ _UNIT = re.compile(
 class FinalAnswer:
     """Holds the final answer of a text.
 
-    text: the answer's own text, without currency; the whole text if it has no mark.
-    is_marked: whether ``text`` is one expression, from behind a mark.
+    text: the answer, without currency signs; the whole text if it has no mark.
+    is_marked: whether ``text`` is one expression that a mark or heading showed.
     """
 
     text: str
@@ -59,10 +59,12 @@ class FinalAnswer:
 
 
 def number_text(text: str) -> str | None:
-    r"""Return the number that a text is, as Python reads it, else None; units in words may follow it.
+    r"""Return the number that the whole text states, in Python's notation; None if it is not one number.
 
-    Examples: ``\$32,\!348`` gives "32348", ``-1,000.50 dollars`` "-1000.50", ``1/2`` and ``2x``
-    None.
+    Units in words may follow the number.
+
+    Examples: ``\$32,\!348`` gives "32348", ``-1,000.50 dollars`` gives "-1000.50", ``1/2`` and
+    ``2x`` give None.
     """
     found = _number_at(without_currency(text).strip().removesuffix("."))
     if found is None or len(found[0]) > _MOST_DIGITS:
@@ -77,16 +79,16 @@ def without_currency(text: str) -> str:
 
 
 def has_mark(gold: str) -> bool:
-    """Return whether a gold answer is in GSM8K's format, so that a completion's ``####`` counts before any box."""
+    """Return whether a gold answer is in GSM8K's format; then a completion's ``####`` takes precedence over boxes."""
     return _MARK.search(gold) is not None
 
 
 def final_answer(text: str, *, marks_first: bool, wants_number: bool) -> FinalAnswer:
-    """Find the final answer of a completion, or of a gold answer that shows its work.
+    """Return the final answer of a completion, or of a gold answer with its derivation.
 
-    marks_first: whether GSM8K's mark counts before boxes wherever it stands.
-    wants_number: whether the right answer is a number, so that the number behind the mark is the
-        whole answer.
+    marks_first: whether GSM8K's mark takes precedence over boxes, wherever it stands.
+    wants_number: whether the right answer is a number, so that a number after a mark is the whole
+        answer.
     """
     mark, box = _last_mark(text, marks_first, wants_number), _last_box(text)
     if mark is not None and (marks_first or box is None or mark[0] > box[0]):
@@ -103,7 +105,10 @@ def final_answer(text: str, *, marks_first: bool, wants_number: bool) -> FinalAn
 
 
 def _last_mark(text: str, marks_first: bool, wants_number: bool) -> tuple[int, str] | None:
-    """Return (place, answer) of the last ``####`` that has an answer behind it; a Markdown heading has none."""
+    """Return (place, answer) of the last ``####`` with an answer after it; None without one.
+
+    A ``####`` may also be a Markdown heading, which has no answer.
+    """
     for mark in reversed(list(_MARK.finditer(text))):
         answer = _leading_answer(text[mark.end() :], wants_number, may_be_heading=not marks_first)
         if answer is not None:
@@ -112,7 +117,7 @@ def _last_mark(text: str, marks_first: bool, wants_number: bool) -> tuple[int, s
 
 
 def _below_heading(text: str, wants_number: bool) -> str | None:
-    """Return the answer below the last heading "Answer" or "Final answer", in Markdown; None without one."""
+    """Return the answer below the last Markdown heading "Answer" or "Final answer"; None without one."""
     for heading in reversed(list(_ANSWER_HEADING.finditer(text))):
         answer = _leading_answer(text[heading.end() :], wants_number, may_be_heading=False)
         if answer is not None:
@@ -121,16 +126,19 @@ def _below_heading(text: str, wants_number: bool) -> str | None:
 
 
 def _leading_answer(text: str, wants_number: bool, *, may_be_heading: bool) -> str | None:
-    """Return the answer that a text's first line begins with, or None if it begins with words, or has a box.
+    """Return the answer at the beginning of a text's first line; None if it begins with words, or has a box.
 
-    may_be_heading: whether a number with words behind it, as in "1. Setup", is a heading's.
+    may_be_heading: whether a number before words, as in "1. Setup", is taken as a heading's.
+    wants_number: see ``final_answer``.
     """
+    # The first line, without marks and words such as "The answer is".
     line = without_currency(text.lstrip().split("\n", 1)[0])
     line = line[_OPENING.match(line).end() :]
     lead = _LEAD.match(line)
     line = line[lead.end() :] if lead else line
     if _BOX.search(line):
         return None  # the box is the answer
+    # A number, else the line or its part before words.
     number = _number_at(line)
     if number is not None and may_be_heading and _NUMBERED_HEADING.match(number[1]):
         return None
@@ -143,9 +151,10 @@ def _leading_answer(text: str, wants_number: bool, *, may_be_heading: bool) -> s
 
 
 def _last_box(text: str) -> tuple[int, str] | None:
-    """Return (place, content) of the last box, with those joined to it by a comma, "and", "or"; None without one.
+    """Return (place, content) of the last box, joined with boxes before it; None without a box.
 
-    A box that does not end has no content: the text was cut in the middle of its answer.
+    Boxes belong together if only a comma, "and" or "or" is between them. A box that does not end
+    has no content: the text was cut in the middle of its answer.
     """
     boxes: list[tuple[int, int, str]] = []
     position = 0
@@ -163,7 +172,7 @@ def _last_box(text: str) -> tuple[int, str] | None:
 
 
 def _content(text: str, box: re.Match) -> tuple[str, int]:
-    """Return a box's content and the place of its end. ``box``: the match of its beginning."""
+    """Return a box's content and the place of its end. box: the match of the box's beginning."""
     if box[1] != "{":
         return box[1].rstrip(".,;"), box.end()
     depth = 1
@@ -177,7 +186,7 @@ def _content(text: str, box: re.Match) -> tuple[str, int]:
 
 
 def _number_at(text: str) -> tuple[str, str] | None:
-    """Return the number at a text's beginning and the text behind it, or None."""
+    """Return the number at a text's beginning and the text after it; None if it begins with none."""
     text = text[_OPENING.match(text).end() :]
     number = _NUMBER.match(text)
     if not (number["grouped"] or number["digits"] or number["decimals"]):

@@ -1,12 +1,14 @@
 """The forms of reward functions: lists of texts (ours), lists of messages (TRL's), and verl's compute_score.
 
-| parameters of the function | form | a call | |---|---|---| | ``completions``, whose type is not of
-objects, or any others | TEXTS | lists of texts | | ``completions`` of type ``list[list[dict]]``, or
-``reward.completions=messages`` | MESSAGES | lists of messages | | ``solution_str`` | VERL | one
-sample | | ``solution_strs`` | VERL_BATCH | lists of texts, in verl's names |
+| parameters of the function                                                       | form       | a call gets       |
+|----------------------------------------------------------------------------------|------------|-------------------|
+| ``completions`` of type ``list[list[dict]]``, or ``reward.completions=messages`` | MESSAGES   | lists of messages |
+| ``solution_str``                                                                 | VERL       | one sample        |
+| ``solution_strs``                                                                | VERL_BATCH | lists of texts    |
+| any others                                                                       | TEXTS      | lists of texts    |
 
-verl's forms as of verl 0.9.1, ``NaiveRewardManager`` and ``BatchRewardManager``; TRL's as of TRL
-1.16, ``GRPOTrainer``.
+verl's forms are of verl 0.9.1, ``NaiveRewardManager`` and ``BatchRewardManager``. TRL's form is of
+TRL 1.16, ``GRPOTrainer``.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from megatron_rl.data.columns import ANSWER
 from megatron_rl.errors import ConfigError
 
 LISTS = ("prompts", "completions", "completion_ids")
-GROUND_TRUTH = "reward_model.ground_truth"  # the field of verl's rows
-EXTRA = {"num_turns": None, "rollout_reward_scores": {}}  # what verl's naive manager adds to extra_info
+GROUND_TRUTH = "reward_model.ground_truth"  # the field of verl's rows that holds the answer
+EXTRA = {"num_turns": None, "rollout_reward_scores": {}}  # fields that verl's naive manager adds to extra_info
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _ONE_SAMPLE, _BATCH = "solution_str", "solution_strs"
 
@@ -30,7 +32,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Form(enum.Enum):
-    """Names how a reward function is called, in the words of the log."""
+    """Names the ways to call a reward function; the values are the log's words."""
 
     TEXTS = "takes lists, its completions are texts"
     MESSAGES = "takes lists, its prompts and completions are lists of chat messages (TRL's conversational form)"
@@ -41,15 +43,15 @@ class Form(enum.Enum):
 class Conversational:
     """Calls a function of lists with chat messages in place of texts, as TRL does for conversational prompts.
 
-    Example: ``completions == [[{"role": "assistant", "content": "7"}], [{"role": "assistant",
-    "content": "8"}]]``
+    Example: the function gets ``completions == [[{"role": "assistant", "content": "7"}], [{"role":
+    "assistant", "content": "8"}]]``.
     """
 
     def __init__(self, function: Callable) -> None:
         self.function = function
 
     def call(self, arguments: Mapping[str, list], conversations: Sequence[Messages | None]) -> object:
-        """Return what the function returns on a list of samples; a prompt that is a text is a user's message."""
+        """Return the function's result on a list of samples; a prompt that is a text becomes a user's message."""
         prompts = [
             [{"role": "user", "content": text}] if asked is None else [dict(message) for message in asked]
             for text, asked in zip(arguments["prompts"], conversations, strict=True)
@@ -59,16 +61,17 @@ class Conversational:
 
 
 class VerlForm:
-    """Calls verl's compute_score, with each sample alone or with lists.
+    """Calls a function in the form of verl's compute_score, with each sample alone or with lists.
 
-    needed: columns that every row must have, as ``reward_model.ground_truth``.
+    ``ground_truth`` is the field GROUND_TRUTH of the row, or else the row's answer (``data.answer_key``).
+    ``extra_info`` is a copy of the column with the fields of EXTRA. A result may be an object; then its ``score`` is
+    read.
 
-    ``ground_truth`` is that field, or the row's answer where it has none (``data.answer_key``). ``extra_info`` is a
-    copy of the column, with EXTRA. A result may be an object, of which only ``score`` is read.
+    needed: the columns, or fields such as GROUND_TRUTH, that every row must have.
     """
 
     def __init__(self, name: str, function: Callable, *, batched: bool) -> None:
-        """Raise ConfigError for a parameter without default that verl would not give."""
+        """Read the function's parameters. Raises ConfigError for one without default that verl would not give."""
         self._function, self._batched = function, batched
         known = {f"{one}s" if batched else one: one for one in _VERL}
         parameters = inspect.signature(function).parameters.values()
@@ -113,10 +116,11 @@ class VerlForm:
 
 
 def in_form(name: str, function: Callable, completions: str) -> tuple[Form, Callable | Conversational | VerlForm]:
-    """Return a user's function's form, and what `invoke` calls.
+    """Return the form of a user's function, and the callable for `invoke`.
 
     completions: ``reward.completions``, for a function whose parameter ``completions`` has no type.
-    Raises ConfigError for one whose parameters are of two forms, or cannot be given.
+
+    Raises ConfigError for a function whose parameters belong to two forms, or cannot be given.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -139,7 +143,7 @@ def in_form(name: str, function: Callable, completions: str) -> tuple[Form, Call
 
 
 def invoke(function: Callable, arguments: Mapping[str, list], conversations: Sequence[Messages | None]) -> object:
-    """Call a function in its form.
+    """Call a function in its form and return its result.
 
     arguments: the columns, and the texts and token ids of LISTS, each a list over the samples.
     conversations: the chat messages of each sample's prompt; None for a prompt that is a text.
@@ -150,12 +154,12 @@ def invoke(function: Callable, arguments: Mapping[str, list], conversations: Seq
 
 
 def signature_of(function: Callable | Conversational) -> inspect.Signature:
-    """Return the signature that the columns are passed to; raise ValueError for a C function without one."""
+    """Return the signature that gets the columns. Raises ValueError for a C function without a signature."""
     return inspect.signature(function.function if isinstance(function, Conversational) else function)
 
 
 def hint_of(error: BaseException) -> str:
-    """Return what an error says of the form of completions; an empty text if nothing."""
+    """Return advice if an error shows that completions have the wrong form; else an empty text."""
     if isinstance(error, TypeError) and "string indices must be integers" in str(error):
         return (
             "it may be written for completions that are chat messages, as TRL's for conversational data, and it is "
@@ -169,7 +173,7 @@ def _form_of(batched: bool) -> Form:
 
 
 def _typed_form(annotation: object) -> Form | None:
-    """Return the form that the type of ``completions`` tells; None if it has none, or allows both."""
+    """Return the form that the type of ``completions`` shows; None for no type, or for a type that allows both."""
     if annotation is inspect.Parameter.empty:
         return None
     words = (annotation if isinstance(annotation, str) else str(annotation)).replace(" ", "").lower()
@@ -193,7 +197,7 @@ async def _scores_once(returned: Awaitable) -> object:
 
 
 def _scores(returned: object) -> object:
-    """Return results with each object replaced by its score; what is no list is left for the caller to refuse."""
+    """Return results with each object replaced by its score; a result that is no list is returned unchanged."""
     if not isinstance(returned, list | tuple):
         return returned
     return [value["score"] if isinstance(value, Mapping) and "score" in value else value for value in returned]

@@ -1,4 +1,4 @@
-"""One reward function: resolved by name, checked against the dataset's columns, called on a list of samples."""
+"""A single reward function: resolved by name, checked against the dataset's columns, called on a list of samples."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from megatron_rl.users_code import exit_is_an_error, is_reward
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 
 MATH = "math_verify"
-# By path, so that sympy is imported only by runs that use it.
+# Given as paths, so that only runs that use math_verify import sympy.
 BUILT_IN = {
     "arithmetic": "megatron_rl.reward.arithmetic:arithmetic",
     MATH: "megatron_rl.reward.math:math_verify",
 }
 
 MODELS = (REWARD_MODEL,)  # built-in functions that hold a model, which reward.model_path names
-ENVIRONMENT = "environment"  # names no function: the reward that the rollout's environment gave (reward.py)
+ENVIRONMENT = "environment"  # no function, but the reward that the rollout's environment gave (reward.py)
 
 _MAX_TRACEBACK = 20_000  # characters; an error that quotes its whole batch would fill the log
 
@@ -48,8 +48,8 @@ _MAX_TRACEBACK = 20_000  # characters; an error that quotes its whole batch woul
 class Outcome:
     """Holds one function's answer on one sample.
 
-    value: the reward; None where the function does not apply or failed.
-    error: None, the traceback, or a text that says how the value is wrong.
+    value: the reward; None if the function does not apply or failed.
+    error: the traceback, or a sentence that says how the value is wrong; None without an error.
     """
 
     value: float | None = None
@@ -57,14 +57,15 @@ class Outcome:
 
 
 class _WrongReturn(Exception):
-    """Raised where a reward function does not return one value per sample."""
+    """Reports a reward function that does not return one value per sample."""
 
 
 def resolve(name: str, completions: str = "text", model_path: str | None = None) -> tuple[Form | None, RewardFunction]:
-    """Return the callable of a built-in name or ``module:function``, and a user's function's form (None: a built-in).
+    """Return the form and the callable of a built-in name or ``module:function``; a built-in's form is None.
 
-    completions: ``reward.completions``. model_path: ``reward.model_path``, for the function
-        ``reward_model``.
+    completions: ``reward.completions``.
+    model_path: ``reward.model_path``, for the function ``reward_model``.
+
     Raises ConfigError with the nearest way out.
     """
     if name in MODELS:
@@ -95,9 +96,9 @@ def _check_callable(name: str, function: object) -> None:
 
 
 def check_signature(name: str, function: RewardFunction, columns: Sequence[str]) -> None:
-    """Raise ConfigError where ``function`` cannot take the columns: the signature is at fault, not a sample."""
+    """Raise ConfigError if the signature of ``function`` cannot take the columns."""
     if isinstance(function, VerlForm):
-        return  # it is given no column but those that it names
+        return  # it gets only the columns that it names
     try:
         signature = signature_of(function)
     except ValueError:
@@ -113,14 +114,14 @@ def check_signature(name: str, function: RewardFunction, columns: Sequence[str])
 
 
 def required_columns(parameters: Mapping[str, Sequence[str]]) -> list[RequiredColumn]:
-    """Return the columns that the reward functions cannot be called without, which every row must therefore have.
+    """Return the columns that every row must have because a reward function needs them.
 
-    parameters: of each function by its name, in their order, as `needed_parameters` gives them.
+    With `math_verify` every answer is parsed at the start, so that a bad answer is found before anything is trained.
 
-    `math_verify` parses every answer, so that one that it cannot read is named before anything is trained.
+    A null in a row is passed to a user's function as it is. The built-in functions need an answer,
+    so null is refused for them.
 
-    A function of the user's meets null where a row says null. The built-in functions read an
-    answer, which null is none of.
+    parameters: for each function's name its needed parameters (`needed_parameters`).
     """
     needed = {}
     for name, columns in parameters.items():
@@ -141,7 +142,7 @@ def required_columns(parameters: Mapping[str, Sequence[str]]) -> list[RequiredCo
 
 
 def fault_of_gold(gold: object) -> str | None:
-    """Return why `math_verify` cannot compare a gold answer, and the way out; None if it can."""
+    """Return the reason why `math_verify` cannot compare a gold answer, with the way out; None if it can."""
     from megatron_rl.reward.math import read_gold  # brings sympy along
 
     try:
@@ -152,7 +153,7 @@ def fault_of_gold(gold: object) -> str | None:
 
 
 def needed_parameters(function: RewardFunction) -> list[str]:
-    """Return the parameters without default that a call by keyword has to give, beside those of every call."""
+    """Return the columns that a call must give: the parameters without default, except the names of LISTS."""
     if isinstance(function, VerlForm):
         return function.needed
     try:
@@ -172,7 +173,7 @@ def columns_of(rollouts: Sequence[Rollout]) -> list[str]:
 
 
 def arguments_of(rollouts: Sequence[Rollout], columns: Sequence[str]) -> dict[str, list]:
-    """Return the keyword arguments of a reward function; a column with a reserved name is not passed."""
+    """Return the keyword arguments of a reward function; a column with a name of LISTS is not passed."""
     by_column = {key: [rollout.prompt.columns.get(key) for rollout in rollouts] for key in columns}
     fixed = {
         "prompts": [rollout.prompt.text for rollout in rollouts],
@@ -191,10 +192,10 @@ def call(
 ) -> tuple[list[Outcome], str | None]:
     """Call ``function`` in its form (forms.py); return (an outcome per sample, None), or ([], the reason) if it fails.
 
-    A call fails where it raises, calls ``sys.exit`` or ``os._exit``, or returns a wrong number of
-    values. A coroutine is run to its end in an event loop of its own. KeyboardInterrupt passes: in
-    a rank it is the user's. The reason is the traceback of what the call raised, or a sentence
-    about what it returned.
+    A call fails if it raises, calls ``sys.exit`` or ``os._exit``, or returns a wrong number of
+    values. The reason is the traceback, or a sentence about the returned value. A coroutine is run
+    to its end in an event loop of its own. KeyboardInterrupt is raised again: in a rank it comes
+    from the user.
     """
     try:
         with exit_is_an_error():
@@ -207,13 +208,13 @@ def call(
     except _WrongReturn as error:
         return [], str(error)
     except BaseException as error:  # noqa: BLE001
-        # Timeouts of libraries (math-verify's) derive from it, so as not to be caught by the code
-        # they interrupt. Nothing is lost: the traceback goes to the caller, which raises it or counts it.
+        # Timeouts of libraries (math-verify's) derive from BaseException, so that the code that they interrupt
+        # does not catch them. Nothing is lost: the traceback goes to the caller, which raises or counts it.
         return [], f"{hint_of(error)}{formatted_traceback()}"
 
 
 def formatted_traceback() -> str:
-    """Return the traceback of the exception being handled; only its end where it is long."""
+    """Return the traceback of the exception being handled, or its end if it is long."""
     text = traceback.format_exc()
     return text if len(text) <= _MAX_TRACEBACK else f"[…]{text[-_MAX_TRACEBACK:]}"
 
@@ -233,7 +234,7 @@ def _as_list(returned: object, expected: int) -> list[object]:
 
 
 def outcome_of(value: object) -> Outcome:
-    """Return the outcome of a value that a function, or an environment, gave for a sample."""
+    """Return the outcome of a sample's value from a function or an environment; a bad value gives an error."""
     if value is None:
         return Outcome()
     if not isinstance(value, (numbers.Real, np.bool_)):

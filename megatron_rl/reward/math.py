@@ -17,14 +17,14 @@ from sympy import Expr, Number
 from megatron_rl.reward.final_answer import final_answer, has_mark, number_text, without_currency
 
 log = logging.getLogger(__name__)
-for _module in ("math_verify.parser", "math_verify.grader"):  # they warn of calls without a deadline of theirs
+for _module in ("math_verify.parser", "math_verify.grader"):  # they warn if their own deadlines are off
     logging.getLogger(_module).addFilter(lambda record: not str(record.msg).startswith("Timeout is disabled"))
 
 QUICK_S = 0.25  # for each answer of a call; nearly all are judged in milliseconds
-PATIENT_S = 5.0  # for an answer that was not judged in that
-BATCH_S = 10.0  # for all answers of a call that are tried patiently
+PATIENT_S = 5.0  # for an answer that was not judged in QUICK_S
+BATCH_S = 10.0  # for all answers of a call that get PATIENT_S
 GOLD_S = 5.0  # for the reading of one gold answer
-_AGAIN_S = 0.5  # an interrupt that some library swallowed comes again
+_AGAIN_S = 0.5  # after this time an interrupt that a library swallowed comes again
 
 _MIXED_NUMBER = re.compile(r"(?<![\d.])(\d+)\s+(\d+)/(\d+)")
 _DELIMITERS = ("$", "\\(", "\\[")
@@ -32,12 +32,12 @@ _DELIMITERS = ("$", "\\(", "\\[")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gold:
-    """Holds a gold answer as it is compared.
+    """Holds a gold answer in the form in which it is compared.
 
-    values: what it may be equal to, of sympy.
-    is_number: whether it is a number, so that a number behind a mark is a completion's whole
+    values: sympy's values, one of which a right answer equals.
+    is_number: whether the answer is a number, so that a number after a mark is a completion's whole
         answer.
-    marks_first: whether it is in GSM8K's format.
+    marks_first: whether the answer is in GSM8K's format.
     """
 
     values: tuple[object, ...]
@@ -46,7 +46,7 @@ class Gold:
 
 
 class _Overdue(BaseException):
-    """Raised in the middle of a judgement whose time is over; no ``except Exception`` of a library takes it."""
+    """Interrupts a judgement whose time is over; no ``except Exception`` of a library catches it."""
 
 
 def math_verify(
@@ -56,22 +56,23 @@ def math_verify(
     answer: Sequence[object],
     **_: object,
 ) -> list[float]:
-    """Return [S]: 1.0 where a completion's answer equals the ``answer`` column mathematically, else 0.0.
+    """Return [S]: 1.0 if a completion's answer equals the ``answer`` column mathematically, else 0.0.
 
-    So 1/2 equals 0.5, and 1,000 equals 1000. A completion's answer stands behind the last mark,
-    ``####`` (GSM8K) or \\boxed{} (MATH), and the text around it counts for nothing
-    (reward/final_answer.py). Without a mark math-verify looks for it: LaTeX between dollars, a
-    plain number. A gold answer is one expression, with or without a mark or dollars around it. A
-    completion in which nothing parses, or that cannot be compared, scores 0.0.
+    So 1/2 equals 0.5, and 1,000 equals 1000. A completion's answer stands after the last mark,
+    ``####`` (GSM8K) or \\boxed{} (MATH); the text around it does not count (reward/final_answer.py).
+    Without a mark math-verify looks for LaTeX between dollars or a plain number. A gold answer is
+    one expression, with or without a mark or dollars around it. A completion in which nothing
+    parses, or that cannot be compared, scores 0.0.
 
     A completion that is not judged in time, or that the library fails on, scores 0.0 too, and the
-    log says so. Each has QUICK_S, and those that need more PATIENT_S each, BATCH_S together: a call
-    on n answers takes at most n · QUICK_S + BATCH_S.
+    log says so. Each completion has QUICK_S. If that is too short, it gets PATIENT_S, all such
+    completions together BATCH_S. So a call on n answers takes at most n · QUICK_S + BATCH_S.
 
-    Raises ValueError for a gold answer that does not parse, which the start of a run looks for, and
-    RuntimeError outside the main thread: the deadlines are SIGALRM, which Python allows there only.
-    The alarm interrupts Python code; a single long operation inside a C extension ends first.
+    Raises ValueError for a gold answer that does not parse; a run's start looks for such answers.
+    Raises RuntimeError outside the main thread, since the deadlines use SIGALRM, which Python allows
+    only there. The alarm interrupts Python code, but no single long operation of a C extension.
     """
+    # Each different pair of completion and gold answer, quickly, then again with more time.
     _need_main_thread()
     golds = [read_gold(str(gold)) for gold in answer]
     texts = dict.fromkeys(zip(completions, map(str, answer), strict=True))
@@ -82,6 +83,7 @@ def math_verify(
         left = until - time.monotonic()
         if left > 0:
             scores[pair] = _within(min(PATIENT_S, left), _judge, pair[0], by_gold[pair[1]])
+    # Warnings of pairs without a score, and the scores of all completions.
     overdue = [pair for pair in texts if scores[pair] is None]
     _warn(f"could not judge within {PATIENT_S:g} s each and {BATCH_S:g} s in all", overdue, len(texts))
     failed: dict[type, list] = {}
@@ -95,7 +97,10 @@ def math_verify(
 
 
 def _warn(fault: str, pairs: Sequence[tuple[str, str]], num_texts: int) -> None:
-    """Log that completions count as wrong, with the end of the first; pairs: (completion, gold)."""
+    """Log that completions count as wrong, with the end of the first one.
+
+    pairs: (completion, gold answer) of each.
+    """
     if pairs:
         log.warning(
             "math_verify %s: %d of %d completions; each counts as wrong. The first, against the answer %.80r, ends in "
@@ -105,7 +110,7 @@ def _warn(fault: str, pairs: Sequence[tuple[str, str]], num_texts: int) -> None:
 
 
 def _judge(completion: str, gold: Gold) -> float | Exception:
-    """Return a completion's score, or the error that the library raised over it."""
+    """Return a completion's score, or the library's error."""
     try:
         return _score(completion, gold)
     except Exception as error:  # noqa: BLE001  (RecursionError, sympy's own, what Python's eval raises)
@@ -114,7 +119,7 @@ def _judge(completion: str, gold: Gold) -> float | Exception:
 
 @functools.lru_cache(maxsize=65536)
 def read_gold(gold: str) -> Gold:
-    """Return a gold answer as it is compared, in GOLD_S at most; raise ValueError if it cannot be read."""
+    """Return a gold answer in the form in which it is compared. Raises ValueError if reading fails or takes GOLD_S."""
     number = number_text(gold)
     if number is not None:
         return Gold(values=(Number(number),), is_number=True, marks_first=False)
@@ -149,7 +154,7 @@ def _need_main_thread() -> None:
 
 
 def _within(seconds: float, function: Callable, *arguments: object) -> object:
-    """Return what ``function`` returns, or None if it takes longer."""
+    """Return the result of ``function(*arguments)``, or None if the call takes longer than ``seconds``."""
 
     def interrupt(*_: object) -> None:
         raise _Overdue
@@ -180,8 +185,8 @@ def _score(completion: str, gold: Gold) -> float:
 
 
 def _read_expression(text: str) -> list:
-    text = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)  # which math-verify would read as a product
-    # Boxed, because math-verify would look for a number in a bare text, and take "1+x" for 1.
+    text = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)  # math-verify would read "1 1/2" as a product
+    # In a box, because math-verify would look for a number in a bare text, and read "1+x" as 1.
     if text and not any(delimiter in text for delimiter in _DELIMITERS):
         boxed = _parse(f"\\boxed{{{text}}}", fallback_mode="no_fallback")
         if boxed:

@@ -1,18 +1,19 @@
-"""Persistent reward workers: they score whole groups; a sample that hangs or kills its worker costs only itself.
+"""Persistent reward workers that score whole groups. A sample that hangs or kills its worker costs only itself.
 
-1. Every task carries an id that no other task has, and a killed worker's socket is closed: a late
-   answer reaches nobody.
-2. A task has one sample's deadline, however many samples it has, and one that fails is scored again
-   a sample at a time (reward/task_queue.py); where samples are slow only together, tasks are
-   smaller from then on.
-3. The samples of a task that takes SUSPECT_S are tried alone beside it, so that one that hangs is
-   known that much after its deadline, and not after two of them. ``num_workers`` other tasks may
-   run all the same: a pool has up to twice as many workers meanwhile, unless one of those does not
-   start, after which none is tried.
-4. Every wait is one `select` on the workers' sockets, until a message or the nearest deadline:
-   nothing polls.
-5. Workers live as long as their pool; one that ends is replaced. Their number of starts is bounded:
-   by the tasks that may kill them, and by STARTS in a row that do not get ready.
+1. Every task has an id of its own, and a killed worker's socket is closed. So a late answer is never
+   used.
+2. A task has one sample's deadline, however many samples it has. A task that fails is scored again
+   one sample at a time (reward/task_queue.py). If samples are slow only together, later tasks are
+   smaller.
+3. If a task takes SUSPECT_S, its samples are also tried alone, beside it. So a sample that hangs is
+   known SUSPECT_S after the deadline, not after two deadlines. ``num_workers`` other tasks may run
+   meanwhile, so a pool has up to twice as many workers. If such an extra worker does not start, no
+   other is tried.
+4. Every wait is one `select` on the workers' sockets, until a message or the nearest deadline.
+   Nothing polls.
+5. Workers live as long as their pool, and a worker that ends is replaced. The number of starts is
+   bounded: a task can kill only so many workers, and after STARTS failed starts in a row the pool
+   gives up.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from megatron_rl.types import Rollout
 
 log = logging.getLogger(__name__)
 
-STARTS = 3
+STARTS = 3  # failed starts in a row after which RewardError is raised
 
 
 class Pool:
@@ -50,7 +51,7 @@ class Pool:
     completions: ``reward.completions``.
 
     Raises ConfigError for a function that a worker cannot import, or a variable that is not set.
-    One thread at a time may use it.
+    Only one thread at a time may use a pool.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Pool:
         self.deadline_s = deadline_s
         self.most_samples: int | None = None
         self.num_started = 0
-        # of each function, as the last worker that started said
+        # Facts of each function, as the worker that started last reported them.
         self.needed_parameters: dict[str, list[str]] = {}
         self.forms: dict[str, Form | None] = {}
         self._workers: list[WorkerProcess] = []
@@ -81,8 +82,8 @@ class Pool:
         self._ids = itertools.count()
         self._in_use = threading.Lock()
         self._selector = selectors.DefaultSelector()
-        # A worker ends with the thread that started it (distributed/child_process.py): this one
-        # lives with the pool.
+        # A worker ends with the thread that started it (distributed/child_process.py), so the pool has a thread
+        # of its own for starts.
         self._starter: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="reward-workers")
         try:
             while sum(worker.ready for worker in self._workers) < num_workers:
@@ -97,11 +98,14 @@ class Pool:
         return [worker.pid for worker in self._workers]
 
     def score(self, rollouts: Sequence[Rollout], *, stop_at_failure: bool = False) -> TaskQueue:
-        """Call every function on every sample; neighbours with the same prompt form a group.
+        """Call every function on every sample, and return the queue with their outcomes.
+
+        Neighbours with the same prompt form a group.
 
         stop_at_failure: whether the other samples are given up once one has failed.
-        Raises ConfigError where a function cannot take the columns, or a column is not JSON;
-        RewardError where no worker starts.
+
+        Raises ConfigError if a function cannot take the columns, or if a column is not JSON. Raises
+        RewardError if no worker starts.
         """
         columns = columns_of(rollouts)
         _check_columns(rollouts)
@@ -109,18 +113,18 @@ class Pool:
             lenient = [number for number, name in enumerate(self.functions) if name == MATH]
             work = TaskQueue(rollouts, len(self.functions), self.most_samples, lenient)
             try:
-                self._wait(None, until=time.monotonic())  # a death since the last batch is no sample's fault
+                self._wait(None, until=time.monotonic())  # notice workers that ended since the last batch
                 while not (work.done or (stop_at_failure and work.has_failed)):
                     self._fill()
                     self._hand_out(work, columns)
                     self._wait(work)
             finally:
                 for worker in [worker for worker in self._workers if worker.task is not None]:
-                    self._end(worker)  # nobody waits for its task any more
+                    self._end(worker)  # no one waits for its task any more
                 for worker in self._workers[self.num_workers :]:
                     self._end(worker)
             work.give_up_rest()
-        # The next batches get tasks that a worker can finish in time.
+        # Later batches get tasks that a worker can finish in time.
         slow = work.slow_samples()
         if slow is not None:
             self.most_samples = max(1, slow // 2)
@@ -134,7 +138,7 @@ class Pool:
         return work
 
     def close(self) -> None:
-        """End the workers and lose their tasks. May be called again."""
+        """End the workers; unfinished tasks are lost. It may be called again."""
         workers, self._workers = self._workers, []
         for worker in workers:
             if worker.idle:
@@ -182,10 +186,10 @@ class Pool:
         return self._starter.submit(WorkerProcess, self.functions, self.deadline_s, self.variables, self.completions)
 
     def _hand_out(self, work: TaskQueue, columns: Sequence[str]) -> None:
-        """Give idle workers the tasks that may begin, and see to a worker where there is none.
+        """Give idle workers the tasks that may begin, and start a worker if none is idle.
 
-        At most ``num_workers`` tasks run, and beside them the samples of suspected ones, one for
-        each of these and more where a worker would be idle.
+        At most ``num_workers`` tasks run. Beside them run single samples of suspected tasks: one for
+        each suspected task, and more if a worker would be idle otherwise.
         """
         while True:
             tasks = [worker.task for worker in self._workers if worker.task is not None and not worker.task.is_moot]
@@ -206,7 +210,7 @@ class Pool:
             self._selector.modify(worker.socket, worker.events, worker)
 
     def _see_to_a_worker(self, work: TaskQueue) -> None:
-        """Start workers beyond ``num_workers``, unless they come already; one whose task is moot gives way."""
+        """Start workers beyond ``num_workers`` unless enough are starting; end a worker with a moot task if full."""
         moot = [worker for worker in self._workers if worker.task is not None and worker.task.is_moot]
         coming = sum(not worker.ready for worker in self._workers)
         while coming < max(1, work.num_suspected) and (len(self._workers) < self._most_workers or moot):
@@ -216,7 +220,7 @@ class Pool:
             coming += 1
 
     def _wait(self, work: TaskQueue | None, until: float | None = None) -> None:
-        """Wait for a worker's message or a deadline; a message sent in time counts, even where it is read late."""
+        """Wait for a worker's message or a deadline. A message sent in time counts, even if it is read late."""
         times = [time_s for worker in self._workers for time_s in (worker.deadline, worker.suspect_at)]
         nearest = min(time_s for time_s in times if time_s is not None) if until is None else until
         for key, events in self._selector.select(max(0.0, nearest - time.monotonic())):
@@ -316,7 +320,7 @@ def _check_columns(rollouts: Sequence[Rollout]) -> None:
 
 
 def _message(task: Task, function: str, rollouts: Sequence[Rollout], columns: Sequence[str]) -> dict:
-    """Return a task's message; its samples have one prompt, which is sent once."""
+    """Return the message of a task. Its samples have one prompt, which is sent once."""
     samples = [rollouts[i] for i in task.samples]
     prompt = samples[0].prompt
     return {

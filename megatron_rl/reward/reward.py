@@ -1,4 +1,4 @@
-"""The configured reward functions as one: called here or in workers, weighed, with a policy for failures."""
+"""The configured reward functions as one: called in this process or in workers, weighed, with a rule for failures."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ from megatron_rl.types import Rollout, Score
 
 log = logging.getLogger(__name__)
 
-MOST_KINDS = 20  # of errors, that are logged
+MOST_KINDS = 20  # kinds of errors that are logged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFailure:
-    """Describes a function's failure on a sample; ``message`` is the traceback, or says how the value is wrong."""
+    """Describes a function's failure on a sample.
+
+    message: the traceback, or a sentence that says how the value is wrong.
+    """
 
     sample_id: str
     function: str
@@ -44,13 +47,13 @@ class RewardFailure:
 
     @property
     def last_line(self) -> str:
-        """Return what the message comes down to: the last line of a traceback, or the first of a sentence."""
+        """Return the message's main line: the last line of a traceback, or the first line of a sentence."""
         lines = [line for line in self.message.splitlines() if line.strip()] or [""]
         return (lines[-1] if "Traceback" in self.message else lines[0])[:300]
 
     @property
     def kind(self) -> str:
-        """Return what failures of one cause share: the exception's class, or a sentence without its values."""
+        """Return the name of the failure's kind: the exception's class, or the sentence without its values."""
         if "Traceback" in self.message:
             return self.last_line.partition(":")[0]
         return re.sub(r"'[^']*'|[-\d.]+", "", self.last_line)
@@ -61,8 +64,8 @@ class _Answers:
     """Holds one function's answers on a batch.
 
     outcomes: [S], one per sample.
-    unexplained: (samples, traceback) of each call that failed as a whole and on none of its samples
-        alone.
+    unexplained: (samples, traceback) of each call that failed on several samples, though it failed
+        on none of them alone.
     """
 
     outcomes: Sequence[Outcome]
@@ -73,42 +76,46 @@ class Reward:
     """Scores rollouts with the configured reward functions as one.
 
     A reward function is any callable ``f(prompts, completions, completion_ids, **columns) ->
-    list[float | None]``, plain or ``async``, called by keyword with lists of equal length: prompt
-    texts, completion texts, completion token ids, and every column of the dataset as a list (None
-    where a row lacks it; a column with the name of one of the first three is not passed). It
-    returns one number per sample, or None where it does not apply.
+    list[float | None]``, plain or ``async``. It is called by keyword with lists of equal length:
+    prompt texts, completion texts, completion token ids, and each column of the dataset (None for a
+    row without it). A column with the name of one of the first three is not passed. The function
+    returns a number per sample, or None if it does not apply to the sample.
 
-    With ``reward.num_workers`` functions are called in worker processes, on a group at a time,
-    unless ``reward.in_process`` names them; other functions are called in this process, on the
-    whole batch. Only a worker can be interrupted: ``reward.deadline_s`` bounds the functions that
-    run in one.
+    With ``reward.num_workers``, worker processes call the functions on a group at a time. Functions
+    that ``reward.in_process`` names, and all functions without workers, are called in this process
+    on the whole batch. Only a worker can be interrupted, so ``reward.deadline_s`` bounds only
+    functions in workers.
 
     Two more forms are known by their parameters (forms.py): TRL's, whose completions are lists of
     messages, and verl's ``compute_score``, for one sample or a batch.
 
-    A function **fails on a sample** when it raises or exits on it, gives a value that is not a
-    finite number or None, or (in a worker) takes too long or kills its process. When a call on
-    several samples fails whole, the guilty sample is unknown: the function is called again **one
-    sample at a time**, and only those that fail alone are guilty. So a function must not depend on
-    the other samples of a call, and may be called more than once on the same one. If none raises
-    alone, the first call itself is the error.
+    A function **fails on a sample** if it raises or exits, or if its value is neither a finite
+    number nor None. In a worker it also fails if it takes too long or kills its process. If a call
+    on several samples fails as a whole, the guilty sample is unknown. Then the function is called
+    again **one sample at a time**, and the samples that fail alone are guilty. So a function must
+    not depend on the other samples of a call, and may be called more than once on a sample. If none
+    fails alone, the error of the first call is raised.
 
     The name ``environment`` is no function: its value is the sum of the rewards that the sample's
     environment gave. A sample that its environment gave up (``Rollout.excluded``) has no total, and
     no function is called on it.
 
-    ``last_errors`` holds the failures of the last `score`, which the scores name too; the log has the first one of each
-    kind, whole. ``required_columns`` are those that every row of the data must have. ``recognised`` says how each
-    function of the user's is called, a sentence each.
+    last_errors: the failures of the last `score`; its scores name them too, and the log has the
+        first failure of each kind, whole.
+    required_columns: the columns that every row of the data must have.
+    recognised: for each function of the user's, a sentence that says how it is called.
     """
 
     def __init__(self, config: RewardConfig, import_s: float | None = None, *, episodes: bool = False) -> None:
-        """Resolve the functions; raise ConfigError for none, a repeated one, or one that its process cannot resolve.
+        """Resolve the functions, here or in workers.
 
-        import_s: seconds for the imports in this process, which ends where they take longer; None:
-            no limit.
-        episodes: whether a response holds several turns; a function of messages is refused then.
+        import_s: seconds for the imports in this process; if they take longer, the process ends.
+            None: no limit.
+        episodes: whether a response holds several turns; functions of messages are then refused.
+
+        Raises ConfigError for no function, for a repeated one, and for one that cannot be resolved.
         """
+        # The names.
         if not config.functions:
             raise ConfigError(
                 f"reward.functions is empty; name one of {', '.join([*BUILT_IN, ENVIRONMENT])}, or your own "
@@ -124,6 +131,7 @@ class Reward:
         self._kinds_logged: set[tuple[str, str]] = set()
         self._weights = tuple(config.resolved_weights)
         self._on_error = config.on_error
+        # The functions of this process, then the workers'.
         called = [name for name in self.names if name != ENVIRONMENT]
         in_workers = [name for name in called if config.num_workers and name not in config.in_process]
         with time_limit("the import of reward.functions", import_s):
@@ -138,6 +146,7 @@ class Reward:
             settings = (config.deadline_s, config.worker_environment, config.completions)
             self.pool = Pool(in_workers, config.num_workers, *settings)
             forms |= self.pool.forms
+        # Their forms and their columns.
         try:
             self.recognised = _recognised({name: forms[name] for name in called}, episodes)
         except ConfigError:
@@ -149,21 +158,22 @@ class Reward:
 
     @property
     def runs_apart(self) -> bool:
-        """Return whether workers make every call, so that ``score`` may be called in a thread of its own."""
+        """Return whether workers make every call, so that ``score`` may run in another thread."""
         return self.pool is not None and not self._functions
 
     def close(self) -> None:
-        """End the workers. May be called again."""
+        """End the workers. It may be called again."""
         if self.pool is not None:
             self.pool.close()
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """Return [S], one Score per rollout, in order.
 
-        ``total`` is the weighted sum over the functions that applied, None if none did. A sample on which any function
-        failed meets ``reward.on_error``: ``fail`` raises RewardError with its id and the traceback, without waiting for
-        the other samples, ``drop`` gives a total of None, ``zero`` a total of 0.0. Raises ConfigError where a function
-        cannot take the dataset's columns.
+        ``total`` is the weighted sum over the functions that applied; None if none did. For a sample on which a
+        function failed, ``reward.on_error`` decides: ``drop`` gives a total of None, ``zero`` a total of 0.0. ``fail``
+        raises RewardError with the sample's id and the traceback, without waiting for the other samples.
+
+        Raises ConfigError if a function cannot take the dataset's columns.
         """
         self.last_errors = ()
         scores = iter(self._score([rollout for rollout in rollouts if rollout.excluded is None]))
@@ -182,7 +192,7 @@ class Reward:
             values_by_function.append([outcome.value for outcome in answers.outcomes])
         self.last_errors = tuple(failures)
         self._log_new_kinds(failures)
-        # of a sample that several functions failed on, the first is named
+        # If several functions failed on a sample, its score names the first.
         errors = {failure.sample_id: failure.last_line for failure in reversed(failures)}
         return [
             self._combine(by_function, errors.get(rollout.sample_id))
@@ -210,7 +220,7 @@ class Reward:
         }
 
     def _log_new_kinds(self, failures: Sequence[RewardFailure]) -> None:
-        """Log the first failure of each kind with its sample and traceback; the rest are counted (rollout/)."""
+        """Log the first failure of each kind with its sample and traceback; rollout/ counts all failures."""
         for failure in failures:
             kind = (failure.function, failure.kind)
             if kind in self._kinds_logged or len(self._kinds_logged) >= MOST_KINDS:
@@ -232,7 +242,11 @@ class Reward:
         return Score(total=sum(applied) if applied else None, by_function=by_function)
 
     def _failures(self, name: str, answers: _Answers, rollouts: Sequence[Rollout]) -> list[RewardFailure]:
-        """Return one function's failures; raise RewardError if ``on_error`` is fail or no sample explains a failure."""
+        """Return one function's failures.
+
+        Raises RewardError for a failure under ``on_error=fail``, and for a failure of a call that
+        no sample alone explains.
+        """
         for samples, error in answers.unexplained:
             raise RewardError(
                 f"reward function {name!r} failed on a batch of {len(samples)} samples ({samples[0].sample_id} to "
@@ -257,9 +271,9 @@ class Reward:
 def opened_reward(
     config: RewardConfig, import_s: float | None = None, *, episodes: bool = False
 ) -> Iterator[Reward | None]:
-    """Open the run's reward for the block, None where it names no function; end its workers after it.
+    """Open the run's reward for the block, and end its workers after it; None if no function is configured.
 
-    import_s: seconds for the imports in this process; None: no limit. episodes: as Reward's.
+    import_s, episodes: as for Reward.
     """
     if not config.functions:
         yield None
@@ -269,7 +283,10 @@ def opened_reward(
 
 
 def _recognised(forms: Mapping[str, Form | None], episodes: bool) -> list[str]:
-    """Say how each function of the user's is called; raise ConfigError for one of messages where there are episodes."""
+    """Return a sentence for each function of the user's that says how it is called.
+
+    Raises ConfigError for a function of messages if responses are episodes.
+    """
     for name, form in forms.items():
         if form is Form.MESSAGES and episodes:
             raise ConfigError(
@@ -283,8 +300,9 @@ def _recognised(forms: Mapping[str, Form | None], episodes: bool) -> list[str]:
 def _call_here(name: str, function: RewardFunction, rollouts: Sequence[Rollout], *, stop_at_failure: bool) -> _Answers:
     """Call one function on the whole batch in this process.
 
-    stop_at_failure: whether the samples behind the first that fails alone are left without an
-        answer.
+    If the call fails, the function is called on each sample alone.
+
+    stop_at_failure: whether samples after the first that fails alone are left without an answer.
     """
     columns = columns_of(rollouts)
     check_signature(name, function, columns)

@@ -1,4 +1,4 @@
-"""A trained reward model as a reward function: a sequence classifier of one label scores prompt and response."""
+"""A trained reward model as a reward function: a sequence classifier with one label scores prompt and response."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from megatron_rl.distributed.platform import HOST
 from megatron_rl.errors import ConfigError, quoted
 
 ROWS_PER_PASS = 16
-MOST_PER_BYTE = 4  # parameters in a byte of the weights: files of four bits hold two
+MOST_PER_BYTE = 4  # parameters per byte of the weights' files; files of four bits hold two per byte
 
 
 class RewardModelScore:
-    """Scores responses by the reward model in a directory, which every rank holds whole, by transformers.
+    """Scores responses by a reward model of transformers, which every rank holds whole.
 
-    The score is the model's number at a response's last token. Tokens are the policy's own, so the
-    reward model must be of its tokenizer; a prompt's text is tokenized by the directory's, without
-    special tokens, as prompts are.
+    The score is the model's number at a response's last token. The response's tokens are the
+    policy's, so the reward model must have the policy's tokenizer. A prompt's text is tokenized by
+    the tokenizer in the reward model's directory, without special tokens, like the policy's prompts.
 
     Example: ``RewardModelScore("runs/judge/checkpoints/step_200/hf")(prompts=["2+2="],
     completions=["4"], completion_ids=[[7, 2]])`` → ``[1.3]``.
     """
 
     def __init__(self, path: str | pathlib.Path, device: torch.device | None = None) -> None:
-        """Load the model. Raises ConfigError for a directory without one, or one of several labels."""
+        """Load the model. Raises ConfigError for a directory without a reward model of one label."""
         from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
         setting, self._device = f"reward.model_path={quoted(str(path), 300)}", device or HOST.device
@@ -35,7 +35,8 @@ class RewardModelScore:
             raise ConfigError(f"{setting} holds no config.json; give a reward model's directory")
         try:
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-            with torch.device("meta"):  # transformers gives memory to weights that the files lack, and looks then
+            # transformers would allocate weights that the files lack, so sizes are compared before it loads.
+            with torch.device("meta"):
                 asked = AutoModelForSequenceClassification.from_config(config).num_parameters()
             held = sum(x.stat().st_size for x in pathlib.Path(path).iterdir() if x.suffix in (".safetensors", ".bin"))
             if asked > MOST_PER_BYTE * held:
@@ -80,8 +81,8 @@ class RewardModelScore:
         tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=self._device)
         lengths = torch.tensor([len(row) for row in rows], device=self._device)
         inside = torch.arange(longest, device=self._device) < lengths[:, None]
-        # the layers alone: the classifier's own pooling takes a response's end for a pad where the
-        # two are one token
+        # The layers are called alone: the classifier's own pooling reads a response's end as a pad if
+        # both are the same token.
         hidden = self._model.base_model(input_ids=tokens, attention_mask=inside.long()).last_hidden_state
         last = hidden[torch.arange(len(rows), device=self._device), lengths - 1]
         return self._model.score(last)[:, 0].float().cpu().numpy()

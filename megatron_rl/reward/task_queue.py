@@ -1,14 +1,14 @@
-"""Queue of a batch's tasks: whole groups first, then a failed task's samples alone, which finds the guilty.
+"""The queue of a batch's tasks: whole groups first, then the samples of a failed task alone, to find the guilty one.
 
-1. A task that fails whole (it raised, ran out of time, or its worker died) is cut into its samples,
-   each a task of its own. Alone, a sample that raises or runs out of time is guilty; one whose
-   worker dies is tried once more, since the machine may have been at fault. So a task of n samples
-   costs at most 1 + 2n workers.
-2. The samples of a task that takes long (``suspect``) are tried alone before it has failed, beside
-   the rest. Their results count once it fails; if it answers, they are forgotten: its answer is
-   what it would have been without them.
-3. A sample that runs out of time, or kills its worker, alone counts as wrong under a function of
-   ``lost_is_wrong``.
+1. A task fails as a whole if it raises, runs out of time, or its worker dies. Then it is cut into
+   its samples, each a task of its own. A sample that raises or runs out of time alone is guilty. A
+   sample whose worker dies is tried once more, since the machine may have been at fault. So a task
+   of n samples costs at most 1 + 2n workers.
+2. If a task takes long (``suspect``), its samples are tried alone before it has failed. Their
+   results count once it fails. If it answers, they are forgotten, so that its answer does not
+   depend on them.
+3. For functions of ``lost_is_wrong``, a sample that runs out of time or kills its worker alone
+   counts as wrong.
 
 This module knows no processes and no time.
 """
@@ -36,12 +36,13 @@ class Failure(Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Split:
-    """Records a task whose samples are tried alone; ``left`` of them are yet to be.
+    """Records a task whose samples are tried alone.
 
-    failure: how it failed whole; None while it is only suspected.
-    error: its traceback, or a sentence.
-    early: the results of samples that were tried before it failed.
-    is_moot: whether it answered all the same, so that its samples' results are forgotten.
+    left: the number of its samples without a result of their own.
+    failure: how the task failed as a whole; None while it is only suspected.
+    error: the task's traceback, or a sentence.
+    early: the results of samples that were tried before the task failed.
+    is_moot: whether the task has answered after all, so that its samples' results are forgotten.
     """
 
     task: Task
@@ -54,7 +55,7 @@ class Split:
 
     @property
     def is_innocent(self) -> bool:
-        """Return whether every one of its samples was tried alone, and none failed."""
+        """Return whether every sample of the task was tried alone, and none failed."""
         return self.left == 0 and not self.found_guilty
 
 
@@ -64,8 +65,8 @@ class Task:
 
     function: the function's index.
     samples: the samples' indices in the batch.
-    split: the failed or suspected task that this one is a part of, or None.
-    deaths: the number of workers that died on it.
+    split: the record of the failed or suspected task that this task is a sample of, or None.
+    deaths: the number of workers that died on this task.
     """
 
     function: int
@@ -75,12 +76,12 @@ class Task:
 
     @property
     def is_early(self) -> bool:
-        """Return whether it is tried while the task that it is a part of may still answer, or has answered."""
+        """Return whether this is a sample of a suspected task that has not failed."""
         return self.split is not None and self.split.failure is None
 
     @property
     def is_moot(self) -> bool:
-        """Return whether the task that it is a part of has answered, so that nobody waits for this one."""
+        """Return whether this is a sample of a task that has answered, so that no one waits for its result."""
         return self.split is not None and self.split.is_moot
 
 
@@ -88,8 +89,8 @@ class TaskQueue:
     """Queues the tasks of a batch and collects their outcomes.
 
     most_samples: the most samples of a task; a larger group is cut.
-    lost_is_wrong: the indices of functions under which a sample that is never judged is worth 0.0,
-        and no failure.
+    lost_is_wrong: the indices of functions for which a sample that is never judged has the value
+        0.0, and is no failure.
     outcomes: [F][S], complete once ``done``.
     """
 
@@ -103,10 +104,10 @@ class TaskQueue:
         self.rollouts = rollouts
         self.outcomes: list[list[Outcome | None]] = [[None] * len(rollouts) for _ in range(num_functions)]
         self.splits: list[Split] = []
-        self.has_failed = False  # a sample that is known to be guilty
+        self.has_failed = False  # whether a guilty sample is known
         self._lost_is_wrong = frozenset(lost_is_wrong)
-        self._left = num_functions * len(rollouts)
-        self._suspected: dict[Task, Split] = {}  # under way
+        self._left = num_functions * len(rollouts)  # outcomes that are missing
+        self._suspected: dict[Task, Split] = {}  # suspected tasks that are under way
         groups = [
             list(indices)
             for _, indices in itertools.groupby(range(len(rollouts)), key=lambda i: id(rollouts[i].prompt))
@@ -145,7 +146,7 @@ class TaskQueue:
         return self._early.popleft()
 
     def suspect(self, task: Task) -> None:
-        """Try the samples of a task that is under way alone as well."""
+        """Queue the samples of a task that is under way, to be tried alone beside it."""
         if len(task.samples) == 1 or task in self._suspected:
             return
         split = self._suspected[task] = Split(task=task, left=len(task.samples))
@@ -172,7 +173,7 @@ class TaskQueue:
             task.split.left -= 1
 
     def give_up_rest(self) -> None:
-        """Give every sample without an answer an empty one."""
+        """Give every sample without an outcome an empty one, and empty the queue."""
         self.outcomes = [[outcome or Outcome() for outcome in of_function] for of_function in self.outcomes]
         self._waiting.clear()
         self._early.clear()
@@ -180,7 +181,11 @@ class TaskQueue:
         self._left = 0
 
     def failed(self, task: Task, failure: Failure, error: str) -> None:
-        """Take a task's failure as a whole: it is cut into its samples, tried once more, or guilty."""
+        """Take a task's failure as a whole.
+
+        A task of several samples is cut into its samples. A single sample is tried once more after
+        its worker's first death, and is guilty otherwise.
+        """
         if len(task.samples) > 1:
             self._split(task, failure, error)
         elif task.is_moot:
@@ -204,7 +209,7 @@ class TaskQueue:
             split = Split(task=task, left=len(task.samples))
         split.failure, split.error = failure, error
         self.splits.append(split)
-        # Before the rest: a sample that takes its whole deadline delays the batch least when it starts early.
+        # The samples go before other tasks: a sample that takes its whole deadline should start early.
         if is_new:
             self._waiting.extendleft(reversed(self._alone(split)))
             return
@@ -219,11 +224,11 @@ class TaskQueue:
         return [Task(function=task.function, samples=[sample], split=split) for sample in task.samples]
 
     def unexplained(self, function: int) -> list[tuple[list[Rollout], str]]:
-        """Return (samples, traceback) of each task that raised as a whole, and on none of its samples alone."""
+        """Return (samples, traceback) of each task that raised as a whole though none of its samples fails alone."""
         raised = [split for split in self.splits if split.failure is Failure.RAISED and split.is_innocent]
         return [([self.rollouts[i] for i in s.task.samples], s.error) for s in raised if s.task.function == function]
 
     def slow_samples(self) -> int | None:
-        """Return the size of the smallest task that was overdue while its samples alone were not; None without one."""
+        """Return the size of the smallest late task none of whose samples failed alone; None without one."""
         slow = [s for s in self.splits if s.failure is Failure.OVERDUE and s.is_innocent]
         return min((len(s.task.samples) for s in slow), default=None)

@@ -2,11 +2,11 @@
 
     python -m megatron_rl.reward.worker FD STACK_FD PARENT_PID      # started by pool.py, never by hand
 
-The process that is started becomes the worker's subreaper (distributed/subreaper.py), and a child
-of it the worker. The first message names the functions; then one task at a time arrives and its
-answer leaves. Functions are called in the main thread, since math-verify's deadlines are SIGALRM.
-Only the pool interrupts a task, by killing this process: a call that takes a whole list cannot be
-interrupted otherwise. Shortly before, the stacks go to STACK_FD.
+The started process becomes a subreaper (distributed/subreaper.py), and its child the worker. The
+first message names the functions. Then tasks arrive one at a time, and each is answered. Functions
+are called in the main thread, since math-verify's deadlines use SIGALRM. Only the pool interrupts a
+task, by killing the process: a call on a whole list cannot be interrupted otherwise. At STACK_AT of
+the deadline the stacks are written to STACK_FD.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_rl.reward.function import (
     resolve,
 )
 
-STACK_AT = 0.9  # of the deadline
+STACK_AT = 0.9  # share of the deadline at which stacks are written
 
 
 def answer(task: dict, function: RewardFunction) -> dict:
@@ -49,7 +49,7 @@ def answer(task: dict, function: RewardFunction) -> dict:
     try:
         outcomes, error = call(function, {**columns, **fixed}, [task["messages"]] * size)
     except KeyboardInterrupt:
-        error = formatted_traceback()  # the function raised it: nobody interrupts a worker
+        error = formatted_traceback()  # raised by the function: no Ctrl-C reaches a worker
     if error is not None:
         return {"id": task["id"], "error": error}
     return {
@@ -60,7 +60,7 @@ def answer(task: dict, function: RewardFunction) -> dict:
 
 
 def resolve_all(names: list[str], completions: str) -> dict[str, tuple[Form | None, RewardFunction]]:
-    """Return the forms and functions by name; raise ConfigError that names one which does not resolve."""
+    """Return the form and the function of each name. Raises ConfigError for a name that does not resolve."""
     functions = {}
     for name in names:
         try:

@@ -1,4 +1,4 @@
-"""A rank's handle on one reward worker: process, socket, task and deadline. No call here waits for an answer."""
+"""A rank's handle on one reward worker: process, socket, task and deadline. No call waits for an answer."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from megatron_rl.reward.task_queue import Task
 
 log = logging.getLogger(__name__)
 
-START_S = 120.0  # until a worker has imported its functions
-SUSPECT_S = 5.0  # a task of several samples that takes longer has them tried alone, beside it
+START_S = 120.0  # for a worker's start, until it has imported its functions
+SUSPECT_S = 5.0  # if a task of several samples takes longer, its samples are also tried alone
 CLOSE_S = 2.0  # for a worker without a task to end by itself
-REAP_S = 10.0  # a killed process is gone within it, unless the kernel holds it
-# Of the rank's environment variables a worker gets these, and none that may hold a key (docs/security.md).
+REAP_S = 10.0  # for a killed process to be gone; it takes longer only if the kernel holds it
+# The environment variables of the rank that a worker gets: none that may hold a key (docs/security.md).
 ALLOWED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TERM|TMPDIR|TEMP|TMP|XDG_CACHE_HOME|PYTHON\w*|VIRTUAL_ENV|"
     r"CONDA_PREFIX|LD_LIBRARY_PATH|LD_PRELOAD|MALLOC_\w+|\w+_NUM_THREADS|CUDA_HOME|CUDA_VISIBLE_DEVICES|HF_HOME|"
@@ -37,19 +37,19 @@ ALLOWED = re.compile(
 
 
 class Gone(ConnectionError):
-    """Raised where the worker ended, or sends bytes that are no message."""
+    """Reports a worker that has ended, or that sent bytes that are no message."""
 
 
 class WorkerProcess:
     """Runs one worker process and gives it one task at a time.
 
-    variables: environment variables that it gets beside the ALLOWED ones, by name.
+    variables: names of environment variables that the worker gets beside the ALLOWED ones.
     completions: ``reward.completions``.
-    pid: the worker's process id once it is ready, its subreaper's before.
-    deadline: seconds on time.monotonic, of its start or its task; None while it has neither.
-    suspect_at: seconds on time.monotonic at which its task takes long; None where nothing is to be
-        done about it.
-    task_id: the id that its answer must carry.
+    pid: the worker's process id once the worker is ready, its subreaper's before.
+    deadline: the time on time.monotonic by which the start or the task must end; None if idle.
+    suspect_at: the time on time.monotonic at which the task counts as suspected; None if it never
+        does, or already does.
+    task_id: the id that the answer to the task must carry.
     """
 
     def __init__(self, functions: Sequence[str], deadline_s: float, variables: Sequence[str], completions: str) -> None:
@@ -72,14 +72,14 @@ class WorkerProcess:
                 ),
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
-                # a terminal's Ctrl-C is for the ranks, which save first; and its children are
-                # killed with it
+                # A session of its own: a terminal's Ctrl-C is for the ranks alone, which save first. The
+                # subreaper kills the worker's children.
                 start_new_session=True,
             )
         self.pid = self._process.pid
         ours.setblocking(False)
         self.socket = ours
-        path = [folder or os.getcwd() for folder in sys.path]  # a function is found where this process would find it
+        path = [folder or os.getcwd() for folder in sys.path]  # so that the worker finds what this process would find
         setup = {"functions": list(functions), "completions": completions, "path": path, "deadline_s": deadline_s}
         self._post(setup)
 
@@ -104,7 +104,7 @@ class WorkerProcess:
         return task
 
     def flush(self) -> None:
-        """Send the bytes that its socket takes now; only `read` raises Gone."""
+        """Send as many bytes as the socket takes now. If the worker has ended, only `read` raises Gone."""
         try:
             while self._outbox:
                 del self._outbox[: self.socket.send(self._outbox)]
@@ -114,7 +114,7 @@ class WorkerProcess:
             self._outbox.clear()
 
     def read(self) -> list[dict]:
-        """Return the messages that have come; raise Gone after the last of them."""
+        """Return the messages that have come. Raises Gone if there are none and the worker has ended."""
         messages: list[dict] = []
         why = "it closed its socket"
         try:
@@ -125,17 +125,17 @@ class WorkerProcess:
         except (OSError, ValueError) as error:
             why = f"{type(error).__name__}: {error}"
         if messages:
-            return messages  # the end of the stream is still there the next time
+            return messages  # the next call finds the end of the stream again
         raise Gone(why)
 
     def stacks(self) -> str:
-        """Return its stacks from when most of its task's time was over; empty before that."""
+        """Return the worker's stacks, written when most of the task's time was over; empty before that."""
         self._stacks.seek(0)
         return self._stacks.read().decode(errors="replace").strip()
 
     def end(self) -> str:
-        """Kill it and all that it started; return how it ended, now or earlier."""
-        self.socket.close()  # so that nothing it sent before is ever read
+        """Kill the worker and all that it started, and return in words how it ended, now or earlier."""
+        self.socket.close()  # so that nothing that it sent before is ever read
         code = self._process.returncode
         if code is None:
             self._process.send_signal(END)
@@ -150,12 +150,12 @@ class WorkerProcess:
         return _how(code)
 
     def leave(self) -> None:
-        """Ask it to end by itself, which it does when it has no task; `end` follows."""
+        """Ask a worker without a task to end by itself. `end` must follow."""
         self.socket.close()
 
     def wait(self, until: float) -> None:
-        """Wait until it has ended by itself. It is not reaped, so that its number stays its own until `end`."""
-        with contextlib.suppress(OSError):  # a kernel before 5.3 has no pidfd: do not wait
+        """Wait until the worker has ended by itself. It is not reaped: `end` needs its process id."""
+        with contextlib.suppress(OSError):  # a kernel before 5.3 has no pidfd: then nothing waits
             descriptor = os.pidfd_open(self._process.pid)
             try:
                 ended = select.poll()  # not select.select, which refuses a descriptor above 1023

@@ -1,7 +1,7 @@
-"""Checks of the settings that only make sense together, before any weight is read. Not a collective.
+"""Checks of relations between settings, before any weight is read. They are no collectives.
 
-What is refused stands in one table (table.py); the reasons lie by theme in objective.py, models.py
-and rollouts.py.
+One table (table.py) lists the refused combinations. The functions that give the reasons are in
+objective.py, models.py and rollouts.py, by theme.
 """
 
 from megatron_rl.validate.models import beyond_the_end, check_critic_model, check_lengths, check_profile

@@ -1,4 +1,4 @@
-"""The configurations that a critic's and a teacher's models are built from, and the ranks of the policy."""
+"""The configurations of a critic's and a teacher's model, and the number of the policy's ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ OWN_SECTIONS = ("parallel", "optimizer")
 
 
 def policy_ranks(of_critic: int, num_ranks: int) -> int:
-    """Count the ranks of a job that hold its policy. Raises ConfigError where a separate critic leaves none.
+    """Return the number of ranks that hold the policy. Raises ConfigError if a separate critic leaves none.
 
     of_critic: ``Config.separate_critic_ranks``.
+    num_ranks: the ranks of the job.
     """
     if of_critic >= num_ranks:
         raise ConfigError(
@@ -26,12 +27,12 @@ def policy_ranks(of_critic: int, num_ranks: int) -> int:
 
 
 def critic_config(config: Config) -> Config:
-    """Return the Config that the critic's model is built from.
+    """Return the Config from which the critic's model is built.
 
     Raises ConfigError for a field that a section does not have.
     """
     critic = config.critic
-    # without an LM head its stages balance by another layout than the policy's
+    # A critic has no LM head, so its stages balance by another layout than the policy's.
     fields = {"parallel": {"pipeline_layout": [], **critic.parallel}, "optimizer": critic.optimizer}
     before = {"parallel": config.parallel, "optimizer": config.optimizer}
     sections = {name: _changed(before[name], name, fields[name], critic.lr) for name in OWN_SECTIONS}
@@ -44,12 +45,12 @@ def critic_config(config: Config) -> Config:
         model=dataclasses.replace(config.model, **own_weights),
         train=dataclasses.replace(config.train, samples_per_mini_batch=samples_per_mini_batch),
         skip=dataclasses.replace(config.skip, steps="match", ghost="dense"),
-        rollout=dataclasses.replace(config.rollout, bitwise=False),  # nobody samples from a critic
+        rollout=dataclasses.replace(config.rollout, bitwise=False),  # a critic generates no samples
     )
 
 
 def teacher_config(config: Config) -> Config:
-    """Return the configuration of the teacher's model: the policy's degrees, and stages that balance by themselves."""
+    """Return the Config from which the teacher's model is built: the policy's, with balanced pipeline stages."""
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, hf_path=config.teacher.hf_path),

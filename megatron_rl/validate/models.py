@@ -1,4 +1,4 @@
-"""Reasons against settings of a run's models: the policy's, the critic's and the teacher's."""
+"""Reasons against combinations of settings of a run's models: policy, critic and teacher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.planning.pipeline_layout import stated_layers
 
 
 def layout(parallel: ParallelConfig) -> None:
-    """Raise ConfigError for a text that is no pipeline layout, or one of another number of stages."""
+    """Raise ConfigError for a text that is no pipeline layout, or a layout of a wrong number of stages."""
     stated_layers(parallel)
 
 
@@ -48,7 +48,7 @@ def provider(
     teacher_path: str | None,
     bitwise: bool,
 ) -> str | None:
-    """Refuse what was not shown on models of Megatron-Bridge's."""
+    """Refuse settings that were not tested with models of Megatron-Bridge."""
     if provider == "native":
         return None
     unshown = {
@@ -125,7 +125,11 @@ def _of_one_advantage(delta: float, estimator: str) -> str:
 
 
 def _unread(section: str, settings: object, neutral: object, estimator: str, reader: str) -> str | None:
-    """Refuse a setting of a section that the estimator does not read; ``reader`` is an estimator that does."""
+    """Refuse a changed setting of a section that the estimator does not read.
+
+    neutral: the section with its defaults.
+    reader: an estimator that reads the section, for the message.
+    """
     left_alone = dataclasses.asdict(neutral)
     for name, value in dataclasses.asdict(settings).items():
         if value != left_alone[name]:
@@ -137,9 +141,10 @@ def _unread(section: str, settings: object, neutral: object, estimator: str, rea
 
 
 def check_profile(profile: ProfileConfig, num_ranks: int, *, on_gpu: bool) -> None:
-    """Raise ConfigError for a profile of ranks that hold no policy, or one by a tool that this device does not have.
+    """Raise ConfigError for a profile of ranks without a policy, or by a tool that this device does not have.
 
-    num_ranks: the ranks of the policy.
+    num_ranks: the number of the policy's ranks.
+    on_gpu: whether the run is on a GPU.
     """
     if profile.steps is None:
         return
@@ -157,7 +162,7 @@ def check_profile(profile: ProfileConfig, num_ranks: int, *, on_gpu: bool) -> No
 
 
 def beyond_the_end(profile: ProfileConfig, num_steps: int) -> str | None:
-    """Return a warning of profiled steps that a run of so many optimizer steps does not take; None without any."""
+    """Return a warning if steps to profile are beyond the run's ``num_steps`` optimizer steps; None if none are."""
     if profile.steps is None or profile.steps[1] <= num_steps:
         return None
     return (
@@ -167,7 +172,7 @@ def beyond_the_end(profile: ProfileConfig, num_steps: int) -> str | None:
 
 
 def check_lengths(data: DataConfig, rollout: RolloutConfig, context_tokens: int, of: str = "the model") -> None:
-    """Raise ConfigError where prompt and response together do not fit in a model's context."""
+    """Raise ConfigError if the longest prompt and response together do not fit in a model's context."""
     longest = data.max_prompt_tokens + rollout.max_response_tokens
     if longest > context_tokens:
         raise ConfigError(
@@ -180,9 +185,9 @@ def check_lengths(data: DataConfig, rollout: RolloutConfig, context_tokens: int,
 def check_critic_model(
     critic: CriticConfig | None, data: DataConfig, rollout: RolloutConfig, policy, policy_path: str
 ) -> None:
-    """Raise ConfigError for a critic of other weights that cannot read the policy's prompts, responses or tokens.
+    """Raise ConfigError for a critic of other weights whose context or vocabulary is too small for the policy's.
 
-    critic: None in a run without one.
+    critic: None in a run without a critic.
     policy, policy_path: the policy's Hugging Face config, and ``model.hf_path``.
     """
     if critic is None or critic.hf_path is None:

@@ -1,4 +1,4 @@
-"""Reasons against settings of the objective: what is trained on, and what would be lost or couple samples."""
+"""Reasons against combinations of settings of the objective: estimators, losses, the skip, rewards, schedules."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
         SftConfig,
     )
 
-MOST_SAMPLES = 10**7  # of a rollout
+MOST_SAMPLES = 10**7  # in one rollout
 
 
 def own_parts(advantage: AdvantageConfig, loss: LossConfig) -> None:
-    """Raise ConfigError where an estimator or a policy loss of the user's own breaks its contract (docs/your-own.md).
+    """Raise ConfigError if an estimator or a policy loss of the user's own breaks its contract (docs/your-own.md).
 
-    Each is called on random numbers. A loss that trains at a zero advantage is for ``skip.mode`` to
-    refuse.
+    Each is called on random numbers. A loss that trains at a zero advantage is not refused here:
+    ``skip.mode`` decides that.
     """
     if is_own(advantage.estimator):
         from megatron_rl.algorithm import own_estimator
@@ -40,7 +40,7 @@ def own_parts(advantage: AdvantageConfig, loss: LossConfig) -> None:
 
 
 def exact_skip(config: Config) -> None:
-    """Raise ConfigError where dropping samples would not be exact, or a loss is no sum over tokens."""
+    """Raise ConfigError if ``skip.mode=exact`` would not be exact, or if a loss is no sum over tokens."""
     signal_rule(config)
 
 
@@ -87,7 +87,7 @@ def pairs(
     lora_rank: int | None,
     evaluation: EvalConfig,
 ) -> str | None:
-    """Refuse pairs that cannot be trained, or whose linear loss would not have the pairs' gradient."""
+    """Refuse pairs that cannot be trained, or whose linear loss would have another gradient than the pairs."""
     loss = preference.loss
     if not preference.is_on:
         return None
@@ -121,7 +121,7 @@ def pairs(
 
 
 def routing_replay(mode: str, correction: CorrectionConfig, replay: ReplayConfig) -> str | None:
-    """Refuse to replay the experts of the old log-probs' pass where no pass gives those log-probs."""
+    """Refuse to replay the experts of the old log-probs' pass if there is no such pass."""
     if mode != "old_logprobs":
         return None
     setting = "rollout.routing_replay=old_logprobs replays the experts of the pass that gives π_old"
@@ -139,7 +139,7 @@ def routing_replay(mode: str, correction: CorrectionConfig, replay: ReplayConfig
 
 
 def no_reward(num_rollouts: int | None, functions: tuple[str, ...], has_teacher: bool) -> str | None:
-    """Refuse rollouts that nothing scores."""
+    """Refuse rollouts without a reward function and without a teacher."""
     if num_rollouts == 0 or functions or has_teacher:
         return None
     return "reward.functions is empty and train.num_rollouts > 0; name one, as in reward.functions=[math_verify]"
@@ -158,7 +158,7 @@ def no_baseline(
 
 
 def rollout_size(prompts: int, samples: int) -> str | None:
-    """Refuse a rollout of more samples than one may have."""
+    """Refuse a rollout of more than MOST_SAMPLES samples."""
     if prompts * samples <= MOST_SAMPLES:
         return None
     return (
@@ -190,7 +190,7 @@ def dead_groups(
     capacity_groups: int,
     max_rounds: int,
 ) -> str | None:
-    """Refuse settings about groups without signal where no such groups exist."""
+    """Refuse settings about groups without signal if other settings give every group signal."""
     causes = {
         "advantage.estimator=gae": has_critic,
         "advantage.estimator=distillation": has_teacher,
@@ -212,7 +212,7 @@ def dead_groups(
 
 
 def overlong(buffer: int, limit: int) -> str | None:
-    """Refuse an overlong buffer that is longer than a response may be."""
+    """Refuse an overlong buffer that is longer than the longest response."""
     if buffer <= limit:
         return None
     return f"reward.overlong_buffer_tokens={buffer} tokens must fit in rollout.max_response_tokens={limit}; lower it"

@@ -1,4 +1,4 @@
-"""Reasons against settings of rollouts: engines, what is generated ahead, weights on their way, episodes, rewards."""
+"""Reasons against combinations of settings of rollouts: engines, rollouts ahead, weight sync, episodes, rewards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         WeightSyncConfig,
     )
 
-# Arguments of vLLM's engines that the run itself gives, and what decides each.
+# Arguments of vLLM's engines that the run itself sets → the setting or fact that decides each.
 OWNED_ARGUMENTS = {
     "model": "model.hf_path",
     "tokenizer": "model.tokenizer_path",
@@ -52,19 +52,19 @@ OWNED_ARGUMENTS = {
 
 
 def _late(key: str, seconds: float, deadline_s: float) -> str | None:
-    """Refuse a wait that the other ranks would not wait for."""
+    """Refuse a wait that is not shorter than ``run.deadline_s``, for which the other ranks wait."""
     if seconds < deadline_s:
         return None
     return f"{key}={seconds:g} must be below run.deadline_s={deadline_s:g}, for which the other ranks wait; raise that"
 
 
 def teachers_answer(teacher: TeacherConfig, deadline_s: float) -> str | None:
-    """Refuse a wait for a teacher's servers that the other ranks would not wait for."""
+    """Refuse a wait for a teacher's servers that is not shorter than the other ranks' wait."""
     return _late("teacher.request_s", teacher.request_s, deadline_s) if teacher.servers else None
 
 
 def engines_answer(rollout: RolloutConfig, deadline_s: float) -> str | None:
-    """Refuse a wait for vLLM's engines that the other ranks would not wait for."""
+    """Refuse a wait for vLLM's engines that is not shorter than the other ranks' wait."""
     if rollout.engine != "vllm":
         return None
     for name, seconds in (("start_s", rollout.start_s), ("request_s", rollout.request_s)):
@@ -77,13 +77,13 @@ def engines_answer(rollout: RolloutConfig, deadline_s: float) -> str | None:
 
 
 def metric(metric: str | None, functions: tuple[str, ...]) -> None:
-    """Raise ConfigError for groups that are to be compared by a number that no reward gives."""
+    """Raise ConfigError for a metric of dynamic sampling that is no reward of the run."""
     if metric is not None:
         choose("rollout.dynamic_sampling.metric", metric, (*functions, "reward", "shaped"))
 
 
 def replay_beside_refill(capacity_groups: int, rounds: int) -> str | None:
-    """Refuse two parts that fill the places of the same groups."""
+    """Refuse replay together with dynamic sampling: both replace groups without signal."""
     if not (capacity_groups and rounds):
         return None
     return (
@@ -93,7 +93,7 @@ def replay_beside_refill(capacity_groups: int, rounds: int) -> str | None:
 
 
 def in_flight(in_flight: bool, engine: str, producer: ProducerConfig) -> str | None:
-    """Refuse weights in flight to engines that generate nothing ahead."""
+    """Refuse weights in flight if no vLLM engine generates ahead."""
     if not in_flight or (engine == "vllm" and producer.ahead > 0):
         return None
     return (
@@ -110,11 +110,13 @@ def stragglers(
     train: TrainConfig,
     skip: SkipConfig,
 ) -> str | None:
-    """Refuse groups left under way where rollouts cannot leave them, or they would be too old when they are trained.
+    """Refuse stragglers if a rollout cannot leave groups unfinished, or if they would be too old when trained.
 
-    Without weights in flight the next sync would wait for them; parts are cut by places, further
-    prompts are waited for, and episodes are run one call at a time.
+    Without weights in flight the next sync would wait for them. Parts of a rollout are cut by place,
+    dynamic sampling waits for its prompts, and an engine with an environment runs one call at a
+    time.
     """
+    # A share that is no group, settings that exclude stragglers, then their age.
     producer = rollout.producer
     share, prompts = producer.straggler_share, train.prompts_per_rollout
     if not share:
@@ -150,7 +152,7 @@ def stragglers(
 
 
 def reward_workers(reward: RewardConfig, deadline_s: float) -> str | None:
-    """Refuse settings of reward workers that are not started, or that outlast the other ranks' wait."""
+    """Refuse settings of reward workers if none is started, or if their deadline outlasts the other ranks' wait."""
     if reward.worker_environment and not reward.num_workers:
         return (
             f"reward.worker_environment={quoted(list(reward.worker_environment))} is for workers, and "
@@ -171,8 +173,9 @@ def bitwise(
 ) -> str | None:
     """Refuse settings under which engine and trainer cannot agree to the bit (docs/bitwise.md says why).
 
-    fields: of Megatron-Core's TransformerConfig.
+    fields: the configured fields of Megatron-Core's TransformerConfig.
     """
+    # (setting, value, values that agree to the bit with the neutral one last, reason against all others)
     if not rollout.bitwise:
         return None
     allowed: list[tuple[str, object, tuple[object, ...], str]] = [
@@ -203,7 +206,7 @@ def bitwise(
 
 
 def bitwise_of_nothing(bitwise: bool, num_rollouts: int | None) -> str | None:
-    """Refuse to compare rollouts that are none."""
+    """Refuse ``rollout.bitwise`` in a run without rollouts."""
     if not bitwise or num_rollouts != 0:
         return None
     return "rollout.bitwise=true compares rollouts, and train.num_rollouts=0 has none; set it to false"
@@ -218,7 +221,7 @@ def vllm_arguments(arguments: Mapping[str, object]) -> str | None:
 
 
 def adapters_alone(adapters: str, rank: int | None, rollout: RolloutConfig) -> str | None:
-    """Refuse to send adapters alone where there are none, or to engines that cannot hold them."""
+    """Refuse to send adapters alone if there are none, or if the engines cannot hold them."""
     if adapters == "merged":
         return None
     if rank is None or rollout.engine != "vllm":
@@ -242,7 +245,7 @@ def adapters_alone(adapters: str, rank: int | None, rollout: RolloutConfig) -> s
 
 
 def delta(weight_sync: WeightSyncConfig, engine: str) -> str | None:
-    """Refuse to send changed weights alone to an engine in the trainer's own process, or beside adapters alone."""
+    """Refuse to send only changed weights to an engine in the trainer's process, or together with adapters alone."""
     if not weight_sync.delta:
         return None
     if engine != "vllm":
@@ -261,7 +264,7 @@ def delta(weight_sync: WeightSyncConfig, engine: str) -> str | None:
 def environment(
     environment: EnvironmentConfig, functions: tuple[str, ...], plays_episodes: bool, deadline_s: float
 ) -> str | None:
-    """Refuse a reward without its environment, and a step that may outlast the other ranks' wait."""
+    """Refuse an environment's reward without an environment, and a step that may outlast the other ranks' wait."""
     if "environment" in functions and not plays_episodes:
         return (
             "reward.functions names 'environment', what the samples' environment gives, and environment.name is null; "
@@ -271,7 +274,7 @@ def environment(
 
 
 def agents(endpoint: EndpointConfig, environment: str | None, deadline_s: float, routing_replay: str) -> str | None:
-    """Refuse agents beside an environment, or whose sessions other parts of the run cannot take."""
+    """Refuse agents together with an environment or with replayed experts, and sessions that are too long."""
     if endpoint.agent is None:
         return None
     if environment is not None:
@@ -290,14 +293,14 @@ def agents(endpoint: EndpointConfig, environment: str | None, deadline_s: float,
 
 
 def evaluation_temperature(temperature: float) -> str | None:
-    """Refuse a temperature of evaluation that engines cannot divide by."""
+    """Refuse a temperature of evaluation that is above 0 and too small to divide by."""
     if not 0 < temperature < 0.01:
         return None
     return f"eval.temperature={temperature} must be 0 (greedy) or at least 0.01; engines divide by it"
 
 
 def evaluation(evaluation: EvalConfig) -> str | None:
-    """Refuse an evaluation of nothing."""
+    """Refuse an evaluation without a data set."""
     if not evaluation.every_rollouts or evaluation.named_sets:
         return None
     return (

@@ -1,4 +1,4 @@
-"""The table of settings that only make sense together, and the loop that checks it before any weight is read."""
+"""The table of refused combinations of settings, and the loop that checks it before any weight is read."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
 from megatron_rl.validate import models, objective, rollouts
 
-WHOLE = ("",)  # of a row's keys: the configuration itself
+WHOLE = ("",)  # a row that reads the whole configuration
 Reason = Callable[..., str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Says what is refused.
+    """Describes one refused combination of settings.
 
-    reads: the sections, settings or properties of the configuration that the reason is a function
-        of, in its order.
-    reason: returns why they cannot go together and the way out, None if they can; or raises
-        ConfigError itself.
+    refused: the combination, in words.
+    reads: the sections, settings or properties of the configuration that are the arguments of
+        ``reason``, in order.
+    reason: returns why they cannot go together, with the way out, or None if they can. It may also
+        raise ConfigError itself.
     """
 
     refused: str
@@ -29,7 +30,7 @@ class Row:
     reason: Reason
 
 
-# In the order in which they are refused: of several faults a user reads the first.
+# Rows are checked in this order, and a user sees the first fault.
 TABLE = (
     Row("a part of the user's own that breaks its contract", ("advantage", "loss"), objective.own_parts),
     Row("a pipeline layout of other stages", ("parallel",), models.layout),
@@ -147,9 +148,10 @@ TABLE = (
 
 
 def validate_config(config: Config, *only: Reason) -> None:
-    """Check the sections of a configuration against one another, row by row.
+    """Check the sections of a configuration against each other, row by row.
 
-    only: the reasons whose rows are checked; none: all of them.
+    only: the reasons whose rows are checked; empty: all rows.
+
     Raises ConfigError, naming the keys, their values and the way out.
     """
     for row in TABLE:
