@@ -1,6 +1,6 @@
 """Gaussian noise on the advantages of a run's first steps (``advantage.noise_std``), for comparison (semantics §6).
 
-Training does not need the noise: a first loss of 0 is no fault (docs/zero-loss.md). The noise has
+Training does not need the noise: a first loss of 0 is no fault (docs/skip.md, "The loss is 0"). The noise has
 mean 0 and is drawn independently of the samples. So it does not change the expected gradient, but
 adds variance. The noise is **not** centred within a group. Centred noise would leave a group's sum
 at 0, and so the first loss under ``sequence_mean``, which the noise is meant to move. Pure

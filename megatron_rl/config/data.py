@@ -27,7 +27,7 @@ class DataConfig:
     """
 
     train: tuple[str, ...] = ()
-    """Required: paths, patterns (`*.parquet`) or hub names (docs/hub.md) of JSONL, JSON, CSV, Parquet or folders."""
+    """Required: paths, patterns, URLs or hub names (docs/object-storage.md) of JSONL, JSON, CSV, Parquet or folders."""
     weights: tuple[Annotated[float, Range(0, 10**6, open_low=True)], ...] = ()
     """Relative share of each path of `data.train` in the prompts; `[]`: each row once an epoch."""
     prompt_key: str = "prompt"

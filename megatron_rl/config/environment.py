@@ -10,7 +10,7 @@ from megatron_rl.config.checks import Range, choose
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-    """Sets the environment that answers the policy between its turns (docs/multi-turn.md)."""
+    """Sets the environment that answers the policy between its turns (docs/agents.md)."""
 
     name: str | None = None
     """`calculator`, `gymnasium` or your own `module:Class`; null: none, a response is one turn."""

@@ -14,7 +14,7 @@ class ModelConfig:
     """Names the Hugging Face directory of the policy, and sets its dtype, layers and kernels."""
 
     hf_path: str = ""
-    """Required: directory of config, safetensors and tokenizer, or `owner/name@revision` on the hub (docs/hub.md)."""
+    """Required: folder of config, safetensors, tokenizer; a URL; or `owner/name@revision` (docs/object-storage.md)."""
     provider: str = "native"
     """Builder of layers: `native`: this package, for its families; `bridge`: NVIDIA Megatron-Bridge, for others."""
     tokenizer_path: str | None = None

@@ -19,9 +19,9 @@ POLICIES = ("ppo", "gspo", "cispo", "importance_sampling", "dro", "reinforce")
 class AdvantageConfig:
     """Turns rewards, or under `distillation` a teacher's log-probs, into advantages (docs/semantics.md#6-advantages).
 
-    `gae` has a critic (docs/ppo.md), `distillation` a teacher (docs/distillation.md). Only `reinforce_plus_plus`,
-    `gdpo` and `gae` whiten. The noise is Gaussian, on advantages of samples with signal. It is for comparisons, not
-    for training (docs/zero-loss.md).
+    `gae` has a critic (docs/ppo.md), `distillation` a teacher (docs/supervised.md#on-policy-distillation). Only
+    `reinforce_plus_plus`, `gdpo` and `gae` whiten. The noise is Gaussian, on advantages of samples with signal.
+    It is for comparisons, not for training (docs/skip.md#the-loss-is-0-and-it-learns).
     """
 
     estimator: str = "grpo"
@@ -106,7 +106,7 @@ class LossConfig:
     dro_beta: Annotated[float, Range(0, 1000)] = 0.1
     """`dro`: β of the quadratic β/2 · (log π_θ − log μ)²."""
     kl_coefficient: Annotated[float, Range(0, 1000)] = 0.0
-    """β of the KL to the reference, the policy at RL's start unless it is renewed (docs/reference.md); 0: no KL."""
+    """β of the KL to the reference, at RL's start unless renewed (docs/ppo.md#the-reference-policy); 0: no KL."""
     kl_estimator: str = "k3"
     """Estimator of the KL: `k1`, `k2`, `k3`, or `unbiased`: π_θ/π_old times `k3`."""
     entropy_coefficient: Annotated[float, Range(-100, 100)] = 0.0

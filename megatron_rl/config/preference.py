@@ -18,9 +18,11 @@ WITH_SMOOTHING = ("dpo", "simpo")
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceConfig:
-    """Makes the steps of `sft` train on pairs of a chosen and a rejected response (docs/preference.md).
+    """Makes the steps of `sft` train on pairs of responses (docs/supervised.md#preference-pairs-dpo-ipo-simpo).
 
-    `bradley_terry` trains a reward model: a value head takes the place of the LM head (docs/reward-model.md).
+    Of each pair one response was chosen and one rejected.
+
+    `bradley_terry` trains a reward model: a value head takes the LM head's place (docs/supervised.md#reward-models).
     """
 
     loss: str = "none"

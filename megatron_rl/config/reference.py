@@ -34,7 +34,10 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig:
-    """Names the teacher of `advantage.estimator=distillation`; it has the policy's tokenizer (docs/distillation.md)."""
+    """Names the teacher of `advantage.estimator=distillation` (docs/supervised.md#on-policy-distillation).
+
+    It has the policy's tokenizer.
+    """
 
     hf_path: str | None = None
     """Directory of the teacher's weights, frozen on the policy's ranks at its degrees; null: `teacher.servers`."""

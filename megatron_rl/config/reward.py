@@ -24,7 +24,7 @@ class RewardConfig:
     functions: tuple[str, ...] = ()
     """`arithmetic`, `math_verify`, `reward_model`, `environment`, `module:function` or `./file.py:function`."""
     completions: str = "text"
-    """Form of completions for your own functions of lists: `text`, or `messages` as in TRL (docs/reward-forms.md)."""
+    """Form of completions for your own functions of lists: `text`, or `messages` as in TRL (docs/coming-from.md)."""
     model_path: str | None = None
     """`reward_model`: folder of a sequence classifier of one label (docs/supervised.md#reward-models); null: none."""
     weights: tuple[Annotated[float, Range(-(10**6), 10**6)], ...] = ()

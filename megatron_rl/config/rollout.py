@@ -178,7 +178,7 @@ class WeightSyncConfig:
     adapters: str = "merged"
     """With LoRA: `merged`: all weights, adapters merged in; `alone`: all weights once, then adapters (docs/lora.md)."""
     delta: bool = False
-    """`vllm`: whether a sync sends only weights that changed since the last one (docs/delta-sync.md)."""
+    """`vllm`: whether a sync sends only weights changed since the last one (docs/vllm.md#only-what-changed-travels)."""
     full_every: Annotated[int, Range(1, 10**6)] = 50
     """With `weight_sync.delta`: one in so many syncs sends all weights; 1: every sync does."""
 
