@@ -1,4 +1,4 @@
-"""Says at a run's start what it runs on and by, and what of its settings may surprise."""
+"""The messages at a run's start: its devices and kernels, and the effects of settings that may surprise."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 def announce(
     config: Config, backend: TrainableModel, rule: SignalRule, reward: Reward | None, *, num_prompts: int
 ) -> None:
-    """Log the chosen topology, layers and kernels, and the consequences of settings that may surprise.
+    """Log the chosen topology, layers and kernels, and the effects of settings that may surprise.
 
-    num_prompts: of the training data.
+    num_prompts: the number of training prompts.
     """
     topology, shape = backend.topology, backend.shape
     if ignored := ignored_fields(config.model.hf_path):
@@ -81,7 +81,7 @@ def announce(
 
 
 def _announce_asked_again(train: TrainConfig, num_prompts: int) -> None:
-    """Warn of a rollout that is larger than the data."""
+    """Warn if a rollout asks for more prompts than the data has."""
     per_rollout = train.prompts_per_rollout
     if train.num_rollouts != 0 and per_rollout > num_prompts:
         log.warning(
@@ -95,7 +95,7 @@ def _announce_asked_again(train: TrainConfig, num_prompts: int) -> None:
 
 
 def announce_gpu(dtype: str) -> None:
-    """Log what a GPU alone has: variables that were set for it, and what makes it slower than it could be.
+    """Log the variables that were set for a GPU, and the causes of lower speed on it; log nothing on a CPU.
 
     dtype: ``model.dtype``.
     """
