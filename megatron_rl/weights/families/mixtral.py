@@ -1,4 +1,4 @@
-"""Mixtral (``mixtral``): Mistral's attention, its MLP a mixture of experts whose weights add up to 1."""
+"""Mixtral (``mixtral``): Mistral's attention, and a mixture of experts whose weights add up to 1 as its MLP."""
 
 from __future__ import annotations
 
