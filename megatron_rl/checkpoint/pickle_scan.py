@@ -4,7 +4,8 @@ An allow-list of names bounds a pickle's calls, but not its memory. Nine bytes c
 32 GB. A hundred bytes can build a tuple of 2^50 parts whose hash never ends. A few million bytes
 can nest so deep that the interpreter crashes.
 
-1. Only the opcodes of an index of tensors are accepted. 2. The memo grows by one place at a time.
+1. Only the opcodes of an index of tensors are accepted.
+2. The memo grows by one place at a time.
 3. A value fetched from the memo, or a global one, cannot be changed any more. So no class gets an
    attribute, and counts are exact, since no value grows within another.
 4. The number of a value's parts is bounded, shared parts counted at each reference; so is its

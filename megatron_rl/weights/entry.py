@@ -2,19 +2,19 @@
 
 A layout says how the tensors lie in the parameter, and how the parameter is split over ranks:
 
-- ``REPLICATED``: the same on every tensor rank (norms). - ``ROWS``:       split by rows over tensor
-ranks (embeddings, LM head); rows past the vocabulary are zeros. - ``COLUMNS``:    split by columns
-(o_proj, down_proj). - ``QKV``:        q, k and v interleaved by query group: [group, (heads per
-group + 2) · head_dim, …], groups split over
-                  ranks (read, megatron-core 0.16.1 ``transformer/attention.py``
-                  SelfAttention.get_query_key_value_tensors).
-- ``GATE_UP``:    each rank's rows of gate, then its rows of up (0.16.1 ``transformer/mlp.py``); of
-a single tensor,
-                  each rank's rows of it.
-- ``SPLIT``:      one vector, each rank's share of it (a norm over all heads of q or k, sinks). -
-``INTERLEAVED``: as ``GATE_UP`` in Megatron-Core. The one Hugging Face tensor is the transpose, and
-                  its columns alternate: 0, 2, … are gate's, 1, 3, … up's. A bias alternates
-                  likewise, and has no transpose.
+- ``REPLICATED``: the same on every tensor rank (norms).
+- ``ROWS``:       split by rows over tensor ranks (embeddings, LM head); rows past the vocabulary
+                  are zeros.
+- ``COLUMNS``:    split by columns (o_proj, down_proj).
+- ``QKV``:        q, k and v interleaved by query group: [group, (heads per group + 2) · head_dim,
+                  …], groups split over ranks (read, megatron-core 0.16.1
+                  ``transformer/attention.py`` SelfAttention.get_query_key_value_tensors).
+- ``GATE_UP``: each rank's rows of gate, then its rows of up (0.16.1 ``transformer/mlp.py``); of a
+               single tensor, each rank's rows of it.
+- ``SPLIT``:      one vector, each rank's share of it (a norm over all heads of q or k, sinks).
+- ``INTERLEAVED``: as ``GATE_UP`` in Megatron-Core. The one Hugging Face tensor is the transpose,
+                   and its columns alternate: 0, 2, … are gate's, 1, 3, … up's. A bias alternates
+                   likewise, and has no transpose.
 - ``TRANSPOSED``: as ``COLUMNS`` in Megatron-Core; the Hugging Face tensor is the transpose.
 
 A family may hold q, k and v, or gate and up, in one Hugging Face tensor, one part after the other

@@ -7,10 +7,10 @@ experts of a layer. Data-parallel replicas hold equal shards, and divide the par
 
 Invariants (tests/unit/weights/test_file_plan.py):
 
-1. Every tensor of the model is in exactly one file, and every file has one owner. 2. A file has at
-most ``FileSizes.most_bytes``, unless it is one tensor. 3. The plan follows from shape, sizes, dtype
-and limits: all ranks make the same. 4. A stage's ranks write equal bytes to within the stage's
-largest parameter, unless
+1. Every tensor of the model is in exactly one file, and every file has one owner.
+2. A file has at most ``FileSizes.most_bytes``, unless it is one tensor.
+3. The plan follows from shape, sizes, dtype and limits: all ranks make the same.
+4. A stage's ranks write equal bytes to within the stage's largest parameter, unless
    ``FileSizes.least_bytes`` leaves some without work.
 5. A shard that is not split is sent by the first rank that holds it, or not sent at all.
 """

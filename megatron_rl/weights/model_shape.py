@@ -36,8 +36,7 @@ class ModelShape:
     ffn_hidden_size: the width of the MLP, or of one expert of a mixture.
     head_dim: the width of one head's q and k, and of its v if ``value_head_dim`` is 0.
     q_lora_rank, kv_lora_rank: of multi-latent attention, the widths of the latents of q, and of k
-        and v; 0 without it. If only q_lora_rank is 0, q is made of the
-        hidden state.
+        and v; 0 without it. If only q_lora_rank is 0, q is made of the hidden state.
     rope_head_dim, value_head_dim: of multi-latent attention, the width of the rotated part of a
         head's q and k, and the width of its v; else 0.
     chunked: Llama 4's attention, whose layers are of two kinds (``ChunkedAttentionShape``); None
