@@ -1,9 +1,8 @@
-"""Converts, for megatron-rl convert, a family without a table of ours through NVIDIA's megatron-bridge on a GPU.
+"""The conversion of a family without a table of ours, for megatron-rl convert, by NVIDIA's megatron-bridge on a GPU.
 
 Read from megatron-bridge 0.3.1 (``models/conversion/auto_bridge.py``: can_handle, import_ckpt,
-export_ckpt); NOT RUN by
-us: it builds layers of Transformer Engine, which needs a GPU. The test puts a stand-in in its
-    place.
+export_ckpt); NOT RUN by us: it builds layers of Transformer Engine, which needs a GPU. The test
+puts a stand-in in its place.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import pathlib
 
 
 def family_of(folder: pathlib.Path) -> str | None:
-    """Return ``model_type`` of a Hugging Face directory, or None if it has no config."""
+    """Return ``model_type`` of a Hugging Face directory; None if it has no config."""
     from megatron_rl.json_text import read_object
 
     path = folder / "config.json"

@@ -21,7 +21,7 @@ import traceback
 from typing import NoReturn
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-2}
-GRACE_S = 3.0  # torchrun ends every rank as soon as one has ended: the main rank's message must be out before that
+GRACE_S = 3.0  # torchrun ends every rank as soon as one has ended: the main rank's message must be printed before
 FAULT_NAMES = ("tp_all_reduce", "microbatch_mean", "context_offset", "other_plan")
 
 
@@ -144,8 +144,7 @@ def prepare(options: argparse.Namespace) -> Thin:
 def measure(options: argparse.Namespace, thin: Thin) -> tuple[object, object]:
     """Return (measured, reference).
 
-    The reference is None on every rank but the main one, which measures it before it joins the
-    others.
+    The reference is None except on the main rank, which measures it before it joins the others.
     """
     import torch
     import torch.distributed as dist
@@ -306,7 +305,7 @@ def run(options: argparse.Namespace) -> int:
 def main() -> NoReturn:
     """Run the comparison and end the process at once, even on success.
 
-    Models hold gloo groups in reference cycles, and gloo's threads may abort while the interpreter
+    Models hold gloo groups in reference cycles. gloo's threads may abort while the interpreter
     shuts down, which would replace the exit code.
     """
     from megatron_rl.cli import EXIT_FAILED, set_up_logging

@@ -1,4 +1,4 @@
-"""Judges two topologies' measurements: the table's rows, and the sentence that names the first difference."""
+"""The verdict on two topologies' measurements: the table's rows, and the sentence that names the first difference."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """Holds the errors of every measurement but the norm and the weights.
+    """Holds the errors of every measurement except the norm and the weights.
 
-    activations: of one sample. samples: of its log-probs, by sample.
+    activations: of one sample. samples: of the log-probs, by sample.
     classes, skip: of the gradients, and of skip against dense, by class.
     """
 
