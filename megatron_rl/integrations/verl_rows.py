@@ -45,7 +45,7 @@ class Rows:
         return [row for row, kept in enumerate(self.has_signal) if kept]
 
     def with_fillers(self, num_rows: int) -> list[int] | None:
-        """Return the rows with signal, filled up to ``num_rows``; None where no row of weight zero is there to fill."""
+        """Return the rows with signal, filled up to ``num_rows``; None if there is no row of weight zero to repeat."""
         rows_kept = self.kept
         missing = num_rows - len(rows_kept)
         if missing <= 0:
@@ -101,7 +101,7 @@ def loss_obstacles(loss_function: Callable, own_loss: Callable, batch: Any, poli
 
 
 def model_obstacles(transformer: Mapping[str, Any]) -> list[str]:
-    """Return what ``skip.mode=exact`` refuses of Megatron-Core's TransformerConfig, each as ``key=value``."""
+    """Return the TransformerConfig fields that ``skip.mode=exact`` refuses, each as ``key=value``."""
     obstacles = [
         f"{field}={transformer[field]}"
         for field, harmless in COUPLING_FIELDS.items()
