@@ -1,4 +1,4 @@
-"""The exports of a run, checkpoints/step_<n>/hf: it sets aside those of an earlier run or of steps trained again."""
+"""The exports of a run, checkpoints/step_<n>/hf; exports of an earlier run or of steps trained again are set aside."""
 
 from __future__ import annotations
 

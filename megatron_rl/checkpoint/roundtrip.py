@@ -1,6 +1,6 @@
-"""The comparison of `megatron-rl convert roundtrip`: tensors bit by bit, and if asked log-probs.
+"""The comparison of `megatron-rl convert roundtrip`: every tensor bit by bit.
 
-The log-probs are compared with those of transformers.
+It can also compare log-probs with transformers'.
 """
 
 from __future__ import annotations

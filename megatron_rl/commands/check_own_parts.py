@@ -31,7 +31,7 @@ def print_findings(name: str, findings: list[Finding]) -> bool:
 
 
 def print_gradient(config: LossConfig) -> None:
-    """Print the gradient of the first tokens beside that of central differences, and whether the two are equal."""
+    """Print the gradient of the first tokens beside the central differences, and whether the two are equal."""
     gradient, numeric = own_policy_check.finite_differences(config)
     print("  d loss / d log-prob of the first tokens, and by central differences of the loss:")
     for index in range(6):

@@ -1,4 +1,4 @@
-"""The files of a data set on the hub: those of a configuration and a split, linked in order in one folder.
+"""The files of a data set on the hub: a configuration's and a split's files, linked in order in one folder.
 
 `datasets` reads the repository's card and file names, and knows the files of each split.
 data/rows.py reads the rows, as in any file. The links lie in the assets of the hub's cache, one

@@ -17,8 +17,8 @@ from megatron_rl.types import BatchFacts, StepKind, StepPlan
 def performance(model: TrainableModel, facts: BatchFacts, mini_batch: StepPlan, seconds: float) -> dict[str, float]:
     """Return ``perf/*`` and ``cost/*`` of one optimizer step that took ``seconds``.
 
-    FLOPs are those executed; dense-equivalent tokens are those that the dense run would have
-    processed.
+    FLOPs are the executed ones; dense-equivalent tokens are the tokens that the dense run would
+    have processed.
     """
     tokens = tokens_of(facts, share_prompts=model.rules.share_prompts, windows=model.shape.windows)
     metrics = {

@@ -94,7 +94,7 @@ class Forecast:
     """Holds the outcomes of the dense run and of the skip run, with memory and constraints.
 
     ideal: dense tokens over surviving tokens; None if nothing survives.
-    gain: predicted update time of the dense run over that of the skip run.
+    gain: the dense run's predicted update time over the skip run's.
     """
 
     dense: Outcome

@@ -30,8 +30,9 @@ def location(text: str, key: str = "the path", *, answer_s: float = ANSWER_S) ->
 
     key: the setting's name, for messages. answer_s: seconds that a store may take for one request.
 
-    Raises ConfigError for a scheme that fsspec does not know, for a scheme whose driver is not
-    installed (with the command that installs it), and for a URL with a password or a NUL in it.
+    Raises ConfigError for a scheme that fsspec does not know, and for a URL with a password or a
+    NUL in it. For a scheme whose driver is not installed, the error names the command that installs
+    it.
     """
     match = SCHEME.match(text)
     if match is None:

@@ -95,12 +95,12 @@ def standard_error(totals: np.ndarray) -> float | None:
 
     totals: float64 [P, k]; NaN is in no mean.
 
-    Samples of one prompt depend on each other, so each prompt is a cluster. n_p is the number of
-    included samples of prompt p, s_p their sum, m the mean of all N included samples. The error is
-    sqrt(P / (P − 1) · Σ_p (s_p − n_p m)²) / N: clustered standard errors (Miller 2024,
-    arXiv:2411.00640) with the factor for a small number of clusters. If no sample is excluded, that
-    is the standard deviation of the prompts' means over √P. None if fewer than two prompts have an
-    included sample.
+    Samples of one prompt depend on each other, so each prompt is a cluster. Let n_p be the number
+    of included samples of prompt p, s_p their sum, and m the mean of all N included samples. The
+    error is sqrt(P / (P − 1) · Σ_p (s_p − n_p m)²) / N. These are clustered standard errors (Miller
+    2024, arXiv:2411.00640) with the factor for a small number of clusters. If no sample is
+    excluded, that is the standard deviation of the prompts' means over √P. None if fewer than two
+    prompts have an included sample.
     """
     included = ~np.isnan(totals)
     n = included.sum(axis=1)

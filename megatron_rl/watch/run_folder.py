@@ -42,9 +42,9 @@ class RunFolder:
 
         running: its lock is held. ended, preempted, stopped, failed: its status says so, at that
             time.
-        silent: it was killed, and the time is that of its last sign.
+        silent: it was killed; the time is its last sign.
         unknown: the folder has no status, as a Tinker model's, or a malformed one, which ``fault``
-            names; the time is that of its last row.
+            names; the time is its last row's.
         """
         status, fault = None, None
         try:

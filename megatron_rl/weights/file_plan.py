@@ -265,6 +265,6 @@ def _kind(unit: Unit) -> int | str:
 
 
 def _spread(ranks: Sequence[int], num_bytes: int, limits: FileSizes) -> list[int]:
-    """Return those of ``ranks`` that get enough to write, spread evenly over all ranks and so over hosts."""
+    """Return the ranks among ``ranks`` that get enough to write, spread evenly over all of them and so over hosts."""
     count = min(len(ranks), max(1, num_bytes // limits.least_bytes))
     return [ranks[i * len(ranks) // count] for i in range(count)]

@@ -76,8 +76,8 @@ def save_hugging_face(
     the main rank alone writes all of them. An error on one rank (a full disk) is raised on every
     rank.
 
-    path: on a disk, where the folder gets this name at the end; or in an object store, where it is
-        whole if config.json is there (weights/store_folder.py).
+    path: on a disk the folder gets this name at the end. In an object store it is whole if
+        config.json is there (weights/store_folder.py).
     source: the directory that the model came from, whose generation_config.json, tokenizer and
         other side files are copied byte for byte; "" for none.
     tokenizer_source: the directory of another tokenizer than ``source``'s; None for the same.

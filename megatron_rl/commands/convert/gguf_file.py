@@ -1,10 +1,14 @@
 """The reader of a GGUF file's header and its tensors, one at a time; a damaged or hostile file ends in one sentence.
 
-The layout (github.com/ggml-org/ggml, docs/gguf.md, versions 2 and 3): "GGUF", version, number of
-tensors, number of keys; each key with its type and value; each tensor's name, sizes (the fastest
-first), type and offset; the tensors' bytes, aligned. The gguf library dequantizes blocks. Its own
-reader is not used: it does not check the file's counts and offsets, and an array of 2^60 numbers
-keeps it busy for ever.
+The layout (github.com/ggml-org/ggml, docs/gguf.md, versions 2 and 3), in order:
+
+- "GGUF", version, number of tensors, number of keys
+- each key with its type and value
+- each tensor's name, sizes (the fastest first), type and offset
+- the tensors' bytes, aligned
+
+The gguf library dequantizes blocks. Its own reader is not used: it does not check the file's counts
+and offsets, and an array of 2^60 numbers keeps it busy for ever.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The check of a GGUF file's keys: `gguf_import.py` uses a key, its value changes nothing, or it is refused by name.
 
-A key means what llama.cpp does with it (src/llama-model.cpp ``load_hparams``, src/llama-vocab.cpp
+The meaning of a key is llama.cpp's (src/llama-model.cpp ``load_hparams``, src/llama-vocab.cpp
 ``load``, 2026). The names are the gguf library's (0.19 ``constants.py`` Keys).
 """
 

@@ -14,7 +14,7 @@ WIDTH = 118
 
 
 def as_yaml(translation: Translation, source: str, check: Check, notes: Sequence[str] = ()) -> str:
-    """Return our YAML under comments that list what is open, what will not start, what was checked and what is left."""
+    """Return our YAML under comments that list open keys, faults, checks and untranslated settings."""
     lines = [
         f"# Translated from {translation.framework}'s {source}. docs/coming-from.md says what each setting means there "
         "and here."

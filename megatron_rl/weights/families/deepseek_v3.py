@@ -1,9 +1,9 @@
 """DeepSeek-V3 and R1, Moonlight and Kimi-K2 (``deepseek_v3``): multi-latent attention, and GLM-4.5's kind of mixture.
 
 q and k of each head have a part that is rotated and a part that is not. k's rotated part is shared
-by all heads. The other parts are made of a short latent vector of the token, which is normed. q has
-its own latent; without one, as in Moonlight, q is made of the hidden state. k and v share a latent
-(DeepSeek-V2, arXiv 2405.04434, section 2.1).
+by all heads. The other parts are made of a short latent vector of the token, which is normed. The
+latent of q is its own; without one, as in Moonlight, q is made of the hidden state. The latent of k
+and v is common to both (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 """
 
 from __future__ import annotations

@@ -59,8 +59,9 @@ class TooLong(Exception):
 class Piece:
     """Holds a part of a word.
 
-    kind: ``text``; ``parameter``, what stands in ``${…}``; ``arithmetic``, in ``$((…))``;
-        ``command``, in ``$(…)``.
+    kind: ``text``; ``parameter``, the content of ``${…}``; ``arithmetic``, of ``$((…))``;
+        ``command``, of ``$(…)``.
+
     Example: ``a="$b"`` is Piece("text", "a=", False), Piece("parameter", "b", True).
     """
 
