@@ -1,4 +1,4 @@
-"""Builds a run and all its parts, and takes them down in order."""
+"""The build of a run and all its parts, and their closing in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports of a run's policy as Hugging Face directories, in its folder."""
+"""The exports of a run's policy as Hugging Face directories, in its folder or its object store."""
 
 from __future__ import annotations
 
