@@ -180,6 +180,7 @@ def verify(folder: pathlib.Path | RemotePath, *, share: tuple[int, int] | None =
 
     Raises StoreError if an object store does not answer, which is no damage.
     """
+    # The names: every file of the manifest, and no other.
     files = read_manifest(folder)["files"]
     sizes: Mapping[str, int] = {}  # of a store's objects, by one request
     try:
@@ -198,6 +199,7 @@ def verify(folder: pathlib.Path | RemotePath, *, share: tuple[int, int] | None =
         )
     if added := sorted(present - files.keys()):
         raise DamagedCheckpoint(f"{folder / added[0]} is not in the manifest; remove it if it was put there by hand")
+    # The sizes of all files, and the digests of this share.
     for number, (name, wanted) in enumerate(sorted(files.items())):
         path = folder / name
         try:

@@ -69,6 +69,7 @@ class CheckpointSaver:
         progress: the fields of the state that say how far the run is.
         """
         started = time.perf_counter()
+        # The state that is no tensor.
         run = take_state()
         state = {
             "feed": run.queue,
@@ -85,6 +86,7 @@ class CheckpointSaver:
             "degrees": self.backend.topology.degrees,
             "config": self.written_config,
         }
+        # The critic's checkpoint comes first, so that it is whole before the policy's.
         try:
             own_files = {own_file(self.backend.topology.rank): run.queue_rows}
             if self.critic is not None and root == self.root:

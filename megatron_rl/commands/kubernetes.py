@@ -159,6 +159,7 @@ def manifests(folder: str, run: str, model: str, cluster: Cluster, *, own_prompt
     folder: the run's folder, as its files name it. run: the run's name. model: a folder in the pods
         or a name on the hub. own_prompts: whether ``prompts.jsonl`` lies in the folder.
     """
+    # The values of the template fields.
     name = name_of(run)
     config_path = posixpath.normpath(posixpath.join(WORKSPACE, folder))
     values: dict[str, object] = {
@@ -175,6 +176,7 @@ def manifests(folder: str, run: str, model: str, cluster: Cluster, *, own_prompt
     }
     values |= _pod_values(name, cluster)
     values["pod"] = _fill("pod", values)
+    # The resources of this kind of cluster.
     resources = {"storage": values, "policy": values}
     if cluster.kind == "pytorchjob":
         workers = _fill("workers", {**values, "workers": cluster.nodes - 1}) if cluster.nodes > 1 else ""

@@ -106,6 +106,7 @@ def write_run(folder: str, *, model: str, prompts: str | None, environment: str,
     """
     folder = folder.rstrip("/")
     model = f"{folder}/model" if tiny else model
+    # Check the names, and make the folder.
     for what, text in (("folder", folder), ("--model", model), ("--prompts", prompts or ""), ("folder", environment)):
         if text and not SAFE.fullmatch(text):
             raise ConfigError(
@@ -119,6 +120,7 @@ def write_run(folder: str, *, model: str, prompts: str | None, environment: str,
         target.mkdir(parents=True)
     except FileExistsError as error:
         raise ConfigError(f"{folder} is there already; name a folder that is not, or remove it") from error
+    # Fill the templates, and copy the other files.
     values = {
         "folder": folder,
         "name": target.name,

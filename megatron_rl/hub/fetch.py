@@ -141,6 +141,7 @@ def in_words(error: Exception, kind: Kind, name: HubName, key: str) -> Exception
     thing = "data set" if kind is Kind.DATA else "model"
     by_hand = f"hf download {name.repo}" + (" --repo-type dataset" if kind is Kind.DATA else "")
     token = "HF_TOKEN is set" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
+    # Failures of the name or the permission.
     if isinstance(error, errors.GatedRepoError):
         return ConfigError(
             f"{what} is gated: accept its terms at {hub}/{name.repo}, and give a token of that account by the variable "
@@ -153,6 +154,7 @@ def in_words(error: Exception, kind: Kind, name: HubName, key: str) -> Exception
             f"{what} is no path on this host, and {hub} shows no {thing} of that name; mend it, or give a token by the "
             f"variable HF_TOKEN if it is private ({token})"
         )
+    # Failures of the network or the disk.
     if variable := offline_by(kind):
         return ConfigError(
             f"{what} is no path on this host and not whole in the cache {constants.HF_HUB_CACHE}, and {variable} "

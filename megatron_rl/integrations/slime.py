@@ -132,6 +132,7 @@ def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
 def _own_conversion(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
     """Return the train data that the samples' own trainer would make without a custom conversion."""
     owners = {base.__module__.partition(".")[0] for base in type(samples[0]).__mro__}
+    # slime's conversion is a method of its rollout manager.
     if "slime" in owners:
         manager = importlib.import_module("slime.ray.rollout").RolloutManager
         if hasattr(manager, "__ray_metadata__"):  # Ray's decorator hides the class (ray 2.60, actor.py, ActorClass)
@@ -143,6 +144,7 @@ def _own_conversion(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
         )
         plain._post_process_rewards = functools.partial(manager._post_process_rewards, plain)
         return manager._convert_samples_to_train_data(plain, samples)
+    # miles' conversion is a function.
     if "miles" not in owners:
         raise ConfigError(
             f"convert_samples takes samples of slime's or miles' class Sample, not {type(samples[0])!r}; name it by "

@@ -191,6 +191,7 @@ def summary_table(
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")  # on a narrow screen a figure takes two lines; nothing is cut off
     first_last = f"first {summary.window} → last {summary.window} steps"
+    # What was trained: rewards, losses, evaluations.
     if summary.reward is not None:
         table.add_row("reward", f"{summary.reward[0]:.3f} → {summary.reward[1]:.3f}  ({first_last})")
     if summary.reverse_kl is not None:
@@ -213,6 +214,7 @@ def summary_table(
     if summary.reward_errors:
         share = f"{100 * summary.reward_error_share:.1f} % in the last {summary.window} steps"
         table.add_row("[red]reward errors[/red]", f"[red]{summary.reward_errors:,} samples  ({share})[/red]")
+    # How it ran: lengths, the skip, speed, steps.
     if summary.truncated_share is not None:
         table.add_row("truncated responses", f"{100 * summary.truncated_share:.1f} %  (last {summary.window} steps)")
     if summary.zero_advantage_ratio is not None:

@@ -41,11 +41,9 @@ def simulate_job(
 
     size: the job's GPUs; None: by the arguments and this process's variables.
     prompt_lengths: tokens of a rollout's prompts, for a workload that is drawn.
-    responses: the supervised steps on the run's data; if no rollout is trained, only these are
-        forecast.
+    responses: the supervised steps on the data; without RL's rollouts only these are forecast.
 
-    Returns None if the job fits on its GPUs, else the sentence that names the reason and what would
-    make it fit. Raises ConfigError as training would.
+    Returns None if the job fits, else the reason and a way out. Raises ConfigError as a run would.
     """
     from megatron_rl.simulator.degrees import degrees_of
     from megatron_rl.simulator.engine_memory import GIB
@@ -196,6 +194,7 @@ def _workloads(
     from megatron_rl.simulator.workload import draw, read_trace
 
     drawn = {"--lengths": options.lengths, "--pass-rate": options.pass_rate, "--prompt-tokens": options.prompt_tokens}
+    # Without a trace: the supervised steps of the data, or drawn samples.
     chosen = [option for option, value in drawn.items() if value]
     if config.train.num_rollouts == 0 and responses and options.trace is None and not chosen:
         some = _evenly(responses)
@@ -211,6 +210,7 @@ def _workloads(
             context_tokens=shape.context_tokens,
         )
         return [workload], source
+    # With a trace: its rollouts, evenly spaced.
     if chosen:
         raise ConfigError(
             f"--trace {options.trace} and {' and '.join(chosen)} both say what the samples are; give one of them"

@@ -98,6 +98,7 @@ def count_model_files(shape: ModelShape, degrees: Degrees, plan: FilePlan, ranks
 
     plan: the plan of the export. The files to load are assumed to have numbers of the same width.
     """
+    # Each rank's part.
     sent = _sent(plan, degrees)
     reads = _Reads(shape, degrees, plan.dtype)
     ranks = []
@@ -118,6 +119,7 @@ def count_model_files(shape: ModelShape, degrees: Degrees, plan: FilePlan, ranks
                 num_messages=num_messages,
             )
         )
+    # The sums over hosts and files.
     hosts = [range(i, min(i + ranks_per_host, len(ranks))) for i in range(0, len(ranks), ranks_per_host)]
     return ModelFiles(
         model_bytes=sum(file.num_bytes for file in plan.files),

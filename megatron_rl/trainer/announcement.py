@@ -30,6 +30,7 @@ def announce(
     num_prompts: the number of training prompts.
     """
     topology, shape = backend.topology, backend.shape
+    # The model, and the topology and kernels that it runs on.
     if ignored := ignored_fields(config.model.hf_path):
         said = ", ".join(f"{name}={quoted(value)}" for name, value in ignored.items())
         log.warning("%s/config.json sets fields that are not read here: %s", config.model.hf_path, said)
@@ -47,6 +48,7 @@ def announce(
     if len(set(shape.stage_layers)) > 1:
         chosen = "parallel.pipeline_layout" if config.parallel.pipeline_layout else "chosen to balance them"
         log.info("layers of each pipeline stage: %s (%s)", ", ".join(map(str, shape.stage_layers)), chosen)
+    # Settings whose effects may surprise.
     announce_gpu(config.model.dtype)
     for sentence in reward.recognised if reward is not None else ():
         log.info("%s", sentence)

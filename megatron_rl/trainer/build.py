@@ -149,6 +149,7 @@ class RunBuilder:
         resume_point = self._load_newest(checkpoints, backend)
         num_steps = config.sft.steps + rl_steps
         metrics_state = resume_point.state["metrics"] if resume_point else None
+        # These are closed in reverse order when the block ends.
         with (
             self._open_writer(num_steps, is_main, metrics_state) as writer,
             ProgressBar(
@@ -308,6 +309,7 @@ def _assemble(standing: StandingParts, critic: Critic | RemoteCritic | None, wat
     """Build the parts that need the standing parts, and the run that holds them all. The engines start here."""
     config, backend, reward, prompts = standing.config, standing.backend, standing.reward, standing.prompts
     tokenizer, timer = standing.tokenizer, StepTimer(watchdog.stage, standing.writer.measured)
+    # The parts that the engines and the queue need.
     with watchdog.own_call("loss"):  # the signal rule tries the user's loss at a zero advantage
         rule = signal_rule(config)
     if isinstance(backend, MegatronBackend):
@@ -331,6 +333,7 @@ def _assemble(standing: StandingParts, critic: Critic | RemoteCritic | None, wat
     )
     if live is not None:
         live.queue = rollouts
+    # The parts that need the queue.
     planner, records = parts.planner(reference), standing.records(rollouts, reference)
     return Run(
         backend=backend,

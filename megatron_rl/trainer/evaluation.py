@@ -222,10 +222,12 @@ class Evaluation:
     def _outcomes(self, job: RolloutJob) -> dict[str, Outcomes]:
         """Return every set's outcomes, on every rank. ``job``: this rank's share of the prompts, set after set."""
         size, functions = job.samples_per_prompt, self.config.reward.functions
+        # The rewards of all prompts, gathered from every rank.
         places = [number * size + index for number in job.mine for index in range(size)]
         scores = [score for number in job.mine for score in job.scores[number]]
         names = [rollout.sample_id for number in job.mine for rollout in job.rollouts[number]]
         totals, by_function = batch_exchange.gather_scores(scores, places, len(functions), sample_ids=names)
+        # This rank's response tokens, truncated samples and errors per set, then summed over ranks.
         ends = np.cumsum([len(members) for members in self.sets.values()])
         local = np.zeros((2, len(ends)), dtype=np.int64)
         for place in job.mine:
@@ -239,6 +241,7 @@ class Evaluation:
             for name, groups in self._groups(job).items()
         }
         tokens, truncated = np.sum(collectives.gather_json(local.tolist()), axis=0)
+        # Cut the rewards into sets.
         shape = (int(ends[-1]), size)
         totals_of = np.split(totals.reshape(shape), ends[:-1])
         by_function_of = np.split(by_function.reshape(*shape, len(functions)), ends[:-1])

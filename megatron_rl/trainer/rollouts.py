@@ -81,6 +81,7 @@ def build_manager(
         shares it.
     """
     refuse_mixture(config.weight_sync, backend.shape.num_experts)
+    # This rank's engine.
     if config.generates:
         engine, share, shared = place_engine(
             config,
@@ -98,6 +99,7 @@ def build_manager(
     engine, take_counts = _with_episodes(
         engine, config.rollout, config.environment, config.data, backend, tokenizer, watchdog
     )
+    # The worker that drives it, and the manager over all ranks.
     worker = RolloutWorker(
         engine,
         _scorer(reward, watchdog) if reward else unscored,

@@ -52,6 +52,7 @@ def saved_groups(taken: TrainingBatch, advantages: Advantages) -> tuple[list[dic
         group, samples = taken.groups[place], []
         for member, row in enumerate(np.flatnonzero(facts.groups == place).tolist()):
             rollout = group.rollouts[member]
+            # The advantages of the response's tokens, if they differ.
             of_token = None
             if advantages.of_token is not None:
                 of_token = advantages.of_token[ends[row] - facts.response_tokens[row] : ends[row]].tolist()

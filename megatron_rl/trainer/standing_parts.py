@@ -155,6 +155,7 @@ class StandingParts:
             return None
         from megatron_rl.trainer.supervised import Imitation, Responses, SupervisedStart, held_out_responses
 
+        # Even after the start the held-out rows are read, so that a bad row is an error.
         backend, pairs = self.backend, config.preference
         most_tokens = context_tokens(pairs, backend.hf_config)
         responses = Responses(
@@ -174,6 +175,7 @@ class StandingParts:
         )
         if self.rollouts_done is not None:
             return None
+        # The task of the steps that are left.
         if pairs.is_on:
             from megatron_rl.trainer.preference import Comparison
 

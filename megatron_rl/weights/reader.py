@@ -174,6 +174,7 @@ def _list_tensors(reader: HuggingFaceReader) -> dict[str, pathlib.Path]:
     """Return each tensor's name and file, after opening every file and comparing its header with the index."""
     folder = reader.path
     index, single = folder / INDEX, folder / SINGLE
+    # One form of weights: a single file, or an index of shards.
     if not has_weights(folder):
         raise ConfigError(
             f"model.hf_path={folder} holds neither {SINGLE} nor {INDEX}; save it with save_pretrained, or start from "
@@ -185,6 +186,7 @@ def _list_tensors(reader: HuggingFaceReader) -> dict[str, pathlib.Path]:
         )
     if not index.exists():
         return dict.fromkeys(reader.opened(single).keys(), single)
+    # The index and the files' headers must name the same tensors.
     where = f"{index}: weight_map"
     mapped = field(read_object(index), "weight_map", dict, str(index))
     for name, part in mapped.items():
@@ -244,6 +246,7 @@ def check_tensors(reader: HuggingFaceReader, shape: ModelShape, *, allow_unread:
     allow_unread: whether tensors that the model does not use are named in a warning instead of
         refused (``model.allow_unread_tensors``).
     """
+    # Tensors that are left out: layers that predict further tokens.
     used = used_names(shape)
     extra = tuple(f"model.layers.{shape.num_layers + i}." for i in range(shape.num_extra_layers))
     ignored = [name for name in reader.files if name.startswith(extra)] if extra else []
@@ -252,6 +255,7 @@ def check_tensors(reader: HuggingFaceReader, shape: ModelShape, *, allow_unread:
             "%s holds %d tensors of layers that predict further tokens, %s the first; they are left out",
             *(reader.path, len(ignored), min(ignored)),
         )
+    # Layers that the config does not count.
     own = set(reader.files) - set(ignored)
     layers = {int(found[1]) for name in own if (found := re.match(r"model\.layers\.(\d{1,9})\.", name))}
     if layers and layers != set(range(shape.num_layers)) and not (allow_unread and max(layers) >= shape.num_layers):
@@ -259,6 +263,7 @@ def check_tensors(reader: HuggingFaceReader, shape: ModelShape, *, allow_unread:
             f"{reader.path}: config.json says num_hidden_layers={shape.num_layers} and the files hold {len(layers)} "
             f"layers, {min(layers)} to {max(layers)}; give the config that belongs to them"
         )
+    # Other tensors that the model does not use.
     unread = left_over(reader, used.union(ignored))
     if shape.tied_embeddings or shape.value_head:  # a tied model's copy of its embedding; a critic has no LM head
         unread = [name for name in unread if name != HEAD_NAME]
@@ -271,6 +276,7 @@ def check_tensors(reader: HuggingFaceReader, shape: ModelShape, *, allow_unread:
             way_out = f"they are those of {kind}" if kind else "set model.allow_unread_tensors=true to leave them out"
             raise ConfigError(f"{reader.path} holds {names}; {way_out}")
         log.warning("%s holds %s; they are left out", reader.path, names)
+    # The shape, dtype and scales of each tensor that it uses.
     for name in sorted(used - ({VALUE_NAME} if shape.value_head and not reader.has(VALUE_NAME) else set())):
         if reader.size(name) != hf_size(shape, name):
             raise ConfigError(

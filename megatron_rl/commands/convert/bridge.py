@@ -42,6 +42,7 @@ def bridge_command(options: argparse.Namespace) -> tuple[int, dict]:
 
     hf = options.source if options.command == "import" else options.hf or options.source / "hf"
     family = family_of(hf)
+    # Refuse what megatron-bridge cannot do.
     if urls := [str(x) for x in (options.source, options.target, hf) if not isinstance(x, pathlib.Path)]:
         raise ConfigError(f"megatron-bridge, which a {family!r} model needs, reads and writes disks, and not {urls[0]}")
     if not torch.cuda.is_available():
@@ -59,6 +60,7 @@ def bridge_command(options: argparse.Namespace) -> tuple[int, dict]:
         raise ConfigError(
             f"{hf} holds a {family!r} model, which neither our tables nor the megatron-bridge that is installed know"
         )
+    # Convert by megatron-bridge.
     if options.command == "import":
         AutoBridge.import_ckpt(str(hf), str(options.target), **_dtype(options, torch))
     else:

@@ -112,6 +112,7 @@ def config_fields(file: GgufFile, dtype: torch.dtype) -> tuple[dict, dict]:
             "the Hugging Face directory that it was made from"
         )
     check_kind(file)
+    # The model's sizes.
     fields = {name: field(values, f"{family}.{key}", int, where, least=1, most=2**40) for key, name in SIZES.items()}
     heads = fields["num_attention_heads"]
     groups = single(file, f"{family}.attention.head_count_kv", int, heads, least=1)
@@ -124,6 +125,7 @@ def config_fields(file: GgufFile, dtype: torch.dtype) -> tuple[dict, dict]:
     if family != "qwen2":
         head_dim = fields["head_dim"] = single(file, f"{family}.attention.key_length", int, head_dim, least=1)
     check_keys(file, family, head_dim)
+    # Special tokens, by their ids.
     special = {
         key: check(values[f"tokenizer.ggml.{key}"], f"{where}: {key}", int, least=0, most=len(tokens) - 1)
         for key in ("bos_token_id", "padding_token_id", "unknown_token_id", *STOPS)

@@ -45,6 +45,7 @@ def nested(ours: Mapping[str, Any]) -> dict[str, Any]:
 
 def checked(translation: Translation) -> Check:
     """Load a translation's settings without its open ones, and check them as far as the files are there."""
+    # Load the settings that are known.
     ours = {key: value for key, value in translation.ours.items() if value != MISSING}
     try:
         config = load_config(nested(ours))
@@ -53,12 +54,14 @@ def checked(translation: Translation) -> Check:
     done, not_done, faults = ["each value, by loading it", "how the sections agree"], [], []
     if translation.open:
         not_done.append(f"what depends on {', '.join(translation.open)}")
+    # Check the sections against one another, with stand-ins for missing models.
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "config.json").write_text("{}", encoding="utf-8")
         models = {"model.hf_path": config.model.hf_path, "critic.hf_path": config.critic.hf_path}
         rewards = config.train.num_rollouts != 0 and not config.reward.functions and not config.has_teacher
         stand_ins = _stand_ins(models, folder, open_keys=translation.open, rewards=rewards, not_done=not_done)
         faults += _faults(nested(ours | stand_ins))
+    # Check the lengths against the model, if its config is here.
     if "model.hf_path" not in stand_ins and config.model.hf_path:
         from megatron_rl.weights.config_json import read_hf_config  # imports torch
 
@@ -69,6 +72,7 @@ def checked(translation: Translation) -> Check:
                 done.append("the lengths, against the model's context")
         except ConfigError as error:
             faults.append(str(error))
+    # Note that the rows were not read.
     missing = [path for path in config.data.train if not os.path.exists(path) and not any(c in path for c in "*?[")]
     if not config.data.train:
         not_done.append("the rows: data.train names no file")

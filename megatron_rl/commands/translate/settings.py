@@ -54,6 +54,7 @@ def read_settings(path: pathlib.Path, framework: str = "verl", values: Mapping[s
 
 
 def _of_script(script: Script, framework: str, path: pathlib.Path, text: str) -> Settings:
+    # Find the framework's commands among the script's calls.
     lost = [call for call in script.calls if _OVERRIDE.match(call.words[0].text)]  # after a line without a continuation
     commands = [(call, *_named(call, flags=framework != "verl")) for call in script.calls if call not in lost]
     kinds = [
@@ -71,6 +72,7 @@ def _of_script(script: Script, framework: str, path: pathlib.Path, text: str) ->
             )
         of_text = kind_of_command(text, ())  # of a command in a here-document, say
         return Settings(kind=of_text if of_text and of_text.framework != framework else None, given={})
+    # Translate the first command, and note everything that is not read.
     call, written, unknown = commands[chosen[0]]
     notes = [_note(branch) for branch in script.branches]
     notes += [f"not read: {quoted(each, 80)}" for each in script.unread]
@@ -79,6 +81,7 @@ def _of_script(script: Script, framework: str, path: pathlib.Path, text: str) ->
     if len(own) > 1:
         further = ", ".join(str(commands[i][0].line) for i in own[1:])
         notes.append(f"line {call.line} is translated; further commands of {framework}'s are not: line {further}")
+    # Add the settings of a YAML that the command names.
     kind = kinds[chosen[0]]
     if kind is not None and kind.framework == framework:
         elsewhere = _elsewhere(call, framework, written, path, notes)

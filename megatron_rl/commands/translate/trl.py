@@ -121,6 +121,7 @@ def _batches(translation: Translation, processes: int) -> None:
 
 
 def _loss(translation: Translation) -> None:
+    # The reduction, the policy's loss and its clips.
     kind, level = translation.get("loss_type"), translation.get("importance_sampling_level")
     reductions = {theirs: {"loss.reduction": ours} for theirs, ours in REDUCTIONS.items()}
     translation.choose("loss_type", reductions, f"of TRL's losses {', '.join(REDUCTIONS)} are here")
@@ -139,6 +140,7 @@ def _loss(translation: Translation) -> None:
             translation.take("delta", "loss.dual_clip", number)
         else:
             translation.left["delta"] = f"{delta!r}: below 1 + epsilon_high it clips otherwise than a dual clip does"
+    # The KL to the reference policy.
     if number(translation.get("beta")):
         translation.take("beta", "loss.kl_coefficient", number)
         unbiased = truth(translation.get("use_bias_correction_kl"))
@@ -148,6 +150,7 @@ def _loss(translation: Translation) -> None:
         translation.leave(
             "sync_ref_model", "reference.refresh_every_rollouts renews the reference whole, without a mixture"
         )
+    # Masks and the entropy term.
     translation.take("mask_truncated_completions", "loss.mask_truncated", truth)
     translation.take("entropy_coef", "loss.entropy_coefficient", number)
     for name, off in (

@@ -215,6 +215,7 @@ def _critic(translation: Translation) -> None:
 
 def _groups_and_weights(translation: Translation) -> None:
     """Translate the settings of groups that are drawn again, and of importance weights against the engine."""
+    # Groups that are drawn again.
     filtered = translation.get("algorithm.filter_groups.enable")
     if filtered is not None and truth(filtered):
         rounds = "algorithm.filter_groups.max_num_gen_batches"
@@ -230,6 +231,7 @@ def _groups_and_weights(translation: Translation) -> None:
         ):  # of scores with the overlong penalty
             translation.ours["rollout.dynamic_sampling.metric"] = "shaped"
     translation.skip("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches")
+    # Importance weights against the engine.
     name = "algorithm.rollout_correction"
     weights = translation.get(f"{name}.rollout_is")
     if weights in ("token", "sequence"):

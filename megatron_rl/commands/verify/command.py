@@ -124,6 +124,7 @@ def prepare(options: argparse.Namespace) -> Thin:
     from megatron_rl.model.settings import ModelSettings
     from megatron_rl.weights.config_json import read_hf_config
 
+    # Check the options and the configuration, then make the thin model and its work.
     keep = KEEP if options.keep == "all" else tuple(x for x in options.keep.split(",") if x)
     unknown = [x for x in keep if x not in KEEP]
     if unknown:
@@ -219,6 +220,7 @@ def report(options: argparse.Namespace, thin: Thin, measured, reference) -> bool
     )
     from megatron_rl.commands.verify.verdict import judge
 
+    # Judge the measurements.
     parallel, facts = thin.config.parallel, measured.facts
     microbatches = max(facts["microbatches"])
     counts = {
@@ -238,6 +240,7 @@ def report(options: argparse.Namespace, thin: Thin, measured, reference) -> bool
         counts=counts,
         no_skip=f"{terms} makes skip another objective than dense",
     )
+    # Print the table, and write the JSON if asked.
     host = machine()
     machine_line = f"{host['backend']}, {host['device']}"
     header = [

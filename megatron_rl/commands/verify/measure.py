@@ -230,6 +230,7 @@ def record(backend: MegatronBackend) -> Iterator[Record]:
     """Hook this rank's chunks while the block runs, and yield the record that they fill."""
     taken, handles = Record(), []
 
+    # The hooks: of a module's output, of its argument, and of the token positions.
     def output(module, layer: int, name: str, *, columns: bool = False) -> None:
         def hook(_module, _args, result) -> None:
             taken.keep(layer, name, result[0] if isinstance(result, tuple) else result, columns=columns)
@@ -246,6 +247,7 @@ def record(backend: MegatronBackend) -> Iterator[Record]:
         if not taken.positions:  # in a single sequence, a token's position is its index
             taken.positions.extend(args[1].flatten().tolist())
 
+    # Put them on this rank's chunks.
     for chunk in backend.chunks:
         model = chunk.module
         handles.append(model.register_forward_pre_hook(where))

@@ -136,6 +136,7 @@ def diagnose(
     counts: Mapping[str, int],
 ) -> str:
     """Name the first difference: in the forward pass, then in the backward pass, then after it."""
+    # The forward pass.
     forward = next((x for x in errors.activations if not x.error <= tolerance), None)
     if forward is not None:
         holders = measured.facts.get("holders", [0] * forward.num_tokens)
@@ -147,8 +148,10 @@ def diagnose(
             f"agree ({errors.samples[sample]:.1e}): look at packing, at padding and at the vocabulary-parallel "
             "log-probs."
         )
+    # The backward pass.
     if any(not x.error <= tolerance for x in errors.classes.values()):
         return _diagnose_gradient(measured, wanted, errors.classes, tolerance, counts)
+    # The optimizer's steps, and skip against dense.
     failed = {row.check for row in rows if not row.passes(tolerance)}
     if "gradient norm of optim_step" in failed:
         ratio = measured.grad_norm / wanted.grad_norm

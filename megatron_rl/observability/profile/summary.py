@@ -104,6 +104,7 @@ def summarize(events: Iterable[dict], window: str, main: int) -> Summary:
     Raises ValueError for a trace without that range.
     """
     events = list(events)
+    # Sort the events by kind, and find the window.
     by_kind: dict[str, list[dict]] = defaultdict(list)
     for event in events:
         if event.get("ph") == "X" and "dur" in event:
@@ -113,6 +114,7 @@ def summarize(events: Iterable[dict], window: str, main: int) -> Summary:
     whole = next((_interval(event) for event in ranges if event["name"] == window), None)
     if whole is None:
         raise ValueError(f"the trace has no range {window!r} around it")
+    # The events of each figure.
     on_main = [event for event in operations if event["tid"] == main]
     device = [event for kind in ON_DEVICE for event in by_kind[kind]]
     collectives = [event for event in (*annotated, *device) if COLLECTIVE.match(event["name"])]

@@ -238,6 +238,7 @@ class _Reader:
         values[assignment.name] = value
 
     def command(self, command: made.Command) -> _Status:
+        # A command without words only sets variables.
         if not command.words:
             for assignment in command.assignments:
                 self.assign(assignment)
@@ -249,6 +250,7 @@ class _Reader:
         if not words:
             return _Status.YES
         name = words[0].text
+        # Words of bash itself.
         match name:
             case "exit" | "exec" if name == "exit" or len(words) == 1:
                 raise _End
@@ -269,6 +271,7 @@ class _Reader:
             case "source" | "." | "eval":
                 self.script.unread.append(" ".join(value.text for value in words))
                 return _Status.PROGRAM
+        # Functions of the script, then programs.
         if name in self.functions:
             return self.call(self.functions[name], words[1:])
         if name in READS:
