@@ -44,8 +44,8 @@ def start_anew(
 ) -> None:
     """Set an earlier run's checkpoints and exports aside, on the main rank. Not a collective.
 
-    roots: the folders of checkpoints and exports, which may be the same. remote: iterations in an
-        object store, where nothing can be renamed.
+    roots: the folders of checkpoints and exports, which may be the same.
+    remote: iterations in an object store, where nothing can be renamed.
 
     Raises ConfigError on every rank if the model to train is one of these exports, or if ``remote``
     is not empty.

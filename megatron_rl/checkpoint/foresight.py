@@ -42,8 +42,8 @@ def foresee_resume(
 ) -> ResumePoint | None:
     """Return the checkpoint that this run's start would resume from; None if it would begin anew. Write nothing.
 
-    identity: the identity of the policy's model, as far as it is known without weights. hf_path:
-        ``model.hf_path``.
+    identity: the identity of the policy's model, as far as it is known without weights.
+    hf_path: ``model.hf_path``.
 
     The names and sizes of all files are checked, and the content of the files that are read here;
     tensors are not digested. Raises CheckpointError and ConfigError as the start would.

@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 class CheckpointLoader:
     """Loads one of a run's checkpoints. Methods are collectives unless they say otherwise.
 
-    root: the folder of the policy's checkpoints. on_damage: ``fail``, or ``previous`` for the
-        checkpoint before.
+    root: the folder of the policy's checkpoints.
+    on_damage: ``fail``, or ``previous`` for the checkpoint before.
     """
 
     def __init__(self, backend, critic, root: pathlib.Path, *, on_damage: str) -> None:

@@ -65,8 +65,8 @@ class CheckpointManager:
     ) -> None:
         """Install the signal handlers of a run that ``saves``.
 
-        supervised_every: ``sft.save_every_steps``. written_config: the run's configuration in the
-            form that checkpoints hold.
+        supervised_every: ``sft.save_every_steps``.
+        written_config: the run's configuration in the form that checkpoints hold.
         """
         self.backend, self.critic, self.settings = backend, critic, settings
         self.run_path, self.hf_path, self.supervised_every = run_path, hf_path, supervised_every

@@ -29,8 +29,8 @@ def resumable(
     """Return the checkpoints to choose from, the newest first, those of the supervised start last.
 
     iterations, of_critic, supervised: the iterations of the whole checkpoints under ``root``,
-        ``critic/`` and ``supervised/``, oldest first; ``of_critic``
-        is None for a run without a critic.
+        ``critic/`` and ``supervised/``, oldest first; ``of_critic`` is None for a run without a
+        critic.
 
     Raises CheckpointError if no checkpoint of the policy has a critic's beside it.
     """

@@ -31,11 +31,13 @@ CPUS_A_GPU, MEMORY_GIB_A_GPU = 8, 128
 class Cluster:
     """Describes the cluster that a run's pods run on.
 
-    kind: one of KINDS; ``vllm`` is a Job beside a set of servers. image: with a tag or a digest.
-    nodes: the trainer's pods, each on its own node. gpus: GPUs and ranks of each pod.
+    kind: one of KINDS; ``vllm`` is a Job beside a set of servers.
+    image: with a tag or a digest.
+    nodes: the trainer's pods, each on its own node.
+    gpus: GPUs and ranks of each pod.
     vllm_nodes, vllm_tp: the servers' pods, and the GPUs of one server.
-    rdma: the resource of the RDMA device plugin, "" for none. storage_class: with ReadWriteMany, ""
-        for the cluster's default.
+    rdma: the resource of the RDMA device plugin, "" for none.
+    storage_class: with ReadWriteMany, "" for the cluster's default.
 
     Raises ConfigError for a value that the cluster would refuse.
     """
@@ -156,8 +158,10 @@ def _run_of(options: argparse.Namespace) -> str:
 def manifests(folder: str, run: str, model: str, cluster: Cluster, *, own_prompts: bool) -> dict[str, str]:
     """Return the text of each file by its path in the run's folder.
 
-    folder: the run's folder, as its files name it. run: the run's name. model: a folder in the pods
-        or a name on the hub. own_prompts: whether ``prompts.jsonl`` lies in the folder.
+    folder: the run's folder, as its files name it.
+    run: the run's name.
+    model: a folder in the pods or a name on the hub.
+    own_prompts: whether ``prompts.jsonl`` lies in the folder.
     """
     # The values of the template fields.
     name = name_of(run)

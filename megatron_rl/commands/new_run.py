@@ -99,8 +99,8 @@ def write_run(folder: str, *, model: str, prompts: str | None, environment: str,
 
     folder: the folder to make, as the files will name it: absolute, or relative to the folder in
         which the run is started.
-    model: a Hugging Face folder; "" leaves it open. environment: the virtual environment that the
-        job activates.
+    model: a Hugging Face folder; "" leaves it open.
+    environment: the virtual environment that the job activates.
     tiny: whether to write a model of random weights into the subfolder ``model``, and settings by
         which a CPU trains it.
     """

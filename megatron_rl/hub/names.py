@@ -47,8 +47,9 @@ class Kind(enum.Enum):
 class HubName:
     """Holds a name on the hub.
 
-    repo: ``owner/name``. subset: a data set's configuration. revision: a branch, a tag or a commit;
-        None: ``main``.
+    repo: ``owner/name``.
+    subset: a data set's configuration.
+    revision: a branch, a tag or a commit; None: ``main``.
 
     Example: ``openai/gsm8k:main/test@e53f048`` has the subset ``main`` and the split ``test``.
     """

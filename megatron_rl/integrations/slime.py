@@ -111,8 +111,8 @@ class Stubbed:
 def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
     """Return the trainer's own train data of a rollout, with samples without signal cut to stubs.
 
-    args: slime's or miles' parsed arguments. samples: the trainer's samples as a flat list, each of
-        its class ``Sample``.
+    args: slime's or miles' parsed arguments.
+    samples: the trainer's samples as a flat list, each of its class ``Sample``.
 
     Raises ConfigError for samples of another class, and for settings of miles whose facts it does
     not pass to a custom conversion. If a setting allows no skip, the train data stay whole, and a
@@ -211,7 +211,8 @@ def with_stubs(
 ) -> tuple[dict[str, Any], Stubbed]:
     """Return the train data with every sample without signal cut to a stub, and the counts.
 
-    groups: each sample's prompt, for the counts alone. per_token: ``--calculate-per-token-loss``.
+    groups: each sample's prompt, for the counts alone.
+    per_token: ``--calculate-per-token-loss``.
 
     A stub is the last token of the prompt and the first of the response. Under the mean over
     rollouts its loss mask is 0, and ``rollout_mask_sums`` keep the whole sample's count. Under the

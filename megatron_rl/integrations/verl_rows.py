@@ -78,8 +78,9 @@ def _padded(values: torch.Tensor) -> torch.Tensor:
 def loss_obstacles(loss_function: Callable, own_loss: Callable, batch: Any, policy_loss: Callable) -> list[str]:
     """Return the settings of the loss, each as ``key=value``, that keep a row without advantage from being dropped.
 
-    own_loss: verl's ppo_loss. batch: verl's TensorDict. policy_loss: verl's own function of a loss
-        mode's name.
+    own_loss: verl's ppo_loss.
+    batch: verl's TensorDict.
+    policy_loss: verl's own function of a loss mode's name.
     """
     if not isinstance(loss_function, functools.partial) or loss_function.func is not own_loss:
         return [f"the loss function {loss_function!r:.80} (only verl's ppo_loss is known)"]

@@ -123,7 +123,8 @@ def of_rollout(
 ) -> Completion:
     """Make the record of a sample.
 
-    reward: None or NaN for an excluded sample. number: the rollout's number.
+    reward: None or NaN for an excluded sample.
+    number: the rollout's number.
     """
     answer = rollout.prompt.columns.get("answer")
     return Completion(
@@ -250,7 +251,8 @@ def as_text(completion: Completion, *, most_chars: int | None = None) -> str:
 def print_some(completions: Sequence[Completion], *, every_rollouts: int) -> None:
     """Log the best and the worst completion of one prompt, for each evaluation and every ``every_rollouts`` rollouts.
 
-    completions: of one source and one row. every_rollouts: 0 logs none.
+    completions: of one source and one row.
+    every_rollouts: 0 logs none.
     """
     first = completions[0]
     if every_rollouts == 0 or (first.rollout is not None and (first.rollout - 1) % every_rollouts):

@@ -82,7 +82,7 @@ def _assumed(on_node: int, unit: int, *, of_critic: int, of_engines: int) -> Job
     """Return the size of a job that nothing states: on one node if its degrees and engines fit there.
 
     unit: the number of ranks that the policy's degrees take; the policy gets a multiple of it.
-        of_critic, of_engines: the ranks of the critic and of the engines.
+    of_critic, of_engines: the ranks of the critic and of the engines.
     """
     gpus = next(
         gpus

@@ -27,8 +27,8 @@ class RankFiles:
     """Counts one rank's part: bytes of tensors, and calls or messages.
 
     read_bytes, num_reads: slices of the model's files, each read once.
-    written_bytes, num_files: of an export. sent_bytes, num_messages: sent to the owners in its
-        groups.
+    written_bytes, num_files: of an export.
+    sent_bytes, num_messages: sent to the owners in its groups.
     """
 
     read_bytes: int
@@ -43,8 +43,9 @@ class RankFiles:
 class ModelFiles:
     """Counts a model's load and export.
 
-    ranks: in the order of global ranks. read_by_host: the bytes that the ranks of each host read
-        from storage; shared bytes count once, if the host's page cache holds them.
+    ranks: in the order of global ranks.
+    read_by_host: the bytes that the ranks of each host read from storage; shared bytes count once,
+        if the host's page cache holds them.
     num_files, largest_file_bytes: of the export.
 
     Example: 16 bytes, DP=2 on one host: each rank reads 16, the host 16, one rank writes 16.

@@ -28,7 +28,8 @@ def is_url(text: str) -> bool:
 def location(text: str, key: str = "the path", *, answer_s: float = ANSWER_S) -> pathlib.Path | RemotePath:
     """Return the place that a setting names; no request goes to a store yet.
 
-    key: the setting's name, for messages. answer_s: seconds that a store may take for one request.
+    key: the setting's name, for messages.
+    answer_s: seconds that a store may take for one request.
 
     Raises ConfigError for a scheme that fsspec does not know, and for a URL with a password or a
     NUL in it. For a scheme whose driver is not installed, the error names the command that installs

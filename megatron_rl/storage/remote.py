@@ -49,8 +49,10 @@ class Facts:
 class RemotePath:
     """Names an object, or a folder of objects. Comparisons and ``/`` send no request to the store.
 
-    system: fsspec's file system. scheme: the URL's scheme. key: the name within the system, as the
-        system strips it. answer_s: seconds that the store may take for one request.
+    system: fsspec's file system.
+    scheme: the URL's scheme.
+    key: the name within the system, as the system strips it.
+    answer_s: seconds that the store may take for one request.
     """
 
     __slots__ = ("_size", "answer_s", "key", "scheme", "system")

@@ -50,8 +50,8 @@ class Corrections:
     def __call__(self, batch: Batch, decision: Decision, advantages: Advantages, old: np.ndarray) -> CorrectedSignal:
         """Return a rollout's importance weights, and the samples that have signal under them. A collective.
 
-        decision: the decision by advantages alone. old: [T] flat, log π_old of the samples that
-            ``decision`` runs.
+        decision: the decision by advantages alone.
+        old: [T] flat, log π_old of the samples that ``decision`` runs.
         """
         return apply_corrections(
             self.settings,

@@ -233,7 +233,9 @@ def plan_update(
 ) -> ResponseUpdate:
     """Plan the one optimizer step on a batch of S responses. A collective.
 
-    weights: float64 [S], of the linear loss. signal: bool [S]. purpose, drops: see ``plan_steps``.
+    weights: float64 [S], of the linear loss.
+    signal: bool [S].
+    purpose, drops: see ``plan_steps``.
     """
     facts = batch.facts
     tokens = tokens_of(facts, share_prompts=backend.rules.share_prompts)

@@ -56,9 +56,8 @@ class Entry:
     joined: True if one Hugging Face tensor holds the parts of ``QKV`` ([q; k; v]) or ``GATE_UP``
         ([gate; up]).
     expert: for an expert's parameter, the expert's number among this rank's experts. ``{expert}``
-        in its Hugging Face names stands for the number among all experts, which ``held_by``
-        fills in. Such a parameter is split over expert tensor ranks, any other over tensor
-        ranks.
+        in its Hugging Face names stands for the number among all experts, which ``held_by`` fills
+        in. Such a parameter is split over expert tensor ranks, any other over tensor ranks.
     frozen: True for a buffer, float32 whatever the dtype of the parameters. It is loaded, kept as
         it is and exported, and has no gradient.
     """

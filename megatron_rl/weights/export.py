@@ -185,13 +185,11 @@ def export_weights(
     nothing is gathered.
 
     chunks: this rank's parameters and frozen buffers by Megatron name, chunk by chunk, or tensors
-        of the same shapes (gradients). Parameters must be gathered before (backend.export does
-        it).
+        of the same shapes (gradients). Parameters must be gathered before (backend.export does it).
     bucket_bytes: the most memory taken beside the chunks: all shards of a bucket and one tensor
-        laid out from them, allocated once. A parameter that needs more by itself has its
-        own bucket and takes more: a vocabulary's table its size, another its size and its
-        largest Hugging Face tensor's. A mapping that makes each tensor on request takes
-        that tensor's memory too.
+        laid out from them, allocated once. A parameter that needs more by itself has its own bucket
+        and takes more: a vocabulary's table its size, another its size and its largest Hugging Face
+        tensor's. A mapping that makes each tensor on request takes that tensor's memory too.
     entries: the entries to export: the model's parameters, or its adapters
         (``mapping.adapter_entries``).
     """

@@ -60,10 +60,10 @@ class Piece:
 
     entry: an expert's entry stands for the same entry of every expert-parallel rank
         (``Entry.held_by``).
-    pipeline_rank, chunk: the place of the parameter. expert_rank: the expert-parallel rank that
-        holds it; None unless it is an expert's.
-    size: the shape of one shard. num_shards: the shards that the owner needs; 1 if the ranks hold
-        copies.
+    pipeline_rank, chunk: the place of the parameter.
+    expert_rank: the expert-parallel rank that holds it; None unless it is an expert's.
+    size: the shape of one shard.
+    num_shards: the shards that the owner needs; 1 if the ranks hold copies.
     dtype: the dtype of the shards and the tensors.
     """
 
@@ -118,7 +118,8 @@ class PlannedFile:
 class FilePlan:
     """Holds the files and pieces that each rank writes.
 
-    dtype: the tensors' dtype, except of frozen buffers. files: in the order of their numbers.
+    dtype: the tensors' dtype, except of frozen buffers.
+    files: in the order of their numbers.
     pieces: for each rank that writes, the pieces that it collects, in the order of its files: first
         of layers that all tokens pass, then of experts.
     """

@@ -250,7 +250,8 @@ def _exchange(
 ) -> torch.Tensor:
     """Send this rank's shards of the others' pieces; return the shards [num_shards, *shard] of its own piece.
 
-    wanted: each collecting rank's piece. memory: uint8, for the shards that come from others.
+    wanted: each collecting rank's piece.
+    memory: uint8, for the shards that come from others.
     """
     topology, sent, transfers = parameters.topology, [], []
     shards = torch.empty(0)

@@ -117,8 +117,9 @@ def dequantize(
 class BlockWeight:
     """Reads slices of a weight in block FP8 as the float32 numbers that it stands for.
 
-    weight, scale: safetensors' slices of the two tensors. block: rows and columns. name, folder:
-        for messages.
+    weight, scale: safetensors' slices of the two tensors.
+    block: rows and columns.
+    name, folder: for messages.
     """
 
     def __init__(self, weight: Any, scale: Any, block: tuple[int, int], name: str, folder: pathlib.Path) -> None:
@@ -158,7 +159,9 @@ def block_weights(
 ) -> tuple[dict[str, pathlib.Path], dict[str, Callable[[], BlockWeight]]]:
     """Return the files of all tensors except scales of block FP8, and a maker of a reader for each such weight.
 
-    opened: a file → safetensors' handle. block: rows and columns. folder: for messages.
+    opened: a file → safetensors' handle.
+    block: rows and columns.
+    folder: for messages.
     """
     views: dict[str, Callable[[], BlockWeight]] = {}
     rest = dict(files)

@@ -181,7 +181,8 @@ def unstacked(
     The first value maps names to files, the second maps an expert's name to a function that makes
     its reader.
 
-    opened: a file → safetensors' handle. folder: for messages.
+    opened: a file → safetensors' handle.
+    folder: for messages.
     """
     apart: dict[str, pathlib.Path] = {}
     views: dict[str, Callable[[], ExpertOfStack | PackedExpert]] = {}

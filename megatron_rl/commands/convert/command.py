@@ -160,7 +160,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def read_on_disk(folder: pathlib.Path | RemotePath, key: str, *, weights: bool = False) -> pathlib.Path:
     """Return a Hugging Face directory's path on the disk: a URL's files are first copied to the host's cache.
 
-    key: the argument's name in messages. weights: whether the model's files are copied too.
+    key: the argument's name in messages.
+    weights: whether the model's files are copied too.
     """
     if isinstance(folder, pathlib.Path):
         return folder

@@ -36,7 +36,8 @@ class Left(Exception):
 def meet(place: Place, asked: Callable[[], bool], say: Callable[[str], None]) -> str:
     """Wait for all pods of the job; return pod 0's address, to which torchrun's ranks connect; "" for a pod alone.
 
-    asked: returns whether this pod has been told to leave. say: prints a line.
+    asked: returns whether this pod has been told to leave.
+    say: prints a line.
 
     Raises RunError after ``place.meet_s``, with the missing pods or the reason why pod 0 was not
     reached. Raises Left if ``asked``.
@@ -83,8 +84,8 @@ def _wait_as_head(place: Place, deadline: float, asked: Callable[[], bool], say:
 class Register:
     """Keeps one connection for each pod that waits at the head.
 
-    server: a listening socket that does not block. num_nodes: the pods of the job, the head
-        included.
+    server: a listening socket that does not block.
+    num_nodes: the pods of the job, the head included.
     """
 
     def __init__(self, server: socket.socket, num_nodes: int) -> None:

@@ -32,13 +32,14 @@ MOST_PODS = 100_000  # the limit of an Indexed Job (kubernetes, batch validation
 class Place:
     """Holds this pod's place in a job, and the way to the other pods.
 
-    node: the number of this pod, from 0; pod 0 is the head. head: the name of pod 0; "" if this pod
-        is alone.
+    node: the number of this pod, from 0; pod 0 is the head.
+    head: the name of pod 0; "" if this pod is alone.
     port: torchrun's store on the head; the pods meet at the port after it.
-    processes: ranks of each pod. address: this pod's address on the pods' network, None if not
-        given.
-    meet_s: seconds that the pods may take to meet. run_dir: the run's folder, None if the
-        configuration names it. save_every: rollouts between checkpoints.
+    processes: ranks of each pod.
+    address: this pod's address on the pods' network, None if not given.
+    meet_s: seconds that the pods may take to meet.
+    run_dir: the run's folder, None if the configuration names it.
+    save_every: rollouts between checkpoints.
     exit_again: the exit code after which this pod is started again.
 
     Example: pod 1 of 2 has ``Place(node=1, num_nodes=2, head="my-run-0.my-run", port=29400, ...)``.

@@ -6,7 +6,8 @@ import re
 def score(prompts, completions, completion_ids, answer, **columns):
     """Return a float for each sample: 1.0 if the last number of the completion is the answer, else 0.0.
 
-    prompts, completions: texts. completion_ids: lists of token ids.
+    prompts, completions: texts.
+    completion_ids: lists of token ids.
     answer: the data's column of that name. Name any other column as a parameter.
 
     Return None for a sample to which this function does not apply.

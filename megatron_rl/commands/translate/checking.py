@@ -22,8 +22,8 @@ _OF_THE_SKIP = "skip.mode=exact"
 class Check:
     """Holds the results of a check of a translation.
 
-    faults: the reasons why a run of it would not start, beside the open keys. done, not_done: the
-        properties that were checked, and those that were not.
+    faults: the reasons why a run of it would not start, beside the open keys.
+    done, not_done: the properties that were checked, and those that were not.
     """
 
     faults: tuple[str, ...]
@@ -88,8 +88,8 @@ def _stand_ins(
 ) -> dict[str, Any]:
     """Return settings that stand in, during the check, for files and names that are missing yet.
 
-    models: the folder of each model, by its setting's key. rewards: whether reward functions are
-        still to be named.
+    models: the folder of each model, by its setting's key.
+    rewards: whether reward functions are still to be named.
     """
     stand_ins: dict[str, Any] = {}
     for key, path in models.items():

@@ -52,8 +52,9 @@ def translate(
 ) -> Translation:
     """Return our settings for TRL's GRPO.
 
-    unknown: settings without a value → what the value depends on. processes: the job's processes,
-        if the file's ``num_processes`` does not give them: TRL's batch is per device.
+    unknown: settings without a value → what the value depends on.
+    processes: the job's processes, if the file's ``num_processes`` does not give them: TRL's batch
+        is per device.
 
     Raises ConfigError if neither gives the processes.
     """

@@ -24,7 +24,8 @@ class Settings:
     """Holds the settings of a file.
 
     kind: the framework and trainer; None if nothing tells it.
-    given: name → value. unknown: name → what its value depends on.
+    given: name → value.
+    unknown: name → what its value depends on.
     notes: the parts of the file that are not among the settings, a line each.
     """
 

@@ -44,7 +44,8 @@ class Verdict:
 class Errors:
     """Holds the errors of every measurement except the norm and the weights.
 
-    activations: of one sample. samples: of the log-probs, by sample.
+    activations: of one sample.
+    samples: of the log-probs, by sample.
     classes, skip: of the gradients, and of skip against dense, by class.
     """
 

@@ -41,8 +41,8 @@ BEARER = "bearer "
 class MetricsServer(http.server.ThreadingHTTPServer):
     """Answers scrapes of a registry, in threads that end with it.
 
-    address, port: the address to listen on; port 0 takes any free one. keys: the clients' keys; ():
-        clients need none.
+    address, port: the address to listen on; port 0 takes any free one.
+    keys: the clients' keys; (): clients need none.
 
     Raises ConfigError for an address or a port that cannot be taken.
     """

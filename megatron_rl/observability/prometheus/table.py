@@ -30,8 +30,9 @@ class Kind(Enum):
 class Served:
     """Names a metric of Prometheus.
 
-    key: its name in metrics.jsonl. name: without PREFIX, and for a counter without ``_total``.
-        help: its help line.
+    key: its name in metrics.jsonl.
+    name: without PREFIX, and for a counter without ``_total``.
+    help: its help line.
     """
 
     key: str

@@ -25,8 +25,8 @@ class GapCheck(Protocol):
     def of_pass(self, sums: Mapping[str, float], *, fresh: bool) -> dict[str, float]:
         """Return the metrics of the gap that a pass has measured. Not a collective.
 
-        sums: the pass's sums over all ranks. fresh: whether engine and trainer had the same
-            weights.
+        sums: the pass's sums over all ranks.
+        fresh: whether engine and trainer had the same weights.
         """
         ...
 
@@ -45,7 +45,7 @@ class GapGuard:
     """Guards the mean gap by ``rollout.max_logprob_gap`` and ``rollout.warn_logprob_gap``."""
 
     def __init__(self, rollout: RolloutConfig, dtype: str) -> None:
-        """dtype: ``model.dtype``."""
+        """Take the limits from ``rollout``. ``dtype``: ``model.dtype``."""
         self.rollout, self.dtype = rollout, dtype
 
     def of_pass(self, sums: Mapping[str, float], *, fresh: bool) -> dict[str, float]:

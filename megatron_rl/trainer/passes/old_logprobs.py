@@ -145,7 +145,8 @@ def needs_old_logprobs(config: Config) -> str | None:
 def passes_parts(correction: CorrectionConfig, routing_replay: str, needed: str | None, num_steps: int) -> bool:
     """Return whether each part of a rollout gets a log-prob pass of its own, as soon as it comes.
 
-    needed: the result of ``needs_old_logprobs``. num_steps: the optimizer steps of a rollout.
+    needed: the result of ``needs_old_logprobs``.
+    num_steps: the optimizer steps of a rollout.
 
     It does not if the engine's log-probs are π_old, or if the rollout's only optimizer step needs
     no pass. If the pass replays experts, one pass takes the whole rollout.

@@ -26,8 +26,8 @@ _OF_FILES = tuple(f"-{letter}" for letter in "abcdefghkprstuwxGLNOSt")
 class Term:
     """Holds a word of a condition.
 
-    pattern: the word as a pattern of ``fnmatch``, used if the operator takes a pattern. operator:
-        whether the word is an unquoted operator.
+    pattern: the word as a pattern of ``fnmatch``, used if the operator takes a pattern.
+    operator: whether the word is an unquoted operator.
     """
 
     value: Value

@@ -73,8 +73,8 @@ class _Break(_End): ...
 def read_script(text: str, path: str, values: Mapping[str, str]) -> Script:
     """Return the calls of a script. Raises ScriptError for an unreadable script, TooLong for a value that would grow.
 
-    path: the script's path, for ``$0``. values: of variables, and of ``1`` and further arguments,
-        by name.
+    path: the script's path, for ``$0``.
+    values: of variables, and of ``1`` and further arguments, by name.
     """
     variables = Variables(positions={name: Value(value) for name, value in values.items() if name.isdigit()})
     fixed = {"HOME": os.path.expanduser("~"), "PWD": os.getcwd(), "0": path, "BASH_SOURCE": path}

@@ -89,7 +89,8 @@ class Token:
     kind: ``word``, ``operator``, ``array``, ``arithmetic`` or ``end``.
     text: the source of a word; the operator; ``name=`` or ``name+=`` of an array; what ``((…))``
         holds.
-    pieces: of a word. items: of an array.
+    pieces: of a word.
+    items: of an array.
     """
 
     kind: str
