@@ -10,7 +10,7 @@ def score(prompts, completions, completion_ids, answer, **columns):
     completion_ids: lists of token ids.
     answer: the data's column of that name. Name any other column as a parameter.
 
-    Return None for a sample to which this function does not apply.
+    A function may return None for a sample to which it does not apply.
     """
     scores = []
     for completion, expected in zip(completions, answer, strict=True):
