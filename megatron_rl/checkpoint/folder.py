@@ -247,7 +247,7 @@ def remove(folder: pathlib.Path | RemotePath) -> None:
 
 
 def remove_if_empty(root: pathlib.Path | RemotePath) -> None:
-    """Remove a checkpoint folder's root if it holds nothing but the file that named the latest checkpoint."""
+    """Remove a folder of checkpoints that holds none any more, or only the file that named the latest."""
     if not isinstance(root, pathlib.Path):
         if set(root.children()) == {LATEST}:
             (root / LATEST).unlink(missing_ok=True)

@@ -24,7 +24,7 @@ STATUS_FILE = "status.json"
 
 
 class RunState(StrEnum):
-    """The state of a run, as its status.json names it.
+    """Names the state of a run, as in its status.json.
 
     PREEMPTED: told to leave, with a checkpoint saved. STOPPED: by Ctrl-C. FAILED: by an error.
     """

@@ -6,8 +6,8 @@ The schedule runs the token sum −Σ c_i · log π, which has the same gradient
 (algorithm/linear_loss.py). The two responses of a pair may lie on any ranks and in any
 micro-batches.
 
-A response with the coefficient 0 has no signal and is dropped like a zero advantage; under
-``hinge`` a response beyond the margin has it. The mean counts every pair, dropped or not.
+A response with the coefficient 0 has no signal and is dropped like a zero advantage: under
+``hinge``, one beyond the margin. The mean counts every pair, dropped or not.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class ProfileEnd(Record):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class ProfiledRun(Run):
-    """Is a run that records a profile of chosen rollouts and steps."""
+    """Records a profile of chosen rollouts and steps of a run, and is otherwise a Run."""
 
     profile: Profile
 

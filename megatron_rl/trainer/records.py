@@ -27,7 +27,7 @@ class Record(Protocol):
     """
 
     def resume(self, restored: RestoredRun) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
 
     def rollout(self, index: int, taken: TrainingBatch, result: AdvantageResult) -> Mapping[str, float]:
         """Record rollout ``index`` with its advantages; return metrics that join the next row."""
@@ -73,7 +73,7 @@ class Records:
             self._sampled += completions
 
     def resume(self, restored: RestoredRun) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         self.num_rollouts = restored.trace_rollouts
         for record in self.others:
             record.resume(restored)

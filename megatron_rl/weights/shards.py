@@ -34,8 +34,8 @@ class Planned:
 
     slices: the names under which its slices along the first dimension are added, in order; () if it
         is added whole.
-    parts: above 0, each slice is added as so many tensors of the same name: the transposes of equal
-        shares of its columns.
+    parts: above 0, each slice is added as so many tensors with a name each: the transposes of equal
+        shares of its columns. ``slices`` then has their names.
     """
 
     name: str

@@ -60,7 +60,7 @@ _NAMES = (  # names of settings that only one framework has
     (r"model\.hf_path|rollout\.samples_per_prompt|train\.prompts_per_rollout", "megatron_rl", ""),
     (r"model_name_or_path|per_device_train_batch_size|num_train_epochs|num_generations", "TRL", ""),
 )
-OF_ONE_TRAINER = {  # names that only one of TRL's trainers has; sft's descendant gkd has sft's too
+OF_ONE_TRAINER = {  # names that only one of TRL's trainers has; gkd, which derives from sft, has sft's too
     "grpo": {
         *(
             "scale_rewards",

@@ -19,7 +19,7 @@ OTHER_STAGE = "other"  # label of any stage that is not in STAGES
 
 
 class Kind(Enum):
-    """How a metric is made of its rows: GAUGE is the last value, SUM the sum of all values, SO_FAR the last count."""
+    """Says how a metric is made of its rows: GAUGE is the last value, SUM the sum of values, SO_FAR the last count."""
 
     GAUGE = "gauge"
     SUM = "sum"
