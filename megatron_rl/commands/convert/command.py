@@ -173,7 +173,7 @@ def read_on_disk(folder: pathlib.Path | RemotePath, key: str, *, weights: bool =
 def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object, object]:
     """Return (config, shape) of a Hugging Face directory.
 
-    Raises ConfigError for a model that no table expresses, naming the missing part.
+    Raises ConfigError for a model that the tables do not cover, naming the missing part.
     """
     from megatron_rl.errors import ConfigError
     from megatron_rl.model.hf_config import latent_angles, read_shape, rotary_tables

@@ -66,7 +66,7 @@ def refuse_served(fields: Mapping[str, Any], path: str) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the widths of attention's parts, and the mixture's sizes."""
+    """Return the ModelShape fields for the widths of attention's parts, and the mixture's sizes."""
     return dict(
         head_dim=hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim,
         q_lora_rank=hf_config.q_lora_rank or 0,

@@ -36,7 +36,7 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the norms, the embedding's factor, gelu, and the layers' windows."""
+    """Return the ModelShape fields for the norms, the embedding's factor, gelu, and the layers' windows."""
     return dict(qk_norm=True, sandwich_norms=True, scaled_embedding=True, gelu=True, windows=windows_of(hf_config))
 
 

@@ -62,7 +62,7 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the kinds of the layers, by their numbers, and the sizes of the mixture."""
+    """Return the ModelShape fields for the kinds of the layers, by their numbers, and the sizes of the mixture."""
     layers = range(hf_config.num_hidden_layers)
     dense = tuple(layer for layer in layers if layer not in hf_config.moe_layers)
     return dict(

@@ -25,7 +25,7 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the layers' windows and the sizes of the mixture."""
+    """Return the ModelShape fields for the layers' windows and the sizes of the mixture."""
     return dict(
         windows=windows_of(hf_config),
         num_experts=hf_config.num_local_experts,

@@ -26,7 +26,7 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the field for norms after attention and MLP."""
+    """Return the ModelShape fields for norms after attention and MLP."""
     return dict(post_norms=True)
 
 

@@ -17,7 +17,7 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the fields for norms after attention and MLP, and for the layers' windows."""
+    """Return the ModelShape fields for norms after attention and MLP, and for the layers' windows."""
     return dict(post_norms=True, windows=windows_of(hf_config))
 
 
