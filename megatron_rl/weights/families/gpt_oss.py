@@ -51,7 +51,7 @@ def refuse_served(fields: Mapping[str, Any], path: str) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return biases, sinks, the layers' windows, the bound of the activations and the sizes of the mixture."""
+    """Return the ModelShape fields for biases, sinks, windows, the activations' bound and the mixture's sizes."""
     return dict(
         qkv_bias=True,
         linear_bias=True,

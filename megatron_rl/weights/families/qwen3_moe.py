@@ -27,7 +27,10 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return norms of q and k, windows, the mixture's sizes, and whether the experts' weights are left unnormalised."""
+    """Return the ModelShape fields for norms of q and k, windows, and the mixture's sizes and weights.
+
+    ``router_pre_softmax``: whether the experts' weights are left unnormalised.
+    """
     return dict(
         qk_norm=True,
         windows=windows_of(hf_config),
