@@ -19,7 +19,7 @@ from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.observability.metrics import METRICS_FILE, Row, read_metrics
 
 log = logging.getLogger(__name__)
-# A dry run's record: it does not know the device by which the run settled ``auto``.
+# A dry run cannot settle ``auto``: it does not know the run's device.
 AUTO_DTYPE = ("model.dtype", "auto")
 # Settings in which a finished run and the command that starts it again may differ.
 OF_THE_RECORD = ("run.dir", "run.name", "run.deadline_s", "metrics.", "checkpoint.")
