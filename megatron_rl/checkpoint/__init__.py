@@ -1,1 +1,1 @@
-"""Checkpoints of a run: all the state that decides its future, or nothing."""
+"""The checkpoints of a run: all the state that decides its future, or nothing."""

@@ -1,8 +1,8 @@
-"""Hugging Face directories ↔ Megatron-LM checkpoints: at most one layer's files are mapped and one tensor is held.
+"""The conversion between Hugging Face directories and Megatron-LM checkpoints, in both directions.
 
-Both directions walk weights/mapping.py's table in the same order. The folder that they write
-appears whole or not at
-all: it is filled under another name beside its own and renamed at the end.
+At most one layer's files are mapped and one tensor is held. Both directions walk
+weights/mapping.py's table in the same order. The written folder appears whole or not at all: it is
+filled under another name in the same parent folder and renamed at the end.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from megatron_rl.weights.stacked import joined_plan
 if TYPE_CHECKING:
     from megatron_rl.storage.remote import RemotePath
 
-# a GPTModel's keys; the others are an optimizer's, or another model's
+# keys of a GPTModel; other keys are an optimizer's, or another model's
 MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "mtp.")
 
 CONFIG = "config.json"
@@ -62,8 +62,7 @@ class Cut:
     """Cuts an imported checkpoint into chunks and files as ranks of this topology would save it.
 
     Any topology loads any cut. Each tensor-parallel rank's shard is a chunk, which a rank of the
-    same topology reads without its neighbours'; the files are those of tensor · expert · pipeline
-    ranks.
+    same topology reads without its neighbours' chunks. There are tensor · expert · pipeline files.
     """
 
     tensor: int = 1
@@ -71,7 +70,7 @@ class Cut:
     expert: int = 1
 
     def check(self, shape: ModelShape) -> None:
-        """Raise ConfigError where a degree does not divide the count that it splits, or is above the layers'."""
+        """Raise ConfigError if a degree does not divide the count that it splits, or exceeds the number of layers."""
         heads = {
             "num_attention_heads": shape.num_heads,
             "num_key_value_heads": shape.num_kv_heads,
@@ -91,7 +90,10 @@ class Cut:
             raise ConfigError(f"--pp {self.pipeline} must be 1 to num_hidden_layers={shape.num_layers}")
 
     def file_rank(self, stored: Stored, shape: ModelShape, tensor_rank: int) -> int:
-        """Return the number of the file that a tensor rank's shard goes to: tensor, then expert, then stage."""
+        """Return the number of the file for a tensor rank's shard.
+
+        Files are counted by stage, then by expert rank, then by tensor rank.
+        """
         last = self.pipeline - 1 if stored.entry is not EMBEDDING else 0
         stage = last if stored.layer is None else stored.layer * self.pipeline // shape.num_layers
         expert_rank = 0 if stored.expert is None else stored.expert * self.expert // shape.num_experts
@@ -100,9 +102,9 @@ class Cut:
 
 @contextlib.contextmanager
 def appearing(path: pathlib.Path | RemotePath, *, overwrite: bool) -> Iterator[pathlib.Path | RemotePath]:
-    """Yield a new folder that takes the place of ``path`` when the block ends, and vanishes where it raises.
+    """Yield a new folder that replaces ``path`` when the block ends, and vanishes if the block raises.
 
-    In an object store it is ``path`` itself, whole if config.json is there.
+    In an object store the folder is ``path`` itself; it is whole if config.json is there.
     """
     if path.exists() and not overwrite:
         raise ConfigError(f"{path} exists; name another folder, or pass --overwrite")
@@ -118,7 +120,10 @@ def appearing(path: pathlib.Path | RemotePath, *, overwrite: bool) -> Iterator[p
 
 @contextlib.contextmanager
 def side_folder(partial: pathlib.Path | RemotePath) -> Iterator[pathlib.Path]:
-    """Yield the folder for files beside the weights: of a disk ``partial`` itself, else one that is then uploaded."""
+    """Yield a folder for the files beside the weights: ``partial`` on a disk, else a temporary one.
+
+    The files of the temporary folder are uploaded when the block ends.
+    """
     if isinstance(partial, pathlib.Path):
         yield partial
         return
@@ -130,9 +135,10 @@ def side_folder(partial: pathlib.Path | RemotePath) -> Iterator[pathlib.Path]:
 
 
 def check_source(reader: HuggingFaceReader, shape: ModelShape) -> None:
-    """Raise ConfigError where a folder's files are not the tensors of its config's model (``check_tensors``).
+    """Raise ConfigError if a folder's files are not the tensors of its config's model (``check_tensors``).
 
-    So does a tied model whose files hold an output matrix that is not its embedding.
+    The same error is raised for a tied model whose files hold an output matrix that differs from
+    its embedding.
     """
     check_tensors(reader, shape)
     if shape.tied_embeddings and heads_differ(reader):
@@ -161,10 +167,11 @@ def import_weights(
 ) -> int:
     """Fill ``folder`` with a torch_dist checkpoint of the model's weights; return the bytes of its tensors.
 
-    Raises ConfigError where a tensor is missing, has another shape than the config's or numbers
-    that are not finite, or files hold tensors that no table names.
+    Raises ConfigError if a tensor is missing, has another shape than the config's or numbers that
+    are not finite, or if files hold tensors that no table names.
+
     shape: its ``padded_vocab_size`` is a multiple of ``cut.tensor``.
-    dtype: None keeps the files' own.
+    dtype: None keeps the dtypes of the files.
     """
     cut.check(shape)
     check_source(reader, shape)
@@ -205,8 +212,8 @@ def _import_one(
         shard = load_shard(entry, shape, reader.read, rank, cut.tensor if split else 1)
         shard = shard if dtype is None else shard.to(dtype)
         check_finite(shard, functools.partial(whole_tensors, entry, shape, reader), WIDER)
-        # two chunks for a rank's gate and up, as in Megatron-Core (0.16.1 transformer/mlp.py
-        # apply_swiglu_sharded_factory)
+        # Two chunks for a rank's gate and up, as in Megatron-Core (0.16.1 transformer/mlp.py
+        # apply_swiglu_sharded_factory).
         parts = 2 if entry.joined or entry.layout is Layout.INTERLEAVED else len(entry.hf)
         halves = shard.chunk(parts) if entry.layout in (Layout.GATE_UP, Layout.INTERLEAVED) else (shard,)
         for half, part in enumerate(halves):
@@ -232,9 +239,9 @@ def import_folder(
     overwrite: bool = False,
     progress: Progress = lambda _: None,
 ) -> pathlib.Path:
-    """Convert a Hugging Face directory into a checkpoint of a Megatron-LM folder; return the checkpoint's own folder.
+    """Convert a Hugging Face directory into a checkpoint in a Megatron-LM folder; return the checkpoint's own folder.
 
-    Other iterations there stay. The folder's ``hf/`` is replaced by this model's, and
+    The target's other iterations stay. Its ``hf/`` is replaced by this model's, and
     ``latest_checkpointed_iteration.txt`` names the new checkpoint.
     """
     reader = HuggingFaceReader(source)
@@ -243,7 +250,7 @@ def import_folder(
         import_weights(reader, shape, partial, cut=cut, dtype=dtype, iteration=iteration, progress=progress)
         with appearing(target / HF_FOLDER, overwrite=True) as side:
             copy_side_files(source, side)
-            drop_fields(side / "config.json", ("quantization_config",))  # the weights are full ones now
+            drop_fields(side / "config.json", ("quantization_config",))  # the written weights are full ones
     (target / LATEST).write_text("release" if iteration is None else str(iteration))
     return path
 
@@ -251,8 +258,8 @@ def import_folder(
 def plan_export(reader: TorchDistReader, shape: ModelShape, dtype: torch.dtype | None) -> list[Planned]:
     """Return the Hugging Face tensors to write, in order.
 
-    Raises ConfigError where the checkpoint lacks one, one has another size, or the checkpoint's
-    model has parts that the config's has not.
+    Raises ConfigError if the checkpoint lacks a tensor or has it in another size, or if its model
+    has parts that the config's model lacks.
     """
     adapters = sorted(key for key in reader.tensors if key.startswith(MODEL_KEYS) and f"{ADAPTER}." in key)
     if adapters:
@@ -293,8 +300,9 @@ def export_folder(
 ) -> list[str]:
     """Convert a Megatron-LM checkpoint into a Hugging Face directory; return the names of its files.
 
-    Optimizer states and everything else in the checkpoint stay behind. Raises ConfigError, and
-    leaves no folder, where a tensor holds numbers that are not finite.
+    Optimizer states and everything else in the checkpoint are left out. Raises ConfigError, and
+    leaves no folder, if a tensor holds numbers that are not finite.
+
     hf: a directory with the model's config and tokenizer.
     """
     reader = TorchDistReader(source.path)
@@ -324,7 +332,7 @@ def export_folder(
 
 
 def _say_dtype(config: pathlib.Path, kinds: set[torch.dtype]) -> None:
-    """Name the files' dtype in the config.json beside them: ``dtype``, or ``torch_dtype`` before transformers 5."""
+    """Write the weights' dtype into config.json: as ``dtype``, or ``torch_dtype`` before transformers 5."""
     fields = read_object(config)
     for key in ("dtype", "torch_dtype"):
         if key in fields and len(kinds) == 1 and fields[key] != (name := str(next(iter(kinds))).removeprefix("torch.")):

@@ -1,4 +1,4 @@
-"""A run's exports, checkpoints/step_<n>/hf: those of an earlier run, or of steps trained again, are set aside."""
+"""The exports of a run, checkpoints/step_<n>/hf; exports of an earlier run or of steps trained again are set aside."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STALE = "stale_"  # before the name of a folder that step_*/hf finds no more
+STALE = "stale_"  # prefix of a folder's name, so that step_*/hf no longer matches it
 
 
 def exports_root_of(root: pathlib.Path | RemotePath, run_path: pathlib.Path) -> pathlib.Path | RemotePath:
     """Return the folder of a run's exports: the store of its checkpoints, or the run's own folder.
 
-    root: of the checkpoints.
+    root: the folder of the run's checkpoints.
     """
     return run_path / ROOT if isinstance(root, pathlib.Path) else root
 
 
 def exported_steps(root: pathlib.Path | RemotePath) -> list[int]:
-    """Return the optimizer steps whose exports lie under ``root``, ascending; [] where there is no such folder."""
+    """Return the optimizer steps whose exports lie under ``root``, ascending; [] if there is no such folder."""
     if not isinstance(root, pathlib.Path):
         names = [name for name, size in root.children().items() if size is None]
     else:
@@ -42,12 +42,13 @@ def exported_steps(root: pathlib.Path | RemotePath) -> list[int]:
 def start_anew(
     roots: Sequence[pathlib.Path | RemotePath], hf_path: str, *, remote: Sequence[int] = (), is_main: bool
 ) -> None:
-    """Have an earlier run's checkpoints and exports make room, on the main rank. Not a collective.
+    """Set an earlier run's checkpoints and exports aside, on the main rank. Not a collective.
 
-    roots: the folders of both, which may be the same. remote: iterations in an object store, where
-        nothing can be renamed.
-    Raises ConfigError, on every rank, where the model to train is one of these exports, and for
-    ``remote``.
+    roots: the folders of checkpoints and exports, which may be the same.
+    remote: iterations in an object store, where nothing can be renamed.
+
+    Raises ConfigError on every rank if the model to train is one of these exports, or if ``remote``
+    is not empty.
     """
     if remote:
         raise ConfigError(
@@ -67,10 +68,10 @@ def start_anew(
 
 
 def set_exports_aside(root: pathlib.Path | RemotePath, after_step: int) -> None:
-    """Rename the exports of later steps than ``after_step``, which the run is about to train again.
+    """Rename the exports of steps after ``after_step``, since the run is about to train these steps again.
 
     step_24 becomes stale_step_24; an older folder of that name is removed. An object store renames
-    nothing: a warning names what stays there.
+    nothing: a warning names the exports that stay.
     """
     for step in exported_steps(root):
         if step > after_step:

@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: their layout, checksums, completion and pruning. No tensors, no torch.
+"""The checkpoint folders on disk: their layout, checksums, completion and pruning, without tensors or torch.
 
     <run>/checkpoints/
         latest_checkpointed_iteration.txt     "30", as Megatron-LM writes it
@@ -10,12 +10,12 @@
 
 Invariants (tests/unit/checkpoint/test_folder.py):
 
-1. A folder named iter_NNNNNNN is complete: it was renamed to that when every file in it, and the
-   manifest, had been synced.
-2. ``verify`` passes iff every file of the manifest is there with the bytes that it had, and no
-   other file is.
-3. Pruning never removes the newest whole checkpoint, and a folder that it removes is invisible
-   before it is incomplete.
+1. A folder named iter_NNNNNNN is complete: it gets this name after every file in it, and the
+   manifest, has been synced.
+2. ``verify`` passes iff every file of the manifest is there with its recorded bytes, and no other
+   file is.
+3. Pruning never removes the newest whole checkpoint. A folder that it removes becomes invisible
+   before it becomes incomplete.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "megatron_rl", 2
 MANIFEST, STATE, LATEST = "manifest.json", "state.json", "latest_checkpointed_iteration.txt"
 BLOCK_BYTES = 1 << 22
-MANIFEST_BYTES = 2**28  # a file's entry takes about 150 bytes
+MANIFEST_BYTES = 2**28  # each file's entry takes about 150 bytes
 
 
 class DamagedCheckpoint(CheckpointError):
-    """Says that a file is missing, cut short or changed."""
+    """Says that a file of a checkpoint is missing, cut short or changed."""
 
 
 field = functools.partial(json_text.field, error=DamagedCheckpoint)
@@ -53,10 +53,10 @@ check = functools.partial(json_text.check, error=DamagedCheckpoint)
 
 
 def folder_of(text: str) -> pathlib.Path | RemotePath:
-    """Return the place that a path or a URL names. Raises ConfigError for a URL that cannot be one."""
+    """Return the place that a path or a URL names. Raises ConfigError for an invalid URL."""
     if "://" not in text:
         return pathlib.Path(text)
-    from megatron_rl.storage.location import location  # which only a run with URLs needs
+    from megatron_rl.storage.location import location  # only a run with URLs needs it
 
     return location(text)
 
@@ -68,7 +68,7 @@ def name_of(iteration: int) -> str:
 def whole_checkpoints(root: pathlib.Path | RemotePath) -> list[int]:
     """Return the iterations of the whole checkpoints under ``root``, oldest first; [] if there is no such folder.
 
-    A store's folder is whole if its manifest is there, a disk's by its name.
+    In a store a folder is whole if it has a manifest, on a disk if its name says so.
     """
     if not isinstance(root, pathlib.Path):
         return [number for number in numbered_folders(root) if (root / name_of(number) / MANIFEST).is_file()]
@@ -76,7 +76,7 @@ def whole_checkpoints(root: pathlib.Path | RemotePath) -> list[int]:
 
 
 def numbered_folders(root: RemotePath) -> list[int]:
-    """Return the iterations of a store's folders under ``root``, whole or not, in their order."""
+    """Return the iterations of a store's folders under ``root``, whole or not, in ascending order."""
     return _iterations(name for name, size in root.children().items() if size is None)
 
 
@@ -96,7 +96,7 @@ def digest(path: pathlib.Path | RemotePath) -> dict[str, object]:
 
 
 def begin(root: pathlib.Path, iteration: int) -> pathlib.Path:
-    """Make an empty folder to write into; remove the leftovers of killed attempts anywhere under ``root``."""
+    """Make an empty folder for a checkpoint; remove the remains of killed attempts anywhere under ``root``."""
     root.mkdir(parents=True, exist_ok=True)
     for path in root.iterdir():
         if path.is_dir() and path.suffix in (".partial", ".deleting"):
@@ -107,9 +107,9 @@ def begin(root: pathlib.Path, iteration: int) -> pathlib.Path:
 
 
 def complete(folder: pathlib.Path, files: Mapping[str, Mapping[str, object]]) -> pathlib.Path:
-    """Make a written folder a checkpoint, at once.
+    """Turn a written folder into a checkpoint, in one step.
 
-    files: ``digest`` of the files that were digested when they were written; the others are
+    files: ``digest`` of the files that were digested when they were written; the other files are
         digested here.
     """
     iteration = int(folder.name.removeprefix("iter_").removesuffix(".partial"))
@@ -120,7 +120,7 @@ def complete(folder: pathlib.Path, files: Mapping[str, Mapping[str, object]]) ->
     _sync(folder)
     final = folder.with_name(name_of(iteration))
     if final.exists():
-        remove(final)  # the same iteration, of a run that was told to start before it
+        remove(final)  # the same iteration, from before the run restarted at an earlier one
     os.rename(folder, final)
     replace_text(final.with_name(LATEST), f"{iteration}", synced=True)
     _sync(final.parent)
@@ -128,7 +128,7 @@ def complete(folder: pathlib.Path, files: Mapping[str, Mapping[str, object]]) ->
 
 
 def manifest_text(iteration: int, digests: Mapping[str, Mapping[str, object]]) -> str:
-    """Return the text of a checkpoint's manifest. digests: ``digest`` of every other file, by its name."""
+    """Return the text of a checkpoint's manifest. ``digests``: ``digest`` of every other file, by its name."""
     content = {"format": FORMAT, "version": VERSION, "iteration": iteration, "files": digests}
     return json.dumps({**content, "sha256": _own_digest(content)}, indent=1) + "\n"
 
@@ -136,9 +136,9 @@ def manifest_text(iteration: int, digests: Mapping[str, Mapping[str, object]]) -
 def read_manifest(folder: pathlib.Path | RemotePath) -> dict:
     """Read a checkpoint's manifest and check every field of it.
 
-    Raises DamagedCheckpoint for a manifest that cannot be read, was changed or is of no use,
-    CheckpointError for a whole one of a format or version that this code does not know (one without
-    a SHA-256 of its own is another tool's).
+    Raises DamagedCheckpoint for a manifest that cannot be read, was changed or is of no use. Raises
+    CheckpointError for an intact manifest of a format or version that this code does not know. A
+    manifest without a SHA-256 of its own is another tool's.
     """
     path = folder / MANIFEST
     content = read_object(path, most_bytes=MANIFEST_BYTES, error=DamagedCheckpoint)
@@ -176,11 +176,13 @@ def verify(folder: pathlib.Path | RemotePath, *, share: tuple[int, int] | None =
     """Raise DamagedCheckpoint, naming the first damaged file, unless every file is as the manifest says.
 
     share: (r, n) digests every n-th file from the r-th, so that n ranks check a large checkpoint
-        together; the names and sizes of all files are checked. None digests no file.
-    Raises StoreError where an object store does not answer: that is no damage.
+        together. None digests no file. The names and sizes of all files are checked in any case.
+
+    Raises StoreError if an object store does not answer, which is no damage.
     """
+    # The names: every file of the manifest, and no other.
     files = read_manifest(folder)["files"]
-    sizes: Mapping[str, int] = {}  # of a store's objects, by one listing
+    sizes: Mapping[str, int] = {}  # of a store's objects, by one request
     try:
         if isinstance(folder, pathlib.Path):
             present = set(_files_in(folder)) - {MANIFEST}
@@ -197,6 +199,7 @@ def verify(folder: pathlib.Path | RemotePath, *, share: tuple[int, int] | None =
         )
     if added := sorted(present - files.keys()):
         raise DamagedCheckpoint(f"{folder / added[0]} is not in the manifest; remove it if it was put there by hand")
+    # The sizes of all files, and the digests of this share.
     for number, (name, wanted) in enumerate(sorted(files.items())):
         path = folder / name
         try:
@@ -221,7 +224,10 @@ def verify(folder: pathlib.Path | RemotePath, *, share: tuple[int, int] | None =
 
 
 def prune(root: pathlib.Path | RemotePath, keep_last: int | None) -> list[int]:
-    """Remove all but the newest ``keep_last`` (at least one; None keeps all); return the removed iterations."""
+    """Remove all but the newest ``keep_last`` checkpoints; return the removed iterations.
+
+    keep_last: at least one is kept; None keeps all.
+    """
     iterations = whole_checkpoints(root)
     removed = [] if keep_last is None else iterations[: max(len(iterations) - max(keep_last, 1), 0)]
     for iteration in removed:
@@ -230,7 +236,7 @@ def prune(root: pathlib.Path | RemotePath, keep_last: int | None) -> list[int]:
 
 
 def remove(folder: pathlib.Path | RemotePath) -> None:
-    """Remove a checkpoint, which is invisible before it is incomplete."""
+    """Remove a checkpoint; it becomes invisible before it becomes incomplete."""
     if not isinstance(folder, pathlib.Path):
         (folder / MANIFEST).unlink(missing_ok=True)
         folder.remove_tree()
@@ -241,7 +247,7 @@ def remove(folder: pathlib.Path | RemotePath) -> None:
 
 
 def remove_if_empty(root: pathlib.Path | RemotePath) -> None:
-    """Remove a folder of checkpoints in which none is left, and nothing but the file that named the latest."""
+    """Remove a folder of checkpoints that holds none any more, or only the file that named the latest."""
     if not isinstance(root, pathlib.Path):
         if set(root.children()) == {LATEST}:
             (root / LATEST).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""The checkpoint that a run's start would resume from, told without a model, for a dry run.
+"""The forecast of the checkpoint that a run's start would resume from, without a model, for a dry run.
 
-``CheckpointManager.load_newest`` chooses by the same rules and loads.
+``CheckpointManager.load_newest`` chooses by the same rules, and loads.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def foresee_resume(
     hf_path: str,
     has_critic: bool,
 ) -> ResumePoint | None:
-    """Return the checkpoint that this run's start would resume from, None if it would begin anew; write nothing.
+    """Return the checkpoint that this run's start would resume from; None if it would begin anew. Write nothing.
 
-    identity: of the policy's model, as far as it is known without its weights. hf_path:
-        ``model.hf_path``.
+    identity: the identity of the policy's model, as far as it is known without weights.
+    hf_path: ``model.hf_path``.
 
-    The files' names and sizes are checked, and those that are read for it; tensors are not
-    digested. Raises CheckpointError and ConfigError as the start would.
+    The names and sizes of all files are checked, and the content of the files that are read here;
+    tensors are not digested. Raises CheckpointError and ConfigError as the start would.
     """
     root = settings.root(run_path)
     exports_root = exports_root_of(root, run_path)

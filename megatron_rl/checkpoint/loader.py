@@ -1,4 +1,4 @@
-"""Loads a checkpoint: model, critic, random states, and the rest of the run as its parts saved it."""
+"""The loading of a checkpoint: model, critic, random states, and the run's other parts in their saved form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 class CheckpointLoader:
     """Loads one of a run's checkpoints. Methods are collectives unless they say otherwise.
 
-    root: of the policy's checkpoints. on_damage: ``fail``, or ``previous`` for the one before.
+    root: the folder of the policy's checkpoints.
+    on_damage: ``fail``, or ``previous`` for the checkpoint before.
     """
 
     def __init__(self, backend, critic, root: pathlib.Path, *, on_damage: str) -> None:
@@ -35,14 +36,14 @@ class CheckpointLoader:
         prepare: Callable[[ResumePoint, bool], None],
         check_rows: Callable[[bytes], None],
     ) -> ResumePoint:
-        """Load model and critic from the first good checkpoint of ``folders``, the newest first; return it.
+        """Load model and critic from the first good checkpoint of ``folders``, newest first; return that checkpoint.
 
-        Raises CheckpointError where one is damaged under ``checkpoint.on_damage=fail``, where all
-        are, for an unknown format and for another model.
+        Raises CheckpointError if a checkpoint is damaged under ``checkpoint.on_damage=fail``, if
+        all are damaged, for an unknown format and for another model.
 
-        prepare: called before a load with the checkpoint, and with True if a load before it broke
+        prepare: called before each load with the checkpoint, and with True if an earlier load broke
             off.
-        check_rows: raises an exception for a ``rollouts_<rank>.npz`` that is damaged.
+        check_rows: raises an exception for a damaged ``rollouts_<rank>.npz``.
         """
         broke_off = False
         for folder in folders:
@@ -69,9 +70,11 @@ class CheckpointLoader:
         raise CheckpointError(none_good_words(folders, self.root))
 
     def _verify(self, folder: pathlib.Path, check_rows: Callable[[bytes], None] | None) -> dict:
-        """Verify a checkpoint and return its state.json; ``check_rows`` is None for a critic's.
+        """Verify a checkpoint and return its state.json.
 
-        Each rank digests its share of the files, and the main rank looks into torch's.
+        Each rank digests its share of the files, and the main rank also checks torch's own files.
+
+        check_rows: None for a critic's checkpoint.
         """
         topology, error, state = self.backend.topology, None, {}
         try:
@@ -91,7 +94,7 @@ class CheckpointLoader:
         return state
 
     def _own_files(self, folder: pathlib.Path, state: Mapping) -> list[pathlib.Path]:
-        """Return the files of the saved ranks whose rollouts this rank takes over."""
+        """Return the files of those saved ranks whose rollouts this rank takes over."""
         topology = self.backend.topology
         return [folder / own_file(rank) for rank in range(topology.rank, state["world_size"], topology.world_size)]
 
@@ -107,9 +110,9 @@ class CheckpointLoader:
                 ) from error
 
     def restore(self, point: ResumePoint, config: Mapping[str, object]) -> RestoredRun:
-        """Restore the random states of a checkpoint that is loaded, and return the rest of the run.
+        """Restore the random states of the loaded checkpoint, and return the rest of the run.
 
-        config: the settings of this run, as ``config_to_dict`` gives them.
+        config: this run's settings, as ``config_to_dict`` gives them.
         """
         state = point.state
         self._restore_random(state)
@@ -127,7 +130,7 @@ class CheckpointLoader:
             queue=state["feed"],
             queue_rows=[path.read_bytes() for path in self._own_files(point.folder, state)],
             prompts=state["prompts"],
-            reference=state.get("reference", {"coefficient": None}),  # checkpoints from before it: β was fixed
+            reference=state.get("reference", {"coefficient": None}),  # older checkpoints lack it: β was fixed
             trace_rollouts=state["trace_rollouts"],
         )
 

@@ -1,18 +1,19 @@
-"""A run's checkpoints: it saves every ``checkpoint.save_every_rollouts``, at its end and when preempted, and resumes.
+"""The manager of a run's checkpoints: when the run saves, when it leaves, and where it resumes.
 
-A run resumes from the newest good checkpoint. One is taken between rollouts, where nothing is half
-done: no gradient is accumulated, and rollouts generated ahead are waited for. Its iteration is the
-number of rollouts trained so far; 0 is the state after the supervised warm-up. ``state.json`` holds
-the state that every rank knows and that is not a tensor; ``rollouts_<rank>.npz`` holds a rank's
-rollouts that are not trained yet, and its replayed ones.
+It saves every ``checkpoint.save_every_rollouts``, at the run's end and if the run is preempted. A
+run resumes from the newest good checkpoint. A checkpoint is taken between rollouts, when nothing is
+half done: no gradient is accumulated, and rollouts generated ahead are waited for. Its iteration is
+the number of rollouts trained so far; 0 is the state after the supervised warm-up. ``state.json``
+holds the state that every rank knows and that is not a tensor. ``rollouts_<rank>.npz`` holds a
+rank's untrained rollouts, and its replayed ones.
 
-A critic has checkpoints of its own, of the same iterations, under ``critic/``: one is whole before
-the policy's of that iteration is, and a run never resumes from a policy's checkpoint without its
-critic's.
+A critic has its own checkpoints, of the same iterations, under ``critic/``. The critic's checkpoint
+is whole before the policy's of the same iteration is. A run never resumes from a policy's
+checkpoint without its critic's.
 
-Checkpoints within the supervised start lie under ``supervised/``, and their iteration is the number
-of its steps. They hold no critic, which that start does not train, and go as soon as there are
-``checkpoint.keep_last`` later ones.
+Checkpoints within the supervised start lie under ``supervised/``. Their iteration is the number of
+supervised steps. They hold no critic, which that start does not train. They are removed as soon as
+there are ``checkpoint.keep_last`` later ones.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from megatron_rl.config import CheckpointConfig
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.errors import CheckpointError, StoreError
 
-if TYPE_CHECKING:  # which only a run that resumes, or saves, needs
+if TYPE_CHECKING:  # only a run that saves or resumes needs them
     from megatron_rl.checkpoint.loader import CheckpointLoader
     from megatron_rl.checkpoint.saver import CheckpointSaver
     from megatron_rl.storage.remote import RemotePath
@@ -46,7 +47,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 class CheckpointManager:
     """Decides when a run saves, leaves and resumes. Methods are collectives unless they say otherwise.
 
-    leaves: all ranks decided together that the run leaves. resumes: it goes on from a checkpoint.
+    leaves: whether all ranks decided together that the run leaves. resumes: whether the run resumed
+        from a checkpoint.
     """
 
     def __init__(
@@ -61,10 +63,10 @@ class CheckpointManager:
         saves: bool,
         written_config: Mapping[str, object],
     ) -> None:
-        """Put the run under signals if it ``saves``.
+        """Install the signal handlers of a run that ``saves``.
 
-        supervised_every: ``sft.save_every_steps``. written_config: the run's configuration, as
-            checkpoints hold it.
+        supervised_every: ``sft.save_every_steps``.
+        written_config: the run's configuration in the form that checkpoints hold.
         """
         self.backend, self.critic, self.settings = backend, critic, settings
         self.run_path, self.hf_path, self.supervised_every = run_path, hf_path, supervised_every
@@ -84,9 +86,12 @@ class CheckpointManager:
                 signal.signal(number, self._ask_to_leave)
 
     def _ask_to_leave(self, number: int, _frame: object) -> None:
-        """Note the signal; log by ``os.write``, since in a handler a print that interrupts another print raises."""
+        """Note the signal, and log it by ``os.write``.
+
+        A print in a signal handler raises if it interrupts another print.
+        """
         if number == signal.SIGINT and self.preempted:
-            return  # torchrun passes on the Ctrl-C that the terminal has sent to every rank already
+            return  # torchrun repeats the terminal's Ctrl-C, which every rank has had already
         self.preempted = True
         message = (
             f"rank {self.backend.topology.rank}: {signal.Signals(number).name}: the step in progress is finished, a "
@@ -100,11 +105,10 @@ class CheckpointManager:
     def load_newest(
         self, prepare: Callable[[ResumePoint, bool], None], check_rows: Callable[[bytes], None]
     ) -> ResumePoint | None:
-        """Load model and critic from the newest good checkpoint; return it, ``restore`` returns the rest of the run.
+        """Load model and critic from the newest good checkpoint and return it; None if there is none.
 
-        None where there is none, or under ``checkpoint.resume=never``.
-        ``CheckpointLoader.load_newest`` says what is raised, and what ``prepare`` and
-        ``check_rows`` are.
+        None also under ``checkpoint.resume=never``. ``restore`` then returns the rest of the run.
+        ``CheckpointLoader.load_newest`` documents the errors and the arguments.
         """
         folders = self._folders()
         if not folders:
@@ -117,7 +121,7 @@ class CheckpointManager:
         return point
 
     def _folders(self) -> list[pathlib.Path | RemotePath]:
-        """Return the checkpoints to choose from, the newest first; set them aside under ``checkpoint.resume=never``."""
+        """Return the checkpoints to choose from, newest first; set them aside under ``checkpoint.resume=never``."""
         roots = (self.root, self.root / CRITIC, self.supervised_root)
         on_disk = isinstance(self.root, pathlib.Path)
         seen: list | str
@@ -143,12 +147,13 @@ class CheckpointManager:
         return resumable(self.root, iterations, None if self.critic is None else of_critic, supervised)
 
     def cut_back(self, point: ResumePoint | None) -> None:
-        """Cut the run's files to their sizes in the checkpoint, on the main rank, and set later exports aside."""
+        """Cut the run's files to their sizes in the checkpoint, and set later exports aside, on the main rank."""
         if point is None or not self.is_main:
             return
         set_exports_aside(self.exports_root, point.state["backend"]["step_index"])
         for name in APPENDED:
-            path, size = self.run_path / name, point.state["bytes"].get(name, 0)  # a file of a later release: 0
+            # 0 for a file that only a later release writes
+            path, size = self.run_path / name, point.state["bytes"].get(name, 0)
             current = path.stat().st_size if path.exists() else 0
             if current < size and self._fetched(point.folder, name, path):
                 log.warning("%s had %d bytes here: its first %d come from %s", path, current, size, point.folder)
@@ -165,7 +170,7 @@ class CheckpointManager:
                     file.truncate(size)
 
     def _fetched(self, folder: pathlib.Path | RemotePath, name: str, path: pathlib.Path) -> bool:
-        """Replace a file of the run by its copy in a checkpoint of an object store; return False if there is none."""
+        """Replace a file of the run by its copy in an object store's checkpoint; return False if there is no copy."""
         if isinstance(folder, pathlib.Path) or not (folder / name).is_file():
             return False
         unfinished = path.with_name(f"{name}.tmp")
@@ -175,26 +180,26 @@ class CheckpointManager:
         return True
 
     def restore(self, point: ResumePoint) -> RestoredRun:
-        """Restore the random states of the checkpoint that is loaded, and return the rest of the run."""
+        """Restore the random states of the loaded checkpoint, and return the rest of the run."""
         assert self._loader is not None, f"{point.folder} is not loaded"
         return self._loader.restore(point, self.written_config)
 
     # ---- in the run ------------------------------------------------------------------------------------------------
 
     def save_if_due(self, rollouts: int, take_state: Callable[[], RunState], *, last: bool = False) -> bool:
-        """Save between rollouts where it is due; return whether the run is to leave, by a SIGTERM or SIGUSR1 to a rank.
+        """Save between rollouts if that is due; return whether the run is to leave after a rank's SIGTERM or SIGUSR1.
 
-        It is for runs that save checkpoints (``Config.saves_checkpoints``).
+        Only for runs that save checkpoints (``Config.saves_checkpoints``).
 
         rollouts: the number trained so far.
-        take_state: gives the run's state if it is saved; a collective.
+        take_state: returns the run's state when a checkpoint is saved; a collective.
         """
         every = self.settings.save_every_rollouts
         due = last or rollouts == 0 or (every > 0 and rollouts % every == 0)
         return self._save_and_vote(self.root, rollouts, take_state, due=due, last=last, progress={"rollouts": rollouts})
 
     def save_supervised_if_due(self, steps: int, take_state: Callable[[], RunState]) -> bool:
-        """Save between steps of the supervised start as ``save_if_due`` does between rollouts.
+        """Save between steps of the supervised start, as ``save_if_due`` does between rollouts.
 
         steps: the supervised steps taken so far.
         """
@@ -212,9 +217,9 @@ class CheckpointManager:
         last: bool,
         progress: Mapping[str, int],
     ) -> bool:
-        """Save if one is due or any rank was told to leave; return whether the run is to leave.
+        """Save if a checkpoint is due or any rank was told to leave; return whether the run is to leave.
 
-        progress: the state's fields that say how far the run is.
+        progress: the fields of the state that say how far the run is.
         """
         saver = self._saver
         assert saver is not None, "this run saves no checkpoints"
@@ -233,7 +238,7 @@ class CheckpointManager:
 
     @property
     def saved_at(self) -> float | None:
-        """Return the seconds since 1970 at which this process's last checkpoint was whole; None before the first."""
+        """Return when this process's last checkpoint became whole, in seconds since 1970; None before the first."""
         return None if self._saver is None else self._saver.saved_at
 
     def close(self) -> None:

@@ -1,16 +1,18 @@
-"""Megatron-LM's checkpoint folder, and the keys under which it holds the tensors of weights/mapping.py.
+"""The layout of Megatron-LM's checkpoint folder, and its keys for the tensors of weights/mapping.py.
 
-    <folder>/latest_checkpointed_iteration.txt    the iteration, or "release" for a model that was converted
+    <folder>/latest_checkpointed_iteration.txt    the iteration, or "release" for a converted model
     <folder>/iter_0000100/, <folder>/release/     torch_dist files (checkpoint/torch_dist.py)
     <folder>/hf/                                  ours: the Hugging Face config, tokenizer, generation config
 
 Megatron-LM refuses iteration 0 (read, ``training/checkpointing.py`` read_metadata: "assert
-iteration > 0 or release"), and starts a ``release`` at 0 with a fresh optimizer. Keys are those of
-``GPTModel.sharded_state_dict`` (0.16.1 and 0.19.2, read and run): layers of one kind are one tensor
-with the layer first, a mixture's experts second; norms have the names of Transformer Engine's fused
-linears whichever spec wrote them, but the norm before a mixture, which the torch spec calls as if
-it were fused. Every tensor in it is whole, so that any topology loads it: q, k, v by group as on
-one rank, gate's rows before up's.
+iteration > 0 or release"), and starts a ``release`` at 0 with a fresh optimizer.
+
+Keys are those of ``GPTModel.sharded_state_dict`` (0.16.1 and 0.19.2, read and run). Layers of one
+kind are one tensor with the layer as first index; a mixture's experts are the second index. Norms
+have the names of Transformer Engine's fused linears, whichever spec wrote them. The exception is
+the norm before a mixture, which the torch spec names as if it were fused. Every tensor in the
+checkpoint is whole, so that any topology loads it: q, k, v by group as on one rank, gate's rows
+before up's.
 """
 
 from __future__ import annotations
@@ -50,7 +52,10 @@ LAYERS = "decoder.layers."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Locates a tensor by its key, its indices ``lead`` in the key's stacked tensor and the counts ``stack`` of that.
+    """Locates a tensor in a checkpoint by its key and, within a stacked tensor, by its first indices.
+
+    lead:  the tensor's indices in the stacked tensor.
+    stack: the sizes of the dimensions that ``lead`` indexes.
 
     Example: layer 2 of 4: ``Place(key="decoder.layers.self_attention.linear_proj.weight",
     lead=(2,), stack=(4,))``.
@@ -66,10 +71,10 @@ class Stored:
     """Holds an entry of the table with its place in a checkpoint.
 
     entry:     the entry with whole Hugging Face names, every number filled in.
-    name:      below ``decoder.layers.`` where layer is not None, else the whole key; an expert's
-               without its number.
+    name:      the part of the key below ``decoder.layers.`` if ``layer`` is set, else the whole
+               key; an expert's name has no number.
     aliases:   other names that a spec gives to the same tensor.
-    layer, expert: the tensor's numbers; None where it is not of a layer, or not of an expert.
+    layer, expert: the tensor's numbers; None if it belongs to no layer, or to no expert.
     by_layer: whether each layer has tensors of its own, as in a model with layers of two kinds.
     """
 
@@ -82,21 +87,21 @@ class Stored:
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Return the tensor's first indices in the stacked tensor that a checkpoint written here has."""
+        """Return the tensor's first indices in the stacked tensor of a checkpoint written here."""
         return tuple(x for x in (None if self.by_layer else self.layer, self.expert) if x is not None)
 
     def stack(self, shape: ModelShape) -> tuple[int, ...]:
-        """Return the counts that ``lead`` counts in."""
+        """Return the sizes of the dimensions that ``lead`` indexes."""
         counts = (None if self.by_layer else self.layer, shape.num_layers), (self.expert, shape.num_experts)
         return tuple(count for number, count in counts if number is not None)
 
     def keys(self) -> tuple[str, ...]:
-        """Return the stacked tensor's keys, which a checkpoint written here has."""
+        """Return the stacked tensor's keys in a checkpoint written here."""
         prefix = "" if self.layer is None else f"{LAYERS}{self.layer}." if self.by_layer else LAYERS
         return tuple(prefix + x for x in (self.name, *self.aliases))
 
     def dtype(self, asked: torch.dtype | None) -> torch.dtype | None:
-        """Return the dtype to write it in where ``asked`` is that of the parameters; None keeps the source's."""
+        """Return the dtype to write the tensor in, if parameters are written as ``asked``; None keeps the source's."""
         return torch.float32 if self.entry.frozen else asked
 
     def forms(self, shape: ModelShape) -> Iterator[Place]:
@@ -138,7 +143,7 @@ def stored_layers(shape: ModelShape) -> Iterator[list[Stored]]:
 
 
 def _stored_experts(shape: ModelShape, layer: int) -> Iterator[Stored]:
-    """Yield the tensors of a layer's experts, expert by expert; stack by stack where files stack them."""
+    """Yield the tensors of a layer's experts, expert by expert; stack by stack if the files stack experts."""
     first = [entry for entries in own_experts(shape, shape.num_experts, layer) for entry in entries]
     kinds = [[entry] for entry in first] if stacking(shape.family) else [first]
     for kind in kinds if first else ():
@@ -159,11 +164,11 @@ def whole_size(entry: Entry, shape: ModelShape) -> tuple[int, ...]:
 
 
 def extra_state_keys(shape: ModelShape) -> list[str]:
-    """Return the keys of the objects that linears and attention save beside their weights: FP8 scales, empty without.
+    """Return the keys of the extra objects of linears and attention: FP8 scales, empty without FP8.
 
-    A model asks for them when it loads, and Megatron-Core raises where one is missing. Run for the
-    torch spec; Transformer Engine's list is read in its source (it has more of them than a model
-    asks for, which does no harm).
+    A model asks for them when it loads, and Megatron-Core raises if one is missing. Run for the
+    torch spec. Transformer Engine's list is read in its source; it has more of them than a model
+    asks for, which does no harm.
     """
     projections = ["qkv"]
     if shape.kv_lora_rank:
@@ -184,7 +189,7 @@ def extra_state_keys(shape: ModelShape) -> list[str]:
         experts = shape.num_experts if shape.has_mixture(layer) else 0
         own = [*modules, *([] if experts else [f"mlp.{x}" for x in linears])]
         own += [f"mlp.shared_experts.{x}" for x in linears] if experts and shape.shared_ffn_hidden_size else []
-        if shape.num_dense_layers:  # each layer by itself
+        if shape.num_dense_layers:  # each layer separately
             keys += [f"{LAYERS}{layer}.{x}._extra_state/shard_0_1" for x in own]
             prefixes = [f"{LAYERS}{layer}.mlp.experts.experts.{x}._extra_state/shard_" for x in linears]
             keys += [f"{prefix}{expert}_{experts}" for prefix in prefixes for expert in range(experts)]
@@ -196,9 +201,9 @@ def extra_state_keys(shape: ModelShape) -> list[str]:
 
 
 def find(stored: Stored, shape: ModelShape, keys: Collection[str], where: str) -> list[Place]:
-    """Return the places of ``stored``: one, or gate's and up's, which singleton_local_shards saves apart.
+    """Return the places of ``stored``: one place, or gate's and up's, which singleton_local_shards saves apart.
 
-    Raises ConfigError naming the tensor where a checkpoint holds none of its forms.
+    Raises ConfigError naming the tensor if a checkpoint holds none of its forms.
     """
     for form in stored.forms(shape):
         if form.key in keys:
@@ -213,11 +218,10 @@ def find(stored: Stored, shape: ModelShape, keys: Collection[str], where: str) -
 
 
 def check_sizes(stored: Stored, shape: ModelShape, reader: TorchDistReader) -> torch.dtype:
-    """Return the dtype in which the checkpoint holds ``stored``, after a check of its size.
+    """Check the size of ``stored`` in a checkpoint; return the dtype in which the checkpoint holds it.
 
-    Raises ConfigError where it is missing or has another size than the config asks for. Rows past
-    the vocabulary are
-    pads: any number of them is taken.
+    Raises ConfigError if the tensor is missing or has another size than the config's. Rows past the
+    vocabulary are pads; any number of them is accepted.
     """
     places = find(stored, shape, reader.tensors, str(reader.folder))
     wanted = whole_size(stored.entry, shape)
@@ -235,7 +239,7 @@ def check_sizes(stored: Stored, shape: ModelShape, reader: TorchDistReader) -> t
 
 
 def read_stored(stored: Stored, shape: ModelShape, reader: TorchDistReader) -> list[tuple[str, torch.Tensor]]:
-    """Read the Hugging Face tensors of one entry from a checkpoint."""
+    """Read one entry from a checkpoint, as its Hugging Face tensors."""
     parts = [reader.read(x.key, x.lead) for x in find(stored, shape, reader.tensors, str(reader.folder))]
     return merge_shards(stored.entry, shape, [parts[0] if len(parts) == 1 else torch.cat(parts)])
 
@@ -245,7 +249,7 @@ class MegatronFolder:
     """Names one checkpoint of a Megatron-LM folder.
 
     name: "release" or "iter_0000100".
-    hf: the folder's Hugging Face side files; None where it has none.
+    hf: the folder's Hugging Face side files; None if it has none.
     """
 
     folder: pathlib.Path | RemotePath
@@ -263,10 +267,10 @@ def iteration_name(iteration: int | None) -> str:
 
 
 def open_folder(folder: pathlib.Path | RemotePath, iteration: int | None = None) -> MegatronFolder:
-    """Find the latest checkpoint of a Megatron-LM folder, or that of ``iteration``.
+    """Find the latest checkpoint of a Megatron-LM folder, or the checkpoint of ``iteration``.
 
-    ``folder`` may also be a checkpoint's own folder. Raises ConfigError where there is none, and DamagedCheckpoint
-    where the file that names the latest cannot be read.
+    ``folder`` may also be a checkpoint's own folder. Raises ConfigError if there is no checkpoint,
+    and DamagedCheckpoint if the file that names the latest cannot be read.
     """
     if (folder / "metadata.json").exists():
         folder, name = folder.parent, folder.name

@@ -1,7 +1,7 @@
-"""A backend's share of a checkpoint: its tensors and the numbers that belong to them.
+"""The share of a checkpoint that a backend holds: its tensors and the numbers that belong to them.
 
-With adapters a checkpoint holds their tensors alone and a checksum of the frozen weights, which
-come from model.hf_path again.
+With adapters a checkpoint holds the adapters' tensors and a checksum of the frozen weights. The
+frozen weights come from model.hf_path again.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ REFERENCE = "reference."
 
 
 def identity(backend: TrainableModel) -> dict[str, object]:
-    """Return the properties that a checkpoint's model and this one must share, as JSON-able values.
+    """Return the properties that a checkpoint's model and this model must share, as JSON-able values.
 
-    They are the model's shape, its adapters' and the checksum of the frozen weights beside them.
-    The first call is a collective where there are adapters.
+    They are the model's shape, its adapters' shape and the checksum of the frozen weights. With
+    adapters the first call is a collective.
     """
     return {**identity_of_shape(backend.shape), "frozen_weights": backend.frozen_checksum()}
 
@@ -48,7 +48,7 @@ def identity(backend: TrainableModel) -> dict[str, object]:
 def numbers(backend: TrainableModel) -> dict[str, object]:
     """Return the counters and sums that decide later steps.
 
-    AdamW's own step count is the scheduler's: both move with every applied step.
+    AdamW's step count is the scheduler's: both increase with every applied step.
     """
     return {
         "step_index": backend.step_index,
@@ -83,9 +83,10 @@ def save(
 ) -> PendingSave:
     """Begin a checkpoint of the model, its reference policy and AdamW in their current state; a collective.
 
-    An accumulated gradient is no part of it.
-    texts, own_files, prefixes: further files of it, see PendingSave.
-    with_adam: False for weights that nobody trains on.
+    An accumulated gradient is not saved.
+
+    texts, own_files, prefixes: further files of the checkpoint, see PendingSave.
+    with_adam: False for weights that are not trained.
     """
     backend.schedule.gather_parameters()
     entries = _entries(backend)
@@ -104,22 +105,23 @@ def load(
 ) -> None:
     """Give the backend the state that ``save`` took of the same model, under any topology; a collective.
 
-    Raises CheckpointError where the models differ.
-    saved: the values of ``numbers`` when it was saved.
+    Raises CheckpointError if the models differ.
+
+    saved: the result of ``numbers`` at the time of saving.
     model: the saved model's ``identity``.
     """
     check_model(backend, folder, model)
     entries = _entries(backend)
-    # the reference first: it is read into the model's parameters and copied from there
+    # The reference comes first: it is read into the model's parameters and copied from there.
     if saved["has_reference"]:
         _put(backend, load_weights([x for x in entries if x.data.requires_grad], folder, prefix=REFERENCE))
         backend.keep_reference()
     optimizer = backend.optimizer
     if saved["optimizer_steps"]:
-        # AdamW makes its tensors in its first step; everything that this one moves is overwritten
+        # AdamW makes its tensors in its first step; everything that this step changes is overwritten.
         optimizer.ghost_step()
     _put(backend, load_weights(entries, folder))
-    optimizer.megatron.reload_model_params()  # float32 masters of half-precision weights, where no AdamW was saved
+    optimizer.megatron.reload_model_params()  # float32 masters of half-precision weights, if no AdamW state was saved
     if saved["optimizer_steps"]:
         load_adam(entries, AdamStates(optimizer.megatron), folder)
     set_adam_steps(backend, saved["optimizer_steps"])
@@ -131,7 +133,7 @@ def load(
 
 
 def check_model(backend: TrainableModel, folder: pathlib.Path, model: Mapping[str, object]) -> None:
-    """Raise CheckpointError where ``model``, a checkpoint's ``identity``, is not the backend's. All ranks call it."""
+    """Raise CheckpointError if ``model``, a checkpoint's ``identity``, is not the backend's. All ranks call it."""
     check_identity(identity(backend), folder, model)
 
 
@@ -144,7 +146,7 @@ def _put(backend: TrainableModel, values: Mapping[int, torch.Tensor]) -> None:
 
 
 def _restore_fit(backend: TrainableModel, sums: np.ndarray) -> None:
-    """Restore the measured sums, which hold for a pipeline of the same layout alone."""
+    """Restore the measured sums; they hold only for a pipeline of the same layout."""
     if sums.shape == backend.fit.sums.shape:
         backend.fit.sums = sums
         if backend.config.plan.calibrate:

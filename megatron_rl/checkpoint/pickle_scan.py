@@ -1,14 +1,15 @@
-"""Reads a pickle's opcodes before it is unpickled: what they would build is counted, and refused where it is no index.
+"""The scan of a pickle's opcodes before it is unpickled: it refuses a pickle that is no index of tensors.
 
-An allow-list of names bounds what a pickle calls, and not what it allocates: nine bytes can ask for
-a memo of 32 GB, a hundred build a tuple of 2^50 parts whose hash never ends, a few million nest so
-deep that the interpreter crashes.
+An allow-list of names bounds a pickle's calls, but not its memory. Nine bytes can ask for a memo of
+32 GB. A hundred bytes can build a tuple of 2^50 parts whose hash never ends. A few million bytes
+can nest so deep that the interpreter crashes.
 
-1. Opcodes are those of an index of tensors alone.
+1. Only the opcodes of an index of tensors are accepted.
 2. The memo grows by one place at a time.
-3. A value that was fetched from the memo, or a global one, is not changed any more: no class gets
-   an attribute, and counts are exact, since no value grows within another.
-4. Each value's parts, those that it refers to again counted again, and its depth are bounded.
+3. A value fetched from the memo, or a global one, cannot be changed any more. So no class gets an
+   attribute, and counts are exact, since no value grows within another.
+4. The number of a value's parts is bounded, shared parts counted at each reference; so is its
+   depth.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MOST_DEPTH = 64
-PARTS_PER_BYTE = 16  # of the pickle; in an index of tensors it is below 1
+PARTS_PER_BYTE = 16  # of the pickle; an index of tensors has fewer than 1
 ATOMS = {
     "NONE",
     "NEWTRUE",
@@ -35,7 +36,7 @@ ATOMS = {
     "GLOBAL",
 }
 IGNORED = {"PROTO", "FRAME", "STOP"}
-EMPTY = {"EMPTY_LIST": True, "EMPTY_DICT": True, "EMPTY_SET": True, "EMPTY_TUPLE": False}  # whether it can grow
+EMPTY = {"EMPTY_LIST": True, "EMPTY_DICT": True, "EMPTY_SET": True, "EMPTY_TUPLE": False}  # value: whether it can grow
 TAKEN = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "STACK_GLOBAL": 2, "NEWOBJ": 2, "REDUCE": 2}
 ADDED = {"APPEND": 1, "SETITEM": 2, "BUILD": 1}
 ADDED_TO_MARK = {"APPENDS", "SETITEMS", "ADDITEMS"}
@@ -43,7 +44,7 @@ ADDED_TO_MARK = {"APPENDS", "SETITEMS", "ADDITEMS"}
 
 @dataclass(slots=True)
 class _Value:
-    """Counts a value: its parts with theirs, and how deep they nest. ``grows``: whether it may be changed."""
+    """Counts a value: its parts with their parts, and how deep they nest. ``grows``: whether it may be changed."""
 
     parts: int = 1
     depth: int = 0
@@ -116,7 +117,7 @@ class _Machine:
 
 
 def scan(content: bytes) -> None:
-    """Raise UnpicklingError, ValueError or IndexError where a pickle is not what an index of tensors is."""
+    """Raise UnpicklingError, ValueError or IndexError unless a pickle is built like an index of tensors."""
     machine = _Machine(PARTS_PER_BYTE * len(content))
     for opcode, argument, _ in pickletools.genops(io.BytesIO(content)):
         machine.run(opcode.name, argument)

@@ -1,8 +1,8 @@
-"""Unpicklers for the pickles that torch and Megatron-Core put around a checkpoint: they know the classes below alone.
+"""The unpicklers for the pickles of torch and Megatron-Core: they know only the classes listed below.
 
-On disk the pickle is ``.metadata``; between ranks torch sends the plans of a save or a load as
-pickled objects. ``guarded`` puts these unpicklers in torch's place. Neither list holds anything
-that opens, imports, evaluates or runs.
+On disk the pickle is ``.metadata``. Between ranks torch sends the plans of a save or a load as
+pickled objects. ``guarded`` puts these unpicklers in torch's place. No list holds anything that
+opens, imports, evaluates or runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megatron_rl.storage.remote import RemotePath
 
 METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
-ALLOWED = {  # of .metadata as 0.16.1 and 0.19.2 write it; the latter has BytesStorageMetadata, of its common_state
+ALLOWED = {  # names in .metadata as 0.16.1 and 0.19.2 write it; 0.19.2 adds BytesStorageMetadata, for its common_state
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
         "TensorStorageMetadata",
@@ -65,7 +65,7 @@ DTYPES = {
     "float8_e4m3fn",
     "float8_e5m2",
 }
-OF_ERRORS = {  # a rank sends them in place of its answer
+OF_ERRORS = {  # a rank sends an error in place of its answer
     "torch.distributed.checkpoint.api": {"CheckpointException"},
     "megatron.core.dist_checkpointing.core": {"CheckpointingException"},
     "traceback": {"StackSummary", "FrameSummary"},
@@ -81,7 +81,8 @@ BETWEEN_RANKS = {
     "megatron.core.dist_checkpointing.mapping": {"ShardedTensor"},
     **OF_ERRORS,
 }
-SMALL_BYTES, MOST_BYTES = 2**20, 2**30  # of an index; a stored tensor takes more bytes than its entries here
+# bounds of an index; a stored tensor takes more bytes than its entries in the index
+SMALL_BYTES, MOST_BYTES = 2**20, 2**30
 FORCE, FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
@@ -89,9 +90,8 @@ def member(kind: object, name: object) -> enum.Enum:
     """Return an enum's member by its name.
 
     Python 3.11.2, which is Debian 12's, pickles a member as a call of ``getattr`` (its enum.py,
-    ``Enum.__reduce_ex__``).
-
-    Raises UnpicklingError for anything but a class of enums and one of its members.
+    ``Enum.__reduce_ex__``). Raises UnpicklingError unless ``kind`` is a class of enums and ``name``
+    one of its members.
     """
     if not (isinstance(kind, enum.EnumType) and type(name) is str and name in kind.__members__):
         raise pickle.UnpicklingError(f"it asks for {shortened(repr(name), 50)} of what is no enum with that member")
@@ -122,9 +122,9 @@ class PlanUnpickler(MetadataUnpickler):
 def check_pickle(path: pathlib.Path | RemotePath) -> object:
     """Unpickle a ``.metadata`` file and return its object.
 
-    Raises DamagedCheckpoint where it names any other class or function, is larger than the tensors
-    beside it, or would build what no index of tensors is (checkpoint/pickle_scan.py); the file is
-    then not unpickled.
+    Raises DamagedCheckpoint if it names any other class or function, is larger than the tensors
+    beside it, or is not built like an index of tensors (checkpoint/pickle_scan.py). The file is not
+    unpickled then.
     """
     try:
         size = path.stat().st_size
@@ -134,7 +134,7 @@ def check_pickle(path: pathlib.Path | RemotePath) -> object:
         content = read_bytes(path, "an index of tensors", most_bytes=most, error=DamagedCheckpoint)
         scan(content)
         return MetadataUnpickler(io.BytesIO(content)).load()
-    except StoreError:  # no damage: the store does not answer
+    except StoreError:  # the store does not answer: no damage
         raise
     except (
         pickle.UnpicklingError,
@@ -154,9 +154,9 @@ def check_pickle(path: pathlib.Path | RemotePath) -> object:
 
 
 def check_torch_files(folder: pathlib.Path | RemotePath) -> None:
-    """Raise DamagedCheckpoint, naming the file, where torch's own files of a checkpoint are not whole.
+    """Raise DamagedCheckpoint, naming the file, if torch's own files of a checkpoint are not whole.
 
-    These are the index of its tensors (``.metadata``), the format (``metadata.json``) and, of
+    These are the index of its tensors (``.metadata``), the format (``metadata.json``) and, from
     Megatron-Core 0.16.1, the common state (``common.pt``).
     """
     read_index(folder)
@@ -169,7 +169,7 @@ def check_torch_files(folder: pathlib.Path | RemotePath) -> None:
 
 
 def read_index(folder: pathlib.Path | RemotePath) -> Metadata:
-    """Return a checkpoint's index of tensors, each of which lies within a regular file of the folder.
+    """Return a checkpoint's index of tensors, after a check that each lies within a regular file of the folder.
 
     Raises DamagedCheckpoint, naming the file that is missing, cut short or replaced. Tensors are
     not read.
@@ -224,24 +224,23 @@ def _check_entry(entry: object, where: str) -> None:
 
 
 def read_backend(folder: pathlib.Path | RemotePath) -> str:
-    """Return the format that ``metadata.json`` names. Raises DamagedCheckpoint where it names none."""
+    """Return the format that ``metadata.json`` names. Raises DamagedCheckpoint if it names none."""
     kind = read_object(folder / FORMAT, most_bytes=SMALL_BYTES, error=DamagedCheckpoint)
     return field(kind, "sharded_backend", str, str(folder / FORMAT), error=DamagedCheckpoint)
 
 
 def load_plain(source: pathlib.Path | RemotePath | io.RawIOBase, what: str = "") -> object:
-    """Return what torch saved in a file, of the types that ``weights_only`` reads.
+    """Return the object that torch saved in a file, of the types that ``weights_only`` reads.
 
-    what: names a part of a file that is open, for messages.
+    what: the name in messages of a part of an open file.
 
-    Raises UnpicklingError for other types, DamagedCheckpoint for whatever else is no file of
-    torch's.
+    Raises UnpicklingError for other types, DamagedCheckpoint for a file that is not torch's.
     """
     if not isinstance(source, io.IOBase):
         what = str(source)
         source = io.BytesIO(read_bytes(source, "torch's", most_bytes=MOST_BYTES, error=DamagedCheckpoint))
     try:
-        if not zipfile.is_zipfile(source):  # torch before 1.6 wrote others, and Megatron-Core none
+        if not zipfile.is_zipfile(source):  # torch before 1.6 wrote other files; Megatron-Core writes none of them
             raise DamagedCheckpoint(f"{what} is no file of torch's, or was cut short")
         source.seek(0)
         return torch.load(source, map_location="cpu", weights_only=True)
@@ -252,17 +251,17 @@ def load_plain(source: pathlib.Path | RemotePath | io.RawIOBase, what: str = "")
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's first line: torch's messages go on with advice to trust the file."""
+    """Return an error's first line; torch's messages go on with the advice to trust the file."""
     return shortened((str(error).splitlines() or [""])[0] or type(error).__name__, 150)
 
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Hold torch to these lists for ``.metadata`` and other ranks' plans, and every ``torch.load`` to ``weights_only``.
+    """Restrict torch to these lists for ``.metadata`` and other ranks' plans, and ``torch.load`` to ``weights_only``.
 
-    The latter is set by torch's own variable, which overrules its callers:
-    ``DefaultLoadPlanner.load_bytes`` asks for ``weights_only=False``, and a ``.metadata`` of
-    allowed classes alone could send a tensor there.
+    ``weights_only`` is set by torch's own variable, which overrules its callers.
+    ``DefaultLoadPlanner.load_bytes`` asks for ``weights_only=False``, and a ``.metadata`` with only
+    allowed classes could still send a tensor there.
     """
     loads = SimpleNamespace(**{**vars(pickle), "load": lambda file: MetadataUnpickler(file).load()})
     with (

@@ -1,19 +1,20 @@
-"""Checkpoints in an object store: checkpoint/folder.py's layout and promises where nothing can be renamed.
+"""The checkpoints in an object store: checkpoint/folder.py's layout and promises without a rename.
 
     s3://bucket/run/
         latest_checkpointed_iteration.txt
         iter_0000030/                         whole: it has a manifest.json, which is uploaded last
-        iter_0000040/                         without one: being written, or left by a killed run
+        iter_0000040/                         no manifest: being written, or left by a killed run
 
 Invariants (tests/unit/checkpoint/test_remote_folder.py, tests/s3/test_checkpoints.py):
 
-1. A folder counts iff its manifest.json is there. It is uploaded when every other object of the
-   folder was listed with the bytes that were sent.
-2. Removing a checkpoint removes its manifest first, so that it is invisible before it is incomplete.
+1. A folder counts iff its manifest.json is there. The manifest is uploaded after every other object
+   of the folder was listed with the bytes that were sent.
+2. Removing a checkpoint removes its manifest first, so that the checkpoint becomes invisible before
+   it becomes incomplete.
 3. A folder without a manifest is never read; the next save removes it.
 
-A checkpoint of the same number (a run fell back past a damaged one) is removed before the new one
-is written: until that is whole, the one before counts.
+A checkpoint of the same number, left if a run fell back past a damaged one, is removed before the
+new one is written. Until the new one is whole, the checkpoint before counts.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 def begin(root: RemotePath, iteration: int) -> None:
-    """Remove the leftovers of killed attempts under ``root``, and an older checkpoint of the same number."""
+    """Remove the remains of killed attempts under ``root``, and an older checkpoint of the same number."""
     whole = set(whole_checkpoints(root)) - {iteration}
     for leftover in set(numbered_folders(root)) - whole:
         remove(root / name_of(leftover))
@@ -52,8 +53,8 @@ def begin(root: RemotePath, iteration: int) -> None:
 class RemotePlace:
     """Receives one checkpoint's files: each rank uploads its own, the main rank the small ones and the manifest.
 
-    scratch: a folder of this rank's disk, for the files that Megatron-Core writes itself: the index
-    of the tensors and the common state. Tensors go from memory to the store.
+    scratch: a folder on this rank's disk, for the files that Megatron-Core writes itself: the index
+        of the tensors and the common state. Tensors go from memory to the store.
     """
 
     def __init__(self, root: RemotePath, iteration: int) -> None:
@@ -67,8 +68,8 @@ class RemotePlace:
     def write_bucket(self, transforms: Sequence, _: int, bucket: tuple) -> tuple[list, str, dict[str, object]]:
         """Upload a bucket of tensors; return torch's results, the file's name and its digest.
 
-        It does what ``FileSystemWriterAsync.write_preloaded_data`` (0.16.1 and 0.19.2) does to a
-        file of the disk, by torch's same function.
+        It uses the same function of torch as ``FileSystemWriterAsync.write_preloaded_data`` (0.16.1
+        and 0.19.2), which writes to a file on a disk.
         """
         _, name, (raw, tensors) = bucket
         with (self.folder / name).open("wb") as upload:
@@ -92,7 +93,7 @@ class RemotePlace:
         return upload.digest()
 
     def complete(self, digests: Mapping[str, Mapping[str, object]]) -> None:
-        """Make the folder a checkpoint, on the main rank. Raises OSError where an object is not as it was sent."""
+        """Turn the folder into a checkpoint, on the main rank. Raises OSError if an object is not as it was sent."""
         own = {path.name: self.write_file(path.name, path.read_bytes()) for path in sorted(self.scratch.iterdir())}
         sent, found = {**digests, **own}, self.folder.files()
         for name in sorted(sent.keys() | found.keys()):
@@ -104,13 +105,13 @@ class RemotePlace:
         (self.root / LATEST).write_text(f"{self.iteration}")
 
     def free(self, names: Sequence[str]) -> None:
-        """Do nothing: what a failed rank has sent fills no disk, and ``abandon`` removes it."""
+        """Do nothing: the objects of a failed rank fill no disk, and ``abandon`` removes them."""
 
     def close(self) -> None:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def abandon(self) -> None:
-        """Remove what was sent, on the main rank; what cannot be removed now goes with the next save."""
+        """Remove the sent objects, on the main rank; the next save removes any that are left."""
         try:
             remove(self.folder.within(LEAVE_S))
         except OSError as error:

@@ -1,7 +1,7 @@
-"""Lets Megatron-Core load a checkpoint of an object store: small files come to the disk, tensors by ranges of bytes.
+"""The loading of a checkpoint in an object store by Megatron-Core: small files are fetched, tensors read by ranges.
 
-``dist_checkpointing.load`` (0.16.1 and 0.19.2) takes a folder of the disk. It gets one that holds
-the checkpoint's index, format and common state; torch's ``FileSystemReader`` (2.13) opens every
+``dist_checkpointing.load`` (0.16.1 and 0.19.2) takes a folder on a disk. It gets a folder with the
+checkpoint's index, format and common state. torch's ``FileSystemReader`` (2.13) opens every
 ``*.distcp`` by ``FileSystem.create_stream`` and reads the chunks that the rank asked for. In that
 one place the file opened is the store's.
 """
@@ -27,9 +27,9 @@ from megatron_rl.storage.remote import RemotePath
 
 @contextlib.contextmanager
 def index_of(folder: RemotePath) -> Iterator[pathlib.Path]:
-    """Yield a folder of the disk that stands for a checkpoint while torch reads it; a collective.
+    """Yield a folder on disk that stands for a checkpoint while torch reads it; a collective.
 
-    Raises CheckpointError on every rank if one cannot fetch it.
+    Raises CheckpointError on every rank if one rank cannot fetch it.
     """
     error: CheckpointError | None = None
     try:
@@ -50,7 +50,7 @@ def index_of(folder: RemotePath) -> Iterator[pathlib.Path]:
         yield index
 
 
-@functools.lru_cache(maxsize=2)  # policy and critic; a load asks many times
+@functools.lru_cache(maxsize=2)  # for policy and critic; one load asks many times
 def _fetched(folder: RemotePath, _manifest: str) -> tempfile.TemporaryDirectory:
     kept = tempfile.TemporaryDirectory(prefix="megatron_rl-index-")
     there = folder.files()

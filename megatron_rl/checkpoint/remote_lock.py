@@ -1,9 +1,9 @@
 """The lock of a folder in an object store: one run at a time writes checkpoints there, from whatever host.
 
 ``lock.json`` names its holder as distributed/run_lock.py's does, with a number that the holder
-raises every BEAT_S: an object has no time that can be touched, and clocks are not compared. No
-conditional write is asked for, which not every store has: who writes the lock reads it again after
-SETTLE_S, and the last one to write holds it.
+raises every BEAT_S. The number stands for a modification time, which an object cannot renew; clocks
+are not compared. Not every store has conditional writes, so none is used. Who writes the lock reads
+it again after SETTLE_S, and the last writer holds it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RemoteLock(RunLock):
         self.path.write_bytes(json.dumps(json.loads(self._content()) | {"number": self.number}).encode())
 
     def _read(self) -> tuple[dict | None, int | None]:
-        """Return (the holder, its number), both None if there is no lock; the holder is None for another text."""
+        """Return (holder, number); (None, None) without a lock, (None, 0) if the file holds another text."""
         try:
             with self.path.open("rb") as file:
                 content = file.read(MOST_BYTES)
@@ -61,7 +61,7 @@ class RemoteLock(RunLock):
 
 
 def look_at_store(root: RemotePath) -> None:
-    """Raise ConfigError if the store cannot be read, has no such bucket, or another run writes there."""
+    """Raise ConfigError if the store cannot be read, has no such bucket, or another run holds the lock."""
     try:
         RemoteLock(root).check_free()
         if root.scheme in BUCKETS and _lacks_bucket(root):
@@ -75,7 +75,7 @@ def look_at_store(root: RemotePath) -> None:
 def _lacks_bucket(root: RemotePath) -> bool:
     try:
         return not root.bucket().exists()
-    except StoreError:  # a key may be allowed to list its own folder alone
+    except StoreError:  # a key may be allowed to list its own folder only
         return False
 
 
@@ -83,7 +83,7 @@ def _lacks_bucket(root: RemotePath) -> bool:
 def held_store(root: RemotePath, *, is_first: bool) -> Iterator[None]:
     """Hold the lock of ``root`` within the block, on the job's first rank. Not a collective.
 
-    Raises ConfigError if the store cannot be written or another run holds it.
+    Raises ConfigError if the store cannot be written or another run holds the lock.
     """
     if not is_first:
         yield

@@ -1,4 +1,4 @@
-"""The checkpoints that a run can resume from, and the identity of the model that they are of. No tensors."""
+"""The checkpoints that a run can resume from, and the identity of their model, without tensors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from megatron_rl.checkpoint.folder import DamagedCheckpoint, name_of
 from megatron_rl.errors import CheckpointError
 from megatron_rl.weights.model_shape import ModelShape
 
-ROOT, CRITIC, SUPERVISED = "checkpoints", "critic", "supervised"  # of the run's folder, and within the first
-# an older checkpoint's identity lacks the fields that came after it, and its model has none of what they describe
+# ROOT lies in the run's folder, the others lie in ROOT
+ROOT, CRITIC, SUPERVISED = "checkpoints", "critic", "supervised"
+# The identity of an older checkpoint lacks later fields; its model has none of the features that they describe.
 WITHOUT_LATER_FIELDS = {
     field.name: [] if field.default == () else field.default
     for field in dataclasses.fields(ModelShape)
     if field.default is not dataclasses.MISSING
 } | {"frozen_weights": None}
-# fields of a ModelShape that may differ between a save and a load
+# Fields of a ModelShape that may differ between a save and a load.
 OF_THE_RUN = ("layer_spec", "padded_vocab_size", "context_tokens", "value_head", "num_extra_layers", "stage_layers")
 
 
@@ -27,9 +28,11 @@ def resumable(
 ) -> list[pathlib.Path]:
     """Return the checkpoints to choose from, the newest first, those of the supervised start last.
 
-    iterations, of_critic, supervised: those of the whole checkpoints under ``root``, ``critic/``
-        and ``supervised/``, oldest first; ``of_critic`` is None for a run without a critic.
-    Raises CheckpointError where no checkpoint of the policy has its critic's.
+    iterations, of_critic, supervised: the iterations of the whole checkpoints under ``root``,
+        ``critic/`` and ``supervised/``, oldest first; ``of_critic`` is None for a run without a
+        critic.
+
+    Raises CheckpointError if no checkpoint of the policy has a critic's beside it.
     """
     if of_critic is not None and iterations:
         both = [iteration for iteration in iterations if iteration in of_critic]
@@ -45,16 +48,16 @@ def resumable(
 
 
 def identity_of_shape(shape: ModelShape) -> dict[str, object]:
-    """Return the part of a model's ``identity`` that its shape, with its adapters, tells."""
+    """Return the part of a model's ``identity`` that follows from its shape, with its adapters."""
     fields = dataclasses.asdict(shape) | {"lora_targets": sorted(shape.lora_targets)}
     own = {name: value for name, value in sorted(fields.items()) if name not in OF_THE_RUN}
     return json.loads(json.dumps(own))  # as it is read back: lists for tuples
 
 
 def check_identity(own: Mapping[str, object], folder: pathlib.Path, model: Mapping[str, object]) -> None:
-    """Raise CheckpointError where ``model``, the identity of a checkpoint's model, is not this run's.
+    """Raise CheckpointError if ``model``, the identity of a checkpoint's model, is not this run's.
 
-    own: this run's ``model_state.identity``, or the fields of it that are known.
+    own: this run's ``model_state.identity``, or those fields of it that are known.
     """
     model = {**WITHOUT_LATER_FIELDS, **model}
     if different := {name: (model.get(name), own[name]) for name in own if model.get(name) != own[name]}:
@@ -76,5 +79,5 @@ def damaged_words(error: DamagedCheckpoint) -> str:
 
 
 def none_good_words(folders: Sequence[pathlib.Path], root: pathlib.Path) -> str:
-    """Return the message of a run all of whose checkpoints are damaged."""
+    """Return the message for a run whose checkpoints are all damaged."""
     return f"all {len(folders)} checkpoints in {root} are damaged; restore one, or set checkpoint.resume=never"

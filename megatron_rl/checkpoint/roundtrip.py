@@ -1,6 +1,6 @@
-"""Compares, for `megatron-rl convert roundtrip`, every tensor bit by bit.
+"""The comparison of `megatron-rl convert roundtrip`: every tensor bit by bit.
 
-It can also compare log-probs with those of transformers.
+It can also compare log-probs with transformers'.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ SEQUENCES, MOST_TOKENS = 4, 64
 def compare_folders(source: pathlib.Path, back: pathlib.Path, dtype: torch.dtype | None, shape: ModelShape) -> dict:
     """Return the counts of equal tensors and equal other files, and the names of those that differ.
 
-    dtype: the type to which the source's tensors were cast, if any.
+    dtype: the type to which the source's tensors were cast; None if they were not cast.
 
-    A tied model's own copy of the output matrix, and old rotary frequencies, are no tensors of the
-    model: they are not counted.
+    A tied model's own copy of the output matrix, and old rotary frequencies, are not tensors of the
+    model and are not counted.
     """
     ours, theirs = HuggingFaceReader(back), HuggingFaceReader(source)
     different, equal, total = [], 0, 0
@@ -84,8 +84,8 @@ def transformers_logprobs(source: pathlib.Path, hf_config, tokens: torch.Tensor)
 @torch.no_grad()
 def megatron_logprobs(checkpoint: MegatronFolder, hf_config, tokens: torch.Tensor) -> torch.Tensor:
     """Return float32 log-probs [sequences, tokens − 1, vocabulary] of a GPTModel loaded by Megatron-Core itself."""
-    # A world of this process alone, however it was launched: topology.initialize would leave RANK
-    # in the environment.
+    # The world has only this process, however it was launched: topology.initialize alone would leave RANK in the
+    # environment.
     dist.init_process_group(platform.HOST.backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         ranks = topology.initialize()

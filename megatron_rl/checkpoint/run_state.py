@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_rl.storage.remote import RemotePath
 
-# in the run's folder; cut back to the sizes that they had when the checkpoint was taken
+# Files of the run's folder; a resume cuts them to the sizes that they had when the checkpoint was taken.
 APPENDED = ("metrics.jsonl", "trace.jsonl", "completions.jsonl")
 
 
@@ -27,7 +27,7 @@ class ResumePoint:
 
     @property
     def supervised_steps(self) -> int | None:
-        """Return the supervised steps taken, where the checkpoint is one within the supervised start; else None."""
+        """Return the supervised steps taken, if the checkpoint lies within the supervised start; else None."""
         return self.state.get("supervised_steps")
 
 
@@ -35,8 +35,8 @@ class ResumePoint:
 class RunState:
     """Holds all that a checkpoint keeps of a run beside model, critic and random states.
 
-    queue, queue_rows: states of the rollout queue, the first the same on every rank, the second
-        this rank's bytes.
+    queue:             the rollout queue's state that is the same on every rank.
+    queue_rows:        this rank's own bytes of the rollout queue.
     prompts, reference, metrics: JSON-able states of the data set's cursor, the reference policy and
         the metrics.
     trace_rollouts:    the number of rollouts in trace.jsonl.

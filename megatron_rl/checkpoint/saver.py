@@ -1,4 +1,4 @@
-"""Writes a run's checkpoints and removes old ones: files are written by threads while the run goes on."""
+"""The writing of a run's checkpoints and the removal of old ones: threads write the files while the run goes on."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class CheckpointSaver:
     """Writes a run's checkpoints. Methods are collectives unless they say otherwise.
 
     written_config: the run's settings, as ``config_to_dict`` gives them.
-    pending: the checkpoints that are being written, in the order in which they are to be whole.
+    pending: the checkpoints that are being written, in the order in which they become whole.
     waited_s: seconds that the loop waited for the last checkpoint.
-    saved_at: seconds since 1970 at which the last one was whole; None before the first.
+    saved_at: when the last checkpoint became whole, in seconds since 1970; None before the first.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CheckpointSaver:
 
     @property
     def is_written(self) -> bool:
-        """Return whether this rank has written its files of all that is pending. Not a collective."""
+        """Return whether this rank has written its files of all pending checkpoints. Not a collective."""
         return all(pending.is_written for pending in self.pending)
 
     def save(
@@ -66,9 +66,10 @@ class CheckpointSaver:
     ) -> None:
         """Begin a checkpoint under ``root``.
 
-        progress: the state's fields that say how far the run is.
+        progress: the fields of the state that say how far the run is.
         """
         started = time.perf_counter()
+        # The state that is no tensor.
         run = take_state()
         state = {
             "feed": run.queue,
@@ -85,6 +86,7 @@ class CheckpointSaver:
             "degrees": self.backend.topology.degrees,
             "config": self.written_config,
         }
+        # The critic's checkpoint comes first, so that it is whole before the policy's.
         try:
             own_files = {own_file(self.backend.topology.rank): run.queue_rows}
             if self.critic is not None and root == self.root:
@@ -101,12 +103,15 @@ class CheckpointSaver:
         self.waited_s = time.perf_counter() - started
 
     def _appended(self) -> dict[str, int]:
-        """Return the bytes of the main rank's files; a missing one has 0, so later lines in it are cut back too."""
+        """Return the sizes of the main rank's appended files.
+
+        A missing file has the size 0, so that lines written to it later are cut too.
+        """
         paths = [self.run_path / name for name in APPENDED if self.is_main]
         return {path.name: path.stat().st_size if path.exists() else 0 for path in paths}
 
     def _records(self, sizes: Mapping[str, int]) -> dict[str, tuple[pathlib.Path, int]]:
-        """Return the files that go along to an object store, since the run may go on on another host.
+        """Return the files that are copied to an object store, since the run may resume on another host.
 
         sizes: bytes of the main rank's files, by name.
         """
@@ -115,7 +120,7 @@ class CheckpointSaver:
         return {name: (self.run_path / name, size) for name, size in sizes.items() if size}
 
     def finish(self) -> None:
-        """Wait for what is pending, make it whole and remove what ``checkpoint.keep_last`` does not keep."""
+        """Wait for the pending checkpoints, make them whole, and remove old ones by ``checkpoint.keep_last``."""
         if not self.pending:
             return
         started = time.perf_counter()
@@ -141,7 +146,7 @@ class CheckpointSaver:
             )
 
     def _prune(self) -> None:
-        """Remove all but the newest ``checkpoint.keep_last``, those of the supervised start first. On the main rank."""
+        """Keep the newest ``checkpoint.keep_last`` checkpoints, on the main rank; remove supervised ones first."""
         keep_last = self.settings.keep_last
         prune(self.root, keep_last)
         if keep_last is not None:
@@ -153,7 +158,7 @@ class CheckpointSaver:
             remove(self.critic_root / name_of(iteration))
 
     def _give_up(self) -> None:
-        """Abandon the parts still being written, whose checkpoint will never be whole."""
+        """Abandon the pending checkpoints, which will never be whole."""
         for pending in self.pending:
             pending.abandon()
         self.pending = []

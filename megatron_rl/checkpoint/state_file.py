@@ -1,7 +1,7 @@
-"""Reads a checkpoint's state.json: every field that a run goes on from is checked before any of it is used.
+"""The reader of a checkpoint's state.json: it checks every field that a run resumes with before any field is used.
 
-A field that is missing, of another kind or out of range is damage, whatever the manifest says of
-the file: the error names the file and the field, and the checkpoint before it can be used.
+A field that is missing, of another kind or out of range is damage, even if the file's digest
+matches the manifest. The error names the file and the field, and the checkpoint before can be used.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from megatron_rl import json_text
 from megatron_rl.checkpoint.folder import STATE, DamagedCheckpoint
 
 MOST_BYTES = 2**31  # a rank's random states take about 20 kB
-MOST_COUNT = 2**53  # of steps, rollouts, tokens and bytes
-PYTHON_WORDS, NUMPY_WORDS = 625, 624  # of a Mersenne Twister's state, the former with its position
+MOST_COUNT = 2**53  # steps, rollouts, tokens or bytes
+PYTHON_WORDS, NUMPY_WORDS = 625, 624  # words in the state of a Mersenne Twister; Python's has its position too
 
 field = functools.partial(json_text.field, error=DamagedCheckpoint)
 check = functools.partial(json_text.check, error=DamagedCheckpoint)
 
 
 def read_state(folder: pathlib.Path) -> dict:
-    """Return a run's state.json. Raises DamagedCheckpoint, naming file and field, where it is not one."""
+    """Return a run's state.json. Raises DamagedCheckpoint, naming file and field, if it is not valid."""
     where = str(folder / STATE)
     state = read_model_state(folder)
     for name in ("rollouts", "trace_rollouts"):
@@ -38,7 +38,7 @@ def read_state(folder: pathlib.Path) -> dict:
     _check_queue(field(state, "feed", dict, where), f"{where}: feed")
     _check_prompts(field(state, "prompts", dict, where), f"{where}: prompts")
     _check_metrics(field(state, "metrics", dict, where), f"{where}: metrics")
-    if "reference" in state:  # checkpoints from before it lack it
+    if "reference" in state:  # older checkpoints lack it
         reference = field(state, "reference", dict, where)
         if "coefficient" not in reference or reference["coefficient"] is not None:
             field(reference, "coefficient", float, f"{where}: reference", least=0)
@@ -55,7 +55,7 @@ def read_state(folder: pathlib.Path) -> dict:
 
 
 def read_model_state(folder: pathlib.Path) -> dict:
-    """Return a state.json with the fields of a model alone checked: a critic's has no others."""
+    """Return a state.json after checking only the model's fields; a critic's state.json has no others."""
     where = str(folder / STATE)
     state = json_text.read_object(folder / STATE, most_bytes=MOST_BYTES, error=DamagedCheckpoint)
     field(state, "model", dict, where)
@@ -80,7 +80,7 @@ def _count(values: Mapping, name: str, where: str) -> int:
 
 
 def _check_key(value: object, where: str) -> None:
-    """Check [prompt id, attempt]."""
+    """Check that a value is [prompt id, attempt]."""
     if len(check(value, where, list)) != 2:
         raise DamagedCheckpoint(f"{where} must be a prompt's id and attempt, and it has {len(value)} parts")
     check(value[0], f"{where}[0]", str)
@@ -88,7 +88,7 @@ def _check_key(value: object, where: str) -> None:
 
 
 def _check_places(asked: object, where: str) -> None:
-    """Check [[place, prompt id, attempt], ...]."""
+    """Check that a value is [[place, prompt id, attempt], ...]."""
     for i, entry in enumerate(check(asked, where, list)):
         if len(check(entry, f"{where}[{i}]", list)) != 3:
             raise DamagedCheckpoint(f"{where}[{i}] must be a place, a prompt's id and its attempt")

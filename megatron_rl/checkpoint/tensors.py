@@ -1,14 +1,17 @@
-"""Model and AdamW as sharded tensors for ``megatron.core.dist_checkpointing``, in any topology, with any optimizer.
+"""The model and AdamW as sharded tensors for ``megatron.core.dist_checkpointing``, in any topology, with any optimizer.
 
-Weights lie under the keys of ``GPTModel.sharded_state_dict``; AdamW's under
-``optimizer.state.{exp_avg,exp_avg_sq,fp32_param}.<key>``, as Megatron-Core names them, each with
-its parameter's global shape, so that TP, PP, VPP, EP, DP and ``optimizer.distributed`` may change
-between a save and a load. The optimizers' own ``sharded_state_dict`` is not used (read and run,
-0.16.1): the distributed one's gathers every state on every rank, fails on loading under torch's
-AdamW (KeyError 'step'), and its nesting changes with EP.
+Weights lie under the keys of ``GPTModel.sharded_state_dict``. AdamW's states lie under
+``optimizer.state.{exp_avg,exp_avg_sq,fp32_param}.<key>``, as Megatron-Core names them. Each has its
+parameter's global shape, so that TP, PP, VPP, EP, DP and ``optimizer.distributed`` may change
+between a save and a load.
 
-Of a distributed optimizer each data-parallel rank keeps and writes about 1/DP of the parameters'
-states; a parameter at a time is gathered. Loading asks for at most LOAD_BYTES at a time.
+The optimizers' own ``sharded_state_dict`` is not used (read and run, 0.16.1). The distributed
+optimizer's gathers every state on every rank, fails on loading under torch's AdamW (KeyError
+'step'), and its nesting changes with EP.
+
+Under a distributed optimizer each data-parallel rank keeps and writes about 1/DP of the parameters'
+states. The states are gathered one parameter at a time. Loading asks for at most LOAD_BYTES at a
+time.
 """
 
 from __future__ import annotations
@@ -44,12 +47,12 @@ if TYPE_CHECKING:
 LOAD_BYTES = 1 << 30
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "fp32_param"
-# raised by Megatron-Core and torch where .metadata, the same for every rank, is not what they expect
+# Raised by Megatron-Core and torch if .metadata, the same for every rank, is not as they expect.
 OF_A_FALSE_INDEX = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
 def weight_entries(chunks: Sequence[DistributedDataParallel]) -> list[ShardedBase]:
-    """Return the sharded entry of each tensor of this rank's chunks, whose ``data`` is the parameter itself."""
+    """Return the sharded entry of each tensor of this rank's chunks; an entry's ``data`` is the parameter itself."""
     entries = [x for chunk in chunks for x in nested_values(chunk.module.sharded_state_dict())]
     tensors = (ShardedTensor, ShardedTensorFactory)
     extra = [x.key for x in entries if isinstance(x, ShardedBase) and not isinstance(x, tensors) and _bytes_of(x.data)]
@@ -68,7 +71,7 @@ def _bytes_of(data: object) -> int:
 class ParameterState:
     """Holds AdamW's own tensors of one parameter on this rank.
 
-    local: the slice of the flat parameter that they cover; None where it is the whole.
+    local: the slice of the flat parameter that the tensors cover; None if they cover all of it.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -88,7 +91,7 @@ class AdamStates:
             self.of.update(states)
 
     def kinds(self, parameter: torch.nn.Parameter) -> tuple[str, ...]:
-        """Return the kinds of the parameter's states, the same on every rank that holds it, local states or not."""
+        """Return the kinds of the parameter's states, the same on every rank that holds it."""
         return (*MOMENTS, MASTER) if parameter.dtype != torch.float32 else MOMENTS
 
 
@@ -128,7 +131,7 @@ def weights_to_save(
 ) -> list[ShardedBase]:
     """Return the entries under ``prefix``.
 
-    values: by ``id`` of a parameter, the tensor to save in its place.
+    values: the tensor to save in a parameter's place, by the parameter's ``id``.
     """
     if not prefix and values is None:
         return list(entries)
@@ -138,8 +141,8 @@ def weights_to_save(
 def adam_to_save(entries: Sequence[ShardedBase], states: AdamStates) -> list[ShardedBase]:
     """Return AdamW's current sharded tensors; a collective over each distributed optimizer's data-parallel group.
 
-    Those of a distributed optimizer are gathered one by one and leave the device at once, so that
-    it holds one of them at a time.
+    A distributed optimizer's states are gathered one by one and leave the device at once, so that
+    the device holds one whole state at a time.
     """
     saved: list[ShardedBase] = []
     for number, entry in enumerate(x for x in entries if x.data in states.of):
@@ -148,7 +151,7 @@ def adam_to_save(entries: Sequence[ShardedBase], states: AdamStates) -> list[Sha
             whole, replica = _gathered(entry, state, kind, number)
             if whole is not None:
                 saved.append(_slot(entry, kind, whole, replica))
-    HOST.synchronize()  # for the copies
+    HOST.synchronize()  # wait for the copies to the host
     return saved
 
 
@@ -162,7 +165,7 @@ def _gathered(
     whole = torch.zeros(entry.data.numel(), dtype=torch.float32, device=HOST.device)
     if kind in state.tensors:
         whole[state.local] = state.tensors[kind].detach().flatten().float()
-    # zeros elsewhere: a sum of one term is that term
+    # Every other rank adds zeros, so that the sum is exact.
     dist.reduce(whole, dist.get_global_rank(group, owner), group=group)
     if group.rank() != owner:
         return None, ()
@@ -180,7 +183,7 @@ def _slot(entry: ShardedBase, kind: str, data: torch.Tensor, replica: tuple | in
 
 
 def load_weights(entries: Sequence[ShardedBase], folder: pathlib.Path, *, prefix: str = "") -> dict[int, torch.Tensor]:
-    """Read every entry's tensor, on the host, by ``id`` of its parameter; a collective."""
+    """Read every entry's tensor to the host, by the ``id`` of its parameter; a collective."""
     tensors: dict[int, torch.Tensor] = {}
     for batch in _batches(list(entries), [x.data.numel() * x.data.element_size() for x in entries]):
         wanted = [
@@ -193,7 +196,7 @@ def load_weights(entries: Sequence[ShardedBase], folder: pathlib.Path, *, prefix
 
 
 def load_adam(entries: Sequence[ShardedBase], states: AdamStates, folder: pathlib.Path) -> None:
-    """Overwrite AdamW's tensors by the checkpoint's; they must exist (a step was taken). A collective."""
+    """Overwrite AdamW's tensors by the checkpoint's; they must exist, so a step was taken before. A collective."""
     wanted = [(x, kind) for x in entries if x.data in states.of for kind in states.kinds(x.data)]
     for batch in _batches(wanted, [4 * x.data.numel() for x, _ in wanted]):
         slots = [_slot(x, kind, torch.empty(x.data.shape, dtype=torch.float32), x.replica_id) for x, kind in batch]
@@ -206,9 +209,9 @@ def load_adam(entries: Sequence[ShardedBase], states: AdamStates, folder: pathli
 
 
 def _batches(items: list, sizes: Sequence[int]) -> Iterator[list]:
-    """Cut the items in runs of at most LOAD_BYTES, or of one item; a collective.
+    """Cut the items into runs of at most LOAD_BYTES, or of one item; a collective.
 
-    Every rank gets as many runs: a rank with fewer gets empty ones at the end.
+    Every rank gets the same number of runs: a rank with fewer gets empty ones at the end.
     """
     runs: list[list] = [[]]
     run_bytes = 0
@@ -235,7 +238,7 @@ def _read(entries: Sequence[ShardedBase], folder: pathlib.Path) -> list[torch.Te
 
 
 def _on_disk(folder: pathlib.Path | RemotePath) -> contextlib.AbstractContextManager[pathlib.Path]:
-    """Return a context with the folder that Megatron-Core is to load; of an object store, one that stands for it."""
+    """Return a context with the folder that Megatron-Core loads; for an object store it is a substitute on disk."""
     if isinstance(folder, pathlib.Path):
         return contextlib.nullcontext(folder)
     from megatron_rl.checkpoint.remote_index import index_of
@@ -244,7 +247,7 @@ def _on_disk(folder: pathlib.Path | RemotePath) -> contextlib.AbstractContextMan
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return the first rank's error: torch's own quotes every rank's stack."""
+    """Return the first rank's error; torch's own error quotes every rank's stack."""
     failures = error.failures if isinstance(error, CheckpointException) else {}
     return next((cause for cause, _ in failures.values()), error)
 

@@ -1,14 +1,14 @@
 """The files of a ``torch_dist`` checkpoint, read and written a tensor at a time by one process without a process group.
 
-The format is torch.distributed.checkpoint's (torch 2.13 ``filesystem.py``): ``*.distcp`` files hold
-one ``torch.save`` of a chunk after the other, and a pickled ``Metadata`` in ``.metadata`` says of
-each tensor its size and its chunks, and of each chunk its file and offset. Megatron-Core (0.16.1
-and 0.19.2 ``dist_checkpointing``, read and run) adds ``metadata.json`` and ``common.pt``; 0.19.2
-keeps the common state as an object ``common_state/shard_0_1`` instead, and reads both.
+The format is torch.distributed.checkpoint's (torch 2.13 ``filesystem.py``). ``*.distcp`` files hold
+one ``torch.save`` of a chunk after the other. A pickled ``Metadata`` in ``.metadata`` holds each
+tensor's size and chunks, and each chunk's file and offset. Megatron-Core (0.16.1 and 0.19.2
+``dist_checkpointing``, read and run) adds ``metadata.json`` and ``common.pt``. 0.19.2 keeps the
+common state as an object ``common_state/shard_0_1`` instead, and reads both.
 
-torch's own writer holds every tensor of a file until the file is complete (2.13
-``_write_files_from_queue``), so it is not used. Nothing is unpickled but ``.metadata``, and of that
-only the classes that checkpoint/pickled.py lists.
+torch's own writer is not used: it holds every tensor of a file until the file is complete (2.13
+``_write_files_from_queue``). Only ``.metadata`` is unpickled, and only the classes that
+checkpoint/pickled.py lists.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class _Chunk(Window):
 
 
 class TorchDistReader:
-    """Reads tensors of a torch_dist folder by key, and no more than the chunks that a tensor touches.
+    """Reads tensors of a torch_dist folder by key; it reads only the chunks that a tensor touches.
 
-    Raises ConfigError where the folder is no such checkpoint, DamagedCheckpoint where a file is
-    missing, cut short or replaced, or other classes than its metadata's own would be unpickled.
+    Raises ConfigError if the folder is no such checkpoint. Raises DamagedCheckpoint if a file is
+    missing, cut short or replaced, or if other classes than the metadata's own would be unpickled.
     """
 
     def __init__(self, folder: pathlib.Path | RemotePath):
@@ -92,7 +92,7 @@ class TorchDistReader:
             self._file = None
 
     def _stored(self, key: str, offset: tuple[int, ...] | None) -> object:
-        """Load one torch.save of the folder: a chunk (contiguous), or an object."""
+        """Load one torch.save of the folder: a contiguous chunk, or an object."""
         storage = self._places.get((key, offset))
         if storage is None:
             raise DamagedCheckpoint(f"{self.folder / METADATA} does not say where {key} at {offset} lies")
@@ -131,8 +131,8 @@ class TorchDistReader:
     def read(self, key: str, lead: tuple[int, ...] = ()) -> torch.Tensor:
         """Read the tensor ``key`` at its first indices ``lead`` (layer, expert), whole: [size after len(lead)].
 
-        It takes the memory of the result and one chunk. Raises ConfigError where chunks do not
-        cover it.
+        It takes the memory of the result and one chunk. Raises ConfigError if the chunks do not
+        cover the result.
         """
         size = self.size(key)[len(lead) :]
         tensor, covered = torch.empty(size, dtype=self.dtype(key)), 0
@@ -168,10 +168,10 @@ class TorchDistReader:
 
 
 class TorchDistWriter:
-    """Writes a torch_dist folder chunk by chunk; a chunk is on its way to disk when the call returns.
+    """Writes a torch_dist folder chunk by chunk; when a call returns, its chunk is handed to the file.
 
-    Sizes are declared with each chunk, so nothing of a tensor need be known before. ``finish`` ends
-    the checkpoint.
+    Sizes are declared with each chunk, so that nothing about a tensor needs to be known before.
+    ``finish`` ends the checkpoint.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -194,11 +194,11 @@ class TorchDistWriter:
     def add_chunk(
         self, rank: int, keys: Sequence[str], size: tuple[int, ...], offsets: tuple[int, ...], chunk: torch.Tensor
     ) -> None:
-        """Write a chunk of the tensor ``keys[0]`` into rank's file. Raises ConfigError where chunks differ in dtype.
+        """Write a chunk of the tensor ``keys[0]`` into rank's file. Raises ConfigError if chunks differ in dtype.
 
-        keys: the first names the tensor, further ones are other names of the same bytes.
+        keys: the first key names the tensor, further keys are other names of the same bytes.
         size, offsets: the tensor's size and the chunk's first indices.
-        chunk: [its extent], of as many dimensions as the tensor.
+        chunk: [the chunk's size], with as many dimensions as the tensor.
         """
         chunk = chunk.contiguous()
         if chunk.untyped_storage().nbytes() != chunk.nbytes:
@@ -219,7 +219,7 @@ class TorchDistWriter:
             self._places[MetadataIndex(key, offsets)] = storage
 
     def add_objects(self, keys: Sequence[str], value: object) -> None:
-        """Write one object, of types that ``weights_only`` reads, under every one of ``keys``."""
+        """Write one object, of types that ``weights_only`` reads, under each of ``keys``."""
         storage = self._append(0, value)
         for key in keys:
             self._entries[key] = BytesStorageMetadata()

@@ -1,12 +1,13 @@
-"""Writes a checkpoint while the run goes on: tensors are copied to the host at once, and go to disk in a thread.
+"""The writer of a checkpoint while the run goes on: tensors are copied to the host, then a thread writes them to disk.
 
 Megatron-Core plans the write (``dist_checkpointing.save`` with ``async_sharded_save``: collectives,
 before anything is written) and ends it (the request's finalize functions: ``.metadata``). Between
-the two it would fork processes; here a thread calls the same per-bucket function
+the two it would fork processes. Here a thread calls the same per-bucket function
 (``FileSystemWriterAsync.write_preloaded_data``, 0.16.1 and 0.19.2), so that each rank knows whether
-its own write succeeded before any collective. The files that the main rank writes alone amid
-Megatron-Core's collectives (``common.pt``, ``.metadata``, ``metadata.json``) may fail too: the
-error is kept until the collectives are over.
+its own write succeeded before any collective.
+
+The main rank writes ``common.pt``, ``.metadata`` and ``metadata.json`` alone amid Megatron-Core's
+collectives. If one of these writes fails, the error is kept until the collectives are over.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ SMALL_FILES = (*COMMON, (FileSystemWriterAsync, "finish"), (serialization, "save
 class DiskPlace:
     """Receives one checkpoint's files on a disk that all ranks share; checkpoint/folder.py makes them whole.
 
-    ``RemotePlace`` (checkpoint/remote_folder.py) is the same for an object store. scratch: where
-    Megatron-Core puts the files that it writes itself.
+    ``RemotePlace`` (checkpoint/remote_folder.py) is the same for an object store. scratch: the
+    folder for the files that Megatron-Core writes itself.
     """
 
     def __init__(self, root: pathlib.Path, iteration: int) -> None:
@@ -88,7 +89,7 @@ class DiskPlace:
         complete(self.folder, digests)
 
     def free(self, names: Sequence[str]) -> None:
-        """Remove what this rank has written: on a full disk the run's metrics need the room."""
+        """Remove the files that this rank has written: on a full disk the run's metrics need the room."""
         for name in names:
             (self.folder / name).unlink(missing_ok=True)
 
@@ -101,7 +102,7 @@ class DiskPlace:
 
 
 def place_of(root: pathlib.Path | RemotePath, iteration: int) -> DiskPlace | RemotePlace:
-    """Return what receives the files of a checkpoint under ``root``."""
+    """Return the receiver of a checkpoint's files under ``root``."""
     if isinstance(root, pathlib.Path):
         return DiskPlace(root, iteration)
     from megatron_rl.checkpoint.remote_folder import RemotePlace
@@ -110,7 +111,7 @@ def place_of(root: pathlib.Path | RemotePath, iteration: int) -> DiskPlace | Rem
 
 
 class PendingSave:
-    """Writes one checkpoint in this rank's thread. Making one and ``finish`` are collectives."""
+    """Writes one checkpoint in this rank's thread. The constructor and ``finish`` are collectives."""
 
     def __init__(
         self,
@@ -123,11 +124,12 @@ class PendingSave:
         own_files: Mapping[str, bytes] | None = None,
         prefixes: Mapping[str, tuple[pathlib.Path, int]] | None = None,
     ) -> None:
-        """Begin the checkpoint. Raises CheckpointError on every rank where the folder cannot be made.
+        """Begin the checkpoint. Raises CheckpointError on every rank if the folder cannot be made.
 
         texts: small files that the main rank adds, by name.
-        own_files: files that every rank adds, by names of its own.
-        prefixes: files that the main rank adds, each by its path and the bytes from its start.
+        own_files: files that every rank adds, by names that differ between ranks.
+        prefixes: files that the main rank adds: path, and the number of bytes to copy from the
+            start.
         """
         self.root, self.iteration, self.is_main = root, iteration, is_main
         self.texts = texts if is_main else {}
@@ -181,13 +183,13 @@ class PendingSave:
 
     @property
     def is_written(self) -> bool:
-        """Say whether this rank has written its files, so that ``finish`` does not wait for it. Not a collective."""
+        """Return whether this rank has written its files, so that ``finish`` need not wait. Not a collective."""
         return not self.thread.is_alive()
 
     def finish(self) -> pathlib.Path | RemotePath:
-        """Wait for every rank's thread and make the folder a checkpoint.
+        """Wait for every rank's thread and turn the folder into a checkpoint.
 
-        Raises CheckpointError on every rank where one could not write; the unfinished folder is
+        Raises CheckpointError on every rank if one rank could not write. The unfinished folder is
         then removed, and earlier checkpoints stay.
         """
         self.thread.join()
@@ -208,18 +210,18 @@ class PendingSave:
     def abandon(self) -> None:
         """Wait for every rank's thread and remove the unfinished folder; a collective."""
         self.thread.join()
-        gather_json(None)  # nobody writes any more
+        gather_json(None)  # after this no rank writes any more
         self._leave()
 
     def _leave(self) -> None:
-        """Remove what a checkpoint that will not be whole has left."""
+        """Remove the remains of a checkpoint that will not be whole."""
         if self.is_main:
             self.place.abandon()
         else:
             self.place.close()
 
     def _raise_everywhere(self, errors: Sequence[Exception]) -> None:
-        """Raise CheckpointError on every rank where one has an error; remove the unfinished folder; a collective."""
+        """Raise CheckpointError on every rank if one has an error; remove the unfinished folder; a collective."""
         message = (
             f"checkpoint {self.iteration} in {self.root} was not written: {_cause(errors[0], self.root)}"
             if errors
@@ -233,9 +235,9 @@ class PendingSave:
 
 
 def _cause(error: BaseException, root: pathlib.Path | RemotePath) -> str:
-    """Return the disk's own error, which torch.save hides behind one of its own ("unexpected pos").
+    """Return the disk's own error, which torch.save hides behind its own ("unexpected pos").
 
-    Where it is lost, return torch's with the bytes that are free.
+    If the disk's error is lost, return torch's with the number of free bytes.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
@@ -249,12 +251,12 @@ def _cause(error: BaseException, root: pathlib.Path | RemotePath) -> str:
 
 @contextlib.contextmanager
 def _own_results():
-    """Make a queue of this process the writer's queue of results, and yield it.
+    """Replace the writer's queue of results by a queue of this process, and yield it.
 
-    Megatron-Core asks for one by this name when it builds the writer; its own is a manager's in
-    another process.
+    Megatron-Core asks for the queue by this name when it builds the writer; its own queue belongs
+    to a manager in another process.
     """
-    # the names in 0.16.1 and 0.19.2
+    # The function's name in 0.16.1 and 0.19.2.
     (name,) = [x for x in ("_get_write_results_queue", "get_write_results_queue") if hasattr(filesystem_async, x)]
     results, true_queue = queue.Queue(), getattr(filesystem_async, name)
     setattr(filesystem_async, name, lambda *_: results)
@@ -266,14 +268,14 @@ def _own_results():
 
 @contextlib.contextmanager
 def _kept_errors() -> Iterator[list[Exception]]:
-    """Collect in a list the errors of the files that the main rank writes amid collectives; none is raised."""
+    """Collect the errors of the files that the main rank writes amid collectives in a list; raise none of them."""
     errors: list[Exception] = []
 
     def quiet(function: Callable) -> Callable:
         def call(*args, **kwargs) -> None:
             try:
                 function(*args, **kwargs)
-            except (OSError, RuntimeError) as error:  # torch.save raises the latter on a full disk
+            except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
                 errors.append(error)
 
         return call
@@ -285,7 +287,7 @@ def _kept_errors() -> Iterator[list[Exception]]:
 
 
 def _on_host(buckets: Sequence[tuple]) -> list[tuple]:
-    """Copy the tensors to write to the host, since the run goes on changing them; pinned ones are copies already."""
+    """Copy the tensors to the host before the run changes them; pinned tensors are copies already."""
 
     def staged(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()
@@ -300,7 +302,7 @@ def _on_host(buckets: Sequence[tuple]) -> list[tuple]:
 
 
 def raise_everywhere(error: CheckpointError | None) -> None:
-    """Raise on every rank the CheckpointError that one of them met; a collective."""
+    """Raise one rank's CheckpointError on every rank; a collective."""
     for rank, message in enumerate(gather_json(None if error is None else str(error))):
         if message is not None:
             raise CheckpointError(f"rank {rank}: {message}") from error

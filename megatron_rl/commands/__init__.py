@@ -1,1 +1,1 @@
-"""The command `megatron-rl`: one word for each thing that a user starts."""
+"""The command `megatron-rl`: one word for each program that a user starts."""

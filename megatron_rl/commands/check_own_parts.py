@@ -5,8 +5,8 @@ Examples:
     megatron-rl check --loss my_losses:clipped --arguments low=0.2
     megatron-rl check --estimator ./my_estimator.py:median
 
-Each property is tried on random numbers, in seconds, without a model; docs/your-own.md says what
-each is for. Exit code 1 where one does not hold. A run tries the same at its start.
+Each property is tried on random numbers, in seconds, without a model. docs/your-own.md explains each
+property. The exit code is 1 if one does not hold. A run tries the same properties at its start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def print_findings(name: str, findings: list[Finding]) -> bool:
 
 
 def print_gradient(config: LossConfig) -> None:
-    """Print the gradient of the first tokens beside that of central differences, and say whether they are equal."""
+    """Print the gradient of the first tokens beside the central differences, and whether the two are equal."""
     gradient, numeric = own_policy_check.finite_differences(config)
     print("  d loss / d log-prob of the first tokens, and by central differences of the loss:")
     for index in range(6):

@@ -1,4 +1,4 @@
-"""Reads the first word of `megatron-rl` and hands the rest to the program that it names."""
+"""The first word of `megatron-rl`, and the start of the program that it names."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ EXIT_CONFIG = 2
 class Verb:
     """Describes one word of the command.
 
-    does: the sentence of the help.
-    module: of the package, which another process runs by ``python -m``.
-    many: whether ``--nproc`` may start several of it.
-    reads: the program whose arguments and settings are read once before several processes are;
-        None: none are.
+    does: its sentence in the help.
+    module: its module in the package, which another process runs by ``python -m``.
+    many: whether ``--nproc`` may start several processes of it.
+    reads: the program whose arguments and settings are checked before several processes start; None
+        if nothing is checked.
     """
 
     does: str
@@ -53,7 +53,7 @@ VERBS = {
     "simulate": Verb(does="Predict times, memory and gain on N nodes.", module="megatron_rl.simulator"),
     "doctor": Verb(does="Find faults of this installation and their mends.", module="megatron_rl.doctor"),
 }
-# The words that this process follows itself.
+# The words that this process itself carries out.
 HERE = {
     "new": ("Write a folder with a configuration, a reward function, prompts and a SLURM job.", new_command),
     "translate": ("Translate verl's, TRL's or axolotl's settings into a configuration.", translate_command),
@@ -78,10 +78,10 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line: become the program that the first word names, or write a new run's folder.
+    """Run the command line: become the program that the first word names, or carry the word out here.
 
-    Returns 0 where all is done here, and 2, with the reason on stderr, for words that cannot be
-    followed.
+    Returns 0 if this process has done the work. Returns 2, with the reason on stderr, for words
+    that it cannot follow.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if processes is not None and not verb.many:
             raise ConfigError(f"megatron-rl {name} runs as one process; leave --nproc {processes} out")
         if processes is not None and verb.reads is not None:
-            read_arguments(others, verb.reads)  # a mistake in them ends here, before any rank is started
+            read_arguments(others, verb.reads)  # a mistake in the arguments ends here, before any rank starts
         become(command_line(verb.module, others, processes, os.environ))
     except ConfigError as error:
         print(f"megatron_rl: {error}", file=sys.stderr)

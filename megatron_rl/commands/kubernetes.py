@@ -1,4 +1,4 @@
-"""Writes the manifests of a run on Kubernetes: a part of `megatron-rl new --kubernetes`."""
+"""The manifests of a run on Kubernetes: a part of `megatron-rl new --kubernetes`."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ from megatron_rl.errors import ConfigError, quoted
 
 TEMPLATES = pathlib.Path(__file__).resolve().parent / "templates" / "kubernetes"
 KINDS = ("job", "pytorchjob", "trainjob", "vllm")
-LABEL = re.compile("[a-z]([-a-z0-9]*[a-z0-9])?")  # DNS-1035, which services and PyTorchJobs want
+LABEL = re.compile("[a-z]([-a-z0-9]*[a-z0-9])?")  # DNS-1035, which services and PyTorchJobs require
 IMAGE = re.compile(r"[\w./:@+-]+")
 RESOURCE = re.compile(r"[a-z0-9.-]+/[\w.-]+")
-WORKSPACE = "/workspace"  # the folder that the pods start in
+WORKSPACE = "/workspace"  # the folder in which the pods start
 MOST_NAME = 40  # with -vllm-<number>, -models and an index it stays a label of 63 characters
-GRACE_S, SHUTDOWN_S = 900, 840  # from SIGTERM to SIGKILL; that a pod's ranks wait for one another
-PRESTOP_S = 600  # that a server goes on after it is told to leave
+GRACE_S, SHUTDOWN_S = 900, 840  # seconds from SIGTERM to SIGKILL; seconds that a pod's ranks wait for one another
+PRESTOP_S = 600  # seconds that a server goes on after it is told to leave
 SERVER_PORT = 8000
-TRAINER_PORT = 29500  # of Kubeflow's Trainer (kubeflow/trainer v2.3.0, pkg/constants)
-EXIT_AGAIN_OF_OPERATOR = 143  # PyTorchJob's ExitCode policy starts pods again that end with 128 or more
+TRAINER_PORT = 29500  # the port of Kubeflow's Trainer (kubeflow/trainer v2.3.0, pkg/constants)
+EXIT_AGAIN_OF_OPERATOR = 143  # PyTorchJob's ExitCode policy restarts pods that end with 128 or more
 CPUS_A_GPU, MEMORY_GIB_A_GPU = 8, 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Describes where a run's pods run.
+    """Describes the cluster that a run's pods run on.
 
-    kind: one of KINDS; ``vllm`` is a Job beside a set of servers. image: with a tag or a digest.
-    nodes: the trainer's pods, each on a node of its own. gpus: of each pod, as many as ranks.
+    kind: one of KINDS; ``vllm`` is a Job beside a set of servers.
+    image: with a tag or a digest.
+    nodes: the trainer's pods, each on its own node.
+    gpus: GPUs and ranks of each pod.
     vllm_nodes, vllm_tp: the servers' pods, and the GPUs of one server.
-    rdma: resource of the RDMA device plugin, "" for none. storage_class: with ReadWriteMany, "" for
-    the cluster's default.
+    rdma: the resource of the RDMA device plugin, "" for none.
+    storage_class: with ReadWriteMany, "" for the cluster's default.
 
     Raises ConfigError for a value that the cluster would refuse.
     """
@@ -78,7 +80,7 @@ class Cluster:
 def name_of(run: str) -> str:
     """Return a run's name as Kubernetes takes it: ``My_run`` becomes ``my-run``.
 
-    Raises ConfigError for a name of which no label can be made.
+    Raises ConfigError for a name that cannot be made a label.
     """
     name = re.sub("[^a-z0-9]+", "-", run.lower()).strip("-")
     if not LABEL.fullmatch(name) or len(name) > MOST_NAME:
@@ -109,8 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def cluster_of(options: argparse.Namespace) -> Cluster | None:
     """Return the cluster that the options describe; None without ``--kubernetes``.
 
-    Raises ConfigError for options that belong together and do not stand together, and for a run's
-    name that no job can have.
+    Raises ConfigError for options of which one is missing beside another, and for a run's name that
+    no job can have.
     """
     fields = {
         "image": options.image,
@@ -141,7 +143,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster | None:
 
 
 def write_manifests(options: argparse.Namespace, cluster: Cluster) -> None:
-    """Write ``kustomization.yaml`` and ``kubernetes/*.yaml`` into the folder of a new run, which is there."""
+    """Write ``kustomization.yaml`` and ``kubernetes/*.yaml`` into the existing folder of a new run."""
     folder = options.folder.rstrip("/")
     texts = manifests(folder, _run_of(options), options.model, cluster, own_prompts=options.prompts is None)
     (pathlib.Path(folder) / "kubernetes").mkdir()
@@ -156,9 +158,12 @@ def _run_of(options: argparse.Namespace) -> str:
 def manifests(folder: str, run: str, model: str, cluster: Cluster, *, own_prompts: bool) -> dict[str, str]:
     """Return the text of each file by its path in the run's folder.
 
-    folder: the run's, as its files name it. run: its name. model: a folder in the pods or a name on
-    the hub. own_prompts: whether ``prompts.jsonl`` lies in the folder.
+    folder: the run's folder, as its files name it.
+    run: the run's name.
+    model: a folder in the pods or a name on the hub.
+    own_prompts: whether ``prompts.jsonl`` lies in the folder.
     """
+    # The values of the template fields.
     name = name_of(run)
     config_path = posixpath.normpath(posixpath.join(WORKSPACE, folder))
     values: dict[str, object] = {
@@ -175,6 +180,7 @@ def manifests(folder: str, run: str, model: str, cluster: Cluster, *, own_prompt
     }
     values |= _pod_values(name, cluster)
     values["pod"] = _fill("pod", values)
+    # The resources of this kind of cluster.
     resources = {"storage": values, "policy": values}
     if cluster.kind == "pytorchjob":
         workers = _fill("workers", {**values, "workers": cluster.nodes - 1}) if cluster.nodes > 1 else ""
@@ -198,7 +204,7 @@ def manifests(folder: str, run: str, model: str, cluster: Cluster, *, own_prompt
 
 
 def _pod_values(name: str, cluster: Cluster) -> dict[str, object]:
-    """Return what differs between a trainer's pod of a Job, beside servers, and of Kubeflow's jobs."""
+    """Return the template values that differ between a plain Job, a Job with servers and Kubeflow's jobs."""
     port, place = PORT, []
     match cluster.kind:
         case "pytorchjob":
@@ -260,8 +266,8 @@ def _key(name: str, key: str) -> str:
 def _fill(template: str, values: dict[str, object]) -> str:
     """Return a template with its fields filled in.
 
-    A field alone on a line takes a value of several lines, each indented as the field; the line
-    goes if the value is empty.
+    A field alone on a line takes a value of several lines, each indented as the field; with an
+    empty value the line is removed.
     """
     lines = []
     for line in (TEMPLATES / f"{template}.yaml").read_text(encoding="utf-8").splitlines():

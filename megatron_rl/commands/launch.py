@@ -1,4 +1,4 @@
-"""Builds the command lines that `megatron-rl` hands its process to: Python, or torchrun's ranks."""
+"""The command lines that `megatron-rl` turns its process into: Python, or torchrun's ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron_rl.errors import ConfigError
 
 FLAG = "--nproc"
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-# The address: torchrun would take the host's name, and wait for minutes where that has none.
+# With the address: torchrun would take the host's name, and wait for minutes if the name has no address.
 TORCHRUN = (sys.executable, "-m", "megatron_rl.commands.ranks", "--standalone", "--local-addr", "127.0.0.1")
 
 
 def take_processes(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
-    """Return the value of ``--nproc`` and the other arguments; None where it is not among them.
+    """Return the value of ``--nproc`` and the other arguments; the value is None if ``--nproc`` is absent.
 
-    Raises ConfigError for a value that is no number of processes, and for two of them.
+    Raises ConfigError for a value that is no number of processes, and for two values.
     """
     processes, others, rest = None, [], list(arguments)
     while rest:
@@ -41,13 +41,13 @@ def take_processes(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
 def command_line(
     module: str, arguments: Sequence[str], processes: int | None, environment: Mapping[str, str]
 ) -> list[str]:
-    """Return the words of the process that runs ``module``.
+    """Return the command line of the process that runs ``module``.
 
-    module: of the package, as ``python -m`` and torchrun take it.
-    processes: torchrun starts so many on this host; None: one process without it, or a rank of a
-        launcher's world.
+    module: its name, as ``python -m`` and torchrun take it.
+    processes: the number that torchrun starts on this host; None: one process without torchrun, or
+        a rank of a launcher's world.
 
-    Raises ConfigError for ``--nproc`` within a world that a launcher has started already.
+    Raises ConfigError for ``--nproc`` within a world that a launcher has already started.
     """
     if processes is None:
         return [sys.executable, "-m", module, *arguments]
@@ -62,7 +62,7 @@ def command_line(
 
 def become(words: Sequence[str]) -> None:
     """Replace this process by the command, so that signals and its exit code are the command's own."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun says so at length where it is missing
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun prints a long notice if it is missing
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(words[0], list(words))

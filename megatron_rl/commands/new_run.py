@@ -1,4 +1,4 @@
-"""Writes the folder of a new run: `megatron-rl new my_run`."""
+"""The folder of a new run: `megatron-rl new my_run`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron_rl.commands import kubernetes
 from megatron_rl.errors import ConfigError
 
 TEMPLATES = pathlib.Path(__file__).resolve().parent / "templates"
-# Stands in quotes in YAML, Python, bash and SLURM's header without being escaped.
+# Characters that need no escape within quotes in YAML, Python, bash and SLURM's header.
 SAFE = re.compile(r"[\w./+-]+")
-# What a first run of a real model begins with, and what a model of random weights learns sums by, on two CPU cores.
+# Sizes for a first run of a real model, and for a random model that learns sums on two CPU cores.
 SIZES = {
     "max_prompt_tokens": 512,
     "max_response_tokens": 256,
@@ -41,9 +41,9 @@ TINY = {
 
 
 def new_command(arguments: Sequence[str]) -> int:
-    """Write a run's folder by the command line, say what to do next, and return 0.
+    """Write a run's folder by the command line, print the next commands, and return 0.
 
-    Raises ConfigError for a folder that is there already, or a path that the files could not name.
+    Raises ConfigError for a folder that exists already, or a path that the files could not name.
     """
     parser = argparse.ArgumentParser(
         prog="megatron-rl new", description="Write a folder with a configuration, a reward function, prompts and a job."
@@ -97,15 +97,16 @@ def _say_what_is_next(options: argparse.Namespace, *, on_kubernetes: bool) -> No
 def write_run(folder: str, *, model: str, prompts: str | None, environment: str, tiny: bool = False) -> None:
     """Write ``run.yaml``, ``reward.py``, ``job.sbatch``, SLURM's parts and, without ``prompts``, ``prompts.jsonl``.
 
-    folder: to make, as the files will name it: relative to the folder in which the run is started,
-        or absolute.
-    model: Hugging Face folder; "" leaves it open. environment: the virtual environment that the job
-        activates.
-    tiny: whether to write a model of random weights into ``model`` of the folder, and settings by
+    folder: the folder to make, as the files will name it: absolute, or relative to the folder in
+        which the run is started.
+    model: a Hugging Face folder; "" leaves it open.
+    environment: the virtual environment that the job activates.
+    tiny: whether to write a model of random weights into the subfolder ``model``, and settings by
         which a CPU trains it.
     """
     folder = folder.rstrip("/")
     model = f"{folder}/model" if tiny else model
+    # Check the names, and make the folder.
     for what, text in (("folder", folder), ("--model", model), ("--prompts", prompts or ""), ("folder", environment)):
         if text and not SAFE.fullmatch(text):
             raise ConfigError(
@@ -119,6 +120,7 @@ def write_run(folder: str, *, model: str, prompts: str | None, environment: str,
         target.mkdir(parents=True)
     except FileExistsError as error:
         raise ConfigError(f"{folder} is there already; name a folder that is not, or remove it") from error
+    # Fill the templates, and copy the other files.
     values = {
         "folder": folder,
         "name": target.name,
@@ -141,11 +143,11 @@ def write_run(folder: str, *, model: str, prompts: str | None, environment: str,
 
 
 def _sums() -> list[dict[str, str]]:
-    """Return the 100 sums of two digits, with the answer as the solution that supervised steps train on."""
+    """Return the 100 sums of two digits, with the answer as the solution for supervised steps."""
     numbers = [(a, b, str(a + b)) for a in range(10) for b in range(10)]
     return [{"prompt": f"{a}+{b}=", "answer": total, "solution": total} for a, b, total in numbers]
 
 
 def _environment() -> str:
-    """Return the virtual environment of this process; ".venv" where it has none."""
+    """Return the virtual environment of this process; ".venv" if it has none."""
     return sys.prefix if sys.prefix != sys.base_prefix else os.environ.get("VIRTUAL_ENV", ".venv")

@@ -1,10 +1,9 @@
-"""Starts the ranks of ``--nproc`` by torchrun's own code, and says in a line what no rank has said itself.
+"""The start of ``--nproc``'s ranks by torchrun's own code, with one line for an end that no rank has explained.
 
     python -m megatron_rl.commands.ranks --nproc-per-node 2 -m megatron_rl.train ...      # torchrun's arguments
 
-torchrun closes with a traceback and a report of its own, some 40 lines below the one that a rank
-has printed. Here a rank's own words are the last ones; a rank that a signal ended, and could say
-nothing, is named.
+torchrun ends with a traceback and a report of its own, some 40 lines below a rank's message. Here a
+rank's own message comes last. A rank that a signal ended could print nothing, and is named.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from megatron_rl.cli import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PRE
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-SAID_BY_RANKS = (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_PREEMPTED)  # codes with which one of them prints why
-# The beginnings of what torchrun logs (2.6 to 2.13) of an end that is said here, or by a rank.
+SAID_BY_RANKS = (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_PREEMPTED)  # exit codes with which a rank prints the reason
+# The first words of torchrun's log lines (2.6 to 2.13) about ends that are printed here, or by a rank.
 LOGGED_OF_ENDS = (
     *("failed (exitcode", "no error file defined", "Sending process", "Closing process", "Received %s death signal"),
     *("Got termination signal", "Error waiting on exit barrier"),
@@ -29,9 +28,9 @@ LOGGED_OF_ENDS = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run torchrun with ``arguments``; return the code of the rank that failed first, 128 + N for a signal N.
+    """Run torchrun with ``arguments``; return the exit code of the rank that failed first, 128 + N for a signal N.
 
-    0 where every rank ended well.
+    0 if every rank ended well.
     """
     try:
         from torch.distributed import run as torchrun
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _ended_by(number: signal.Signals, *, ranks_run: bool) -> int:
-    """Say which signal ended the job, but for a Ctrl-C of which a rank has told."""
+    """Print which signal ended the job, except a Ctrl-C that a rank has reported."""
     if not (ranks_run and number == signal.SIGINT):
         told = "; the ranks were told, and have ended" if ranks_run else ", before any rank ran"
         print(f"megatron_rl: ended by {number.name}{told}", file=sys.stderr)
@@ -60,10 +59,10 @@ def _ended_by(number: signal.Signals, *, ranks_run: bool) -> int:
 
 
 def explain(error: ChildFailedError) -> int:
-    """Name the rank that failed first, where it has not said why itself; return its exit code.
+    """Name the rank that failed first, unless it has given its reason itself; return its exit code.
 
-    A rank that a signal ended comes before those that met its loss; SIGTERM is torchrun's own to
-    the others.
+    A rank that a signal ended comes before the ranks that noticed its loss. SIGTERM is excluded,
+    since torchrun sends it to the others.
     """
     failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
     killed = [(rank, each) for rank, each in failures if each.exitcode < 0 and each.exitcode != -signal.SIGTERM]
@@ -83,7 +82,7 @@ def explain(error: ChildFailedError) -> int:
 
 
 def _log_in_lines() -> None:
-    """Print what torchrun logs beside the ends of ranks as lines of ours."""
+    """Print torchrun's log lines as lines of ours, without those about the ends of ranks."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("megatron_rl: torchrun: %(message)s"))
     handler.addFilter(lambda record: not str(record.msg).startswith(LOGGED_OF_ENDS))

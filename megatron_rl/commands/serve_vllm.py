@@ -1,22 +1,22 @@
 """Start vLLM servers for a run with ``rollout.engine=vllm rollout.mode=server``, and keep them running.
 
-    megatron-rl serve-vllm --model models/Qwen2.5-0.5B --replicas 2 --port 8000 megatron-rl
-    serve-vllm --model M --replicas 4 --tensor-parallel-size 2 -- --gpu-memory-utilization 0.8
+    megatron-rl serve-vllm --model models/Qwen2.5-0.5B --replicas 2 --port 8000
+    megatron-rl serve-vllm --model M --replicas 4 --tensor-parallel-size 2 -- --gpu-memory-utilization 0.8
 
 One server per replica on consecutive ports, GPUs split in order, one log file each. A server that
-dies is started again, a bounded number of times; all of them end with this process, however it
-ends. The arguments after ``--`` go to vLLM unchanged.
+dies is started again, a bounded number of times. All servers end with this process, however it ends.
+The arguments after ``--`` go to vLLM unchanged.
 
-Servers listen on 127.0.0.1 unless --host says otherwise; another host needs an API key, in the
-environment variable that --api-key-env names, and the key reaches vLLM by environment. vLLM's own
-check of the key covers /v1, /v2, /inference and /cohere and leaves open the routes that replace
-weights and call worker methods (/update_weights, /collective_rpc, /sleep ...), /tokenize, /metrics
-and /version. The servers started here run megatron_rl/rollout/vllm/auth_middleware.py on top, which
-asks for the key on everything but /health. Nothing is
-encrypted: the key, the prompts and the completions cross the network in clear, so between hosts
-    that you do not own,
-put TLS or a private network around them. Weights sent by broadcast travel on a port of their own,
-without a key.
+Servers listen on 127.0.0.1 unless --host says otherwise. Another host needs an API key, in the
+environment variable that --api-key-env names; the key reaches vLLM by environment. vLLM's own check
+of the key covers /v1, /v2, /inference and /cohere. It leaves open the routes that replace weights
+and call worker methods (/update_weights, /collective_rpc, /sleep ...), /tokenize, /metrics and
+/version. The servers started here also run megatron_rl/rollout/vllm/auth_middleware.py, which asks
+for the key on everything but /health.
+
+Nothing is encrypted: the key, the prompts and the completions cross the network in clear. Between
+hosts that you do not own, put TLS or a private network around them. Weights sent by broadcast travel
+on a port of their own, without a key.
 
 On a CPU host, set VLLM_CPU_KVCACHE_SPACE=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1, and end the
 command with -- --enforce-eager.
@@ -39,7 +39,7 @@ WHOLE = (
     "host whose GPUs hold the model"
 )
 SEPARATE = "raise --replicas, which starts servers beside each other"
-# What puts one server on more GPUs than it is given here, or on several hosts, by vLLM's names.
+# vLLM's options that put one server on other GPUs than it is given here, or on several hosts.
 SPANNING = {
     "--tensor-parallel-size": "it stands before the --",
     "-tp": "--tensor-parallel-size stands before the --",
@@ -52,7 +52,7 @@ SPANNING = {
 
 
 def refuse_spanning(extra: Sequence[str]) -> None:
-    """Refuse vLLM's own arguments by which a server would take more than --tensor-parallel-size GPUs of this host."""
+    """Raise ConfigError for vLLM's arguments by which a server would take more GPUs than --tensor-parallel-size."""
     for index, word in enumerate(extra):
         option, equals, value = word.partition("=")
         way_out = SPANNING.get(option.replace("_", "-"))

@@ -1,4 +1,4 @@
-"""Makes the model of `megatron-rl new --tiny`: random weights, a token a character, small enough for two CPU cores."""
+"""The model of `megatron-rl new --tiny`: random weights, a token per character, small enough for two CPU cores."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ CHARACTERS = "0123456789+-*= "
 def byte_level(model: models.BPE) -> Tokenizer:
     """Return a byte-level BPE tokenizer that cuts text exactly as transformers' Qwen2Tokenizer does.
 
-    Not a matter of taste: beside a config.json of model_type qwen2, AutoTokenizer (transformers
-    5.19) always builds a Qwen2Tokenizer, which takes vocabulary and merges from the files and
-    brings its own normalizer and pre-tokenizer. With any other cut here, the same files would give
-    other tokens in a model directory than in a directory of their own.
+    Beside a config.json of model_type qwen2, AutoTokenizer (transformers 5.19) always builds a
+    Qwen2Tokenizer. It takes vocabulary and merges from the files and brings its own normalizer and
+    pre-tokenizer. With any other cut here, the same files would give other tokens in a model
+    directory than in a tokenizer's directory.
     """
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.NFC()
@@ -41,8 +41,9 @@ def byte_level(model: models.BPE) -> Tokenizer:
 def make_characters(characters: str) -> Tokenizer:
     """Make a tokenizer of one token per ASCII character, and EOS and PAD: a BPE without merges.
 
-    Not covered: a character outside the set has no token, and encoding drops it without a word (BPE
-    has no unknown token here, see `byte_level`). Raises ConfigError for no or a non-ASCII character.
+    Not covered: a character outside the set has no token, and encoding drops it silently, since BPE
+    has no unknown token here (see `byte_level`). Raises ConfigError for no character or a non-ASCII
+    one.
     """
     foreign = sorted(set(characters) - set(map(chr, range(128))))
     if not characters or foreign:

@@ -1,7 +1,8 @@
-"""The files of a data set on the hub: which ones a configuration and a split are, and a folder that has them in order.
+"""The files of a data set on the hub: a configuration's and a split's files, linked in order in one folder.
 
-`datasets` reads the repository's card and file names, and knows which files are which split; its rows are read by
-data/rows.py, as any file's are. The links lie in the assets of the hub's cache, one folder for each commit and split.
+`datasets` reads the repository's card and file names, and knows the files of each split.
+data/rows.py reads the rows, as in any file. The links lie in the assets of the hub's cache, one
+folder for each commit and split.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ CHOICES = "choices.json"
 
 
 def fetch_data(name: HubName, key: str) -> str:
-    """Return a pattern whose files, in the order of their names, are those of a data set at ``name.revision``.
+    """Return a pattern for the files of a data set at ``name.revision``, in the order of their names.
 
-    Raises ConfigError for a configuration or split that is not named and not the only one, or of no
-    form that is read.
+    Raises ConfigError for a configuration or split that is not named although there are several,
+    and for a file of an unreadable form.
     """
     known = _known(name, key)
     if known is not None:
@@ -76,7 +77,7 @@ def choose_files(name: HubName, key: str) -> tuple[str, str, list[str]]:
 
 
 class _Builders:
-    """Asks `datasets` about a repository at a commit, and gives its faults in words."""
+    """Asks `datasets` about a repository at a commit, and turns its errors into words."""
 
     def __init__(self, name: HubName, key: str) -> None:
         self._name, self._key = name, key
@@ -114,7 +115,7 @@ class _Builders:
             return function(**given)
         except (HfHubHTTPError, ConnectionError) as error:
             raise in_words(error, Kind.DATA, self._name, self._key) from None
-        except Exception as error:  # a card or file names that datasets makes nothing of
+        except Exception as error:  # a card or file names that datasets cannot use
             raise ConfigError(
                 f"{self._key}={quoted(str(self._name), 300)}: datasets finds no data there ({type(error).__name__}: "
                 f"{quoted(str(error).splitlines()[0] if str(error) else '', 200)}); fetch its files and name those"
@@ -129,7 +130,7 @@ def _folder(name: HubName) -> pathlib.Path:
 
 
 def _known(name: HubName, key: str) -> str | None:
-    """Return the pattern of a data set's files where they are whole in the cache, None if they must be asked for."""
+    """Return the pattern of a data set's files if they are whole in the cache; None if the hub must be asked."""
     chosen = _choices(name).get(_asked_for(name, key))
     if not isinstance(chosen, list) or len(chosen) != 2:
         return None
@@ -139,13 +140,13 @@ def _known(name: HubName, key: str) -> str | None:
 
 
 def _choices(name: HubName) -> dict[str, object]:
-    """Return the configuration and split that each way of asking for this commit's data came to."""
+    """Return the configuration and split that each form of the name has led to, for this commit."""
     file = _folder(name) / CHOICES
     return read_object(file) if file.is_file() else {}
 
 
 def _asked_for(name: HubName, key: str) -> str:
-    """Return what a choice depends on: the names that are given, and whether it is for training."""
+    """Return the key of a choice: the given names, and whether it is for training."""
     return f"{name.subset or ''}/{name.split or ''}{' of data.train' if key.startswith(TRAIN) else ''}"
 
 
@@ -158,7 +159,7 @@ def _linked(name: HubName, paths: Sequence[pathlib.Path]) -> str:
         (partial / f"{number:05d}-{path.name}").symlink_to(path)
     try:
         os.rename(partial, folder)
-    except OSError:  # it is there: of the same commit, so of the same files
+    except OSError:  # it exists: of the same commit, so of the same files
         if not folder.is_dir():
             raise
         for link in partial.iterdir():

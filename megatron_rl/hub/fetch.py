@@ -1,9 +1,9 @@
-"""Fetches files of the hub into its cache, by huggingface_hub: configs, tokenizers, safetensors and data files alone.
+"""The fetching of the hub's files into its cache, by huggingface_hub: configs, tokenizers, safetensors and data files.
 
-No code and no pickle is fetched. The hub's own variables hold: HF_HOME and HF_HUB_CACHE (the
+No code and no pickle is fetched. The hub's own variables apply: HF_HOME and HF_HUB_CACHE (the
 cache), HF_ENDPOINT, HF_TOKEN, and HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE and HF_DATASETS_OFFLINE,
-under which only the cache is read. Files that are there are not fetched again, and a download that
-was cut goes on.
+under which only the cache is read. Files in the cache are not fetched again, and an interrupted
+download continues.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megatron_rl.json_text import read_object
 
 log = logging.getLogger(__name__)
 
-# Beside the weights; those that copies of a model take along (weights/side_files.py).
+# Files beside the weights that copies of a model include (weights/side_files.py).
 SMALL = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm", "*.bpe", "LICENSE*", "NOTICE*", "USE_POLICY*"]
-# Folders within a repository, all but additional_chat_templates: a pattern's * takes a slash too (fnmatch).
+# Folders within a repository, except additional_chat_templates: a pattern's * matches a slash too (fnmatch).
 NESTED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*"]
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 CARD = ["README.md", ".gitattributes"]
@@ -29,13 +29,13 @@ OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def offline_by(kind: Kind) -> str | None:
-    """Return the variable that forbids the network for what is wanted; None if none does."""
+    """Return the variable that forbids the network for files of ``kind``; None if none does."""
     names = (*OFFLINE, "HF_DATASETS_OFFLINE") if kind is Kind.DATA else OFFLINE
     return next((name for name in names if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
 
 
 def commit_of(kind: Kind, name: HubName, key: str) -> str:
-    """Return the commit that a name stands for, and have its small files in the cache.
+    """Return the commit that a name stands for, after fetching its small files into the cache.
 
     Without a network it is the commit that the cache knows under that revision. Raises ConfigError.
     """
@@ -44,9 +44,9 @@ def commit_of(kind: Kind, name: HubName, key: str) -> str:
 
 
 def fetch_model(kind: Kind, name: HubName, key: str, *, weights: bool) -> pathlib.Path:
-    """Return the folder of a model at ``name.revision``; raise ConfigError for one that has no safetensors.
+    """Return the folder of a model at ``name.revision``; raise ConfigError for a model without safetensors.
 
-    weights: whether they are wanted beside config and tokenizer.
+    weights: whether the weights are fetched beside config and tokenizer.
     """
     if not weights or kind is not Kind.MODEL:
         return _snapshot(kind, name, key, SMALL, [*NESTED, INDEX])
@@ -80,7 +80,7 @@ def lacks_weights(path: str | pathlib.Path) -> bool:
 
 
 def _parts(folder: pathlib.Path) -> list[str]:
-    """Return the files of weights that an index names; whatever else it names is for its reader to refuse."""
+    """Return the files of weights that an index names; its reader refuses anything else in it."""
     mapped = read_object(folder / INDEX).get("weight_map")
     named = set(mapped.values()) if isinstance(mapped, dict) else set()
     return sorted(
@@ -89,7 +89,7 @@ def _parts(folder: pathlib.Path) -> list[str]:
 
 
 def _whole(kind: Kind, name: HubName, key: str, files: list[str]) -> list[pathlib.Path]:
-    """Return files by their names in the repository, all of which must be there then."""
+    """Return files by their names in the repository; raise if one of them is missing afterwards."""
     folder = _snapshot(kind, name, key, files, shown=True)
     lost = next((file for file in files if not (folder / file).is_file()), None)
     if lost is not None:
@@ -106,7 +106,10 @@ def _snapshot(
     *,
     shown: bool = False,
 ) -> pathlib.Path:
-    """Return the folder of a commit, with the files in it that match; shown: with a progress bar."""
+    """Return the folder of a commit, after fetching the files in it that match.
+
+    shown: whether a progress bar is shown.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm
 
@@ -131,13 +134,14 @@ def _snapshot(
 
 
 def in_words(error: Exception, kind: Kind, name: HubName, key: str) -> Exception:
-    """Return the ConfigError that says what a failure comes down to and the way out; the error itself for the disk."""
+    """Return a ConfigError with the cause of a failure and the way out; the error itself for a failure of the disk."""
     from huggingface_hub import constants, errors
 
     what, hub = f"{key}={quoted(str(name), 300)}", constants.ENDPOINT
     thing = "data set" if kind is Kind.DATA else "model"
     by_hand = f"hf download {name.repo}" + (" --repo-type dataset" if kind is Kind.DATA else "")
     token = "HF_TOKEN is set" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
+    # Failures of the name or the permission.
     if isinstance(error, errors.GatedRepoError):
         return ConfigError(
             f"{what} is gated: accept its terms at {hub}/{name.repo}, and give a token of that account by the variable "
@@ -150,6 +154,7 @@ def in_words(error: Exception, kind: Kind, name: HubName, key: str) -> Exception
             f"{what} is no path on this host, and {hub} shows no {thing} of that name; mend it, or give a token by the "
             f"variable HF_TOKEN if it is private ({token})"
         )
+    # Failures of the network or the disk.
     if variable := offline_by(kind):
         return ConfigError(
             f"{what} is no path on this host and not whole in the cache {constants.HF_HUB_CACHE}, and {variable} "

@@ -1,7 +1,7 @@
-"""Names on the hub: ``owner/name@revision`` for a model, ``owner/name:config/split@revision`` for a data set.
+"""The names on the hub: ``owner/name@revision`` for a model, ``owner/name:config/split@revision`` for a data set.
 
-A path that exists on this host is no name; neither is one with the ending of a data file, as
-``data/train.jsonl``.
+A path that exists on this host is no name; neither is a text with the ending of a data file, such
+as ``data/train.jsonl``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megatron_rl.errors import ConfigError, quoted
 
 log = logging.getLogger(__name__)
 
-READ = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")  # the forms of files that data/rows.py knows
-URLS = "urls"  # the same for copies of what a URL names
-LINKS = "megatron_rl"  # the folder of the hub's assets that holds data sets' files, in their order
+READ = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")  # the forms of files that data/rows.py reads
+URLS = "urls"  # the assets' folder of copies from URLs
+LINKS = "megatron_rl"  # the assets' folder of data sets' files, in their order
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"({_PART}/{_PART})(?::([\w.+-]*)(?:/([\w.+-]+))?)?(?:@([\w./-]+))?", re.ASCII)
 _SNAPSHOT = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})/?", re.ASCII)
@@ -29,7 +29,10 @@ _DATA = re.compile(rf".*/{LINKS}/([\w.-]+?)--([\w.-]+)/([0-9a-f]{{40}})/([\w.+-]
 
 
 class Kind(enum.Enum):
-    """Names what a repository holds, in the hub's words; and of a model, whether more than its tokenizer is wanted."""
+    """Names the kind of a repository, in the hub's words.
+
+    TOKENIZER is a model's repository of which only the tokenizer is wanted.
+    """
 
     MODEL = "model"
     TOKENIZER = "tokenizer"
@@ -44,8 +47,9 @@ class Kind(enum.Enum):
 class HubName:
     """Holds a name on the hub.
 
-    repo: ``owner/name``. subset: a data set's configuration. revision: a branch, a tag or a commit;
-        None: ``main``.
+    repo: ``owner/name``.
+    subset: a data set's configuration.
+    revision: a branch, a tag or a commit; None: ``main``.
 
     Example: ``openai/gsm8k:main/test@e53f048`` has the subset ``main`` and the split ``test``.
     """
@@ -62,9 +66,10 @@ class HubName:
 
 
 def name_of(value: str, kind: Kind, key: str) -> HubName | None:
-    """Return the hub's name that a setting's value is, None for a path; raise ConfigError for a model with parts.
+    """Return a setting's value as a name on the hub; None for a path. Raises ConfigError for a model with parts.
 
-    key: the setting. A path that exists wins over a name of its form, and the log says so.
+    key: the setting. An existing path takes precedence over a name of the same form, and the log
+        says so.
     """
     match = _NAME.fullmatch(value)
     if match is None or (kind is Kind.DATA and value.lower().endswith((*READ, ".txt"))):
@@ -82,19 +87,19 @@ def name_of(value: str, kind: Kind, key: str) -> HubName | None:
 
 
 def repo_of(path: str) -> str:
-    """Return the repository's name of a folder that `fetched` gave; any other path as it is."""
+    """Return the repository's name for a folder that `fetched` returned; any other path unchanged."""
     name = name_of_path(path)
     return path if name is None else name.repo
 
 
 def url_of_path(path: str) -> str | None:
-    """Return the URL whose copy a local path is; None for any other path, and for the copy of a very long URL."""
+    """Return the URL that a local path is a copy of; None for any other path, and for the copy of a very long URL."""
     match = _URL.fullmatch(pathlib.PurePath(path).as_posix())
     return unquote(match[1]) if match else None
 
 
 def name_of_path(path: str) -> HubName | None:
-    """Return the name, with its commit, of a folder or pattern that `fetched` gave; None for any other path."""
+    """Return the name, with its commit, of a folder or pattern that `fetched` returned; None for any other path."""
     posix = pathlib.PurePath(path).as_posix()
     if match := _SNAPSHOT.fullmatch(posix):
         return HubName(repo=f"{match[1]}/{match[2]}", revision=match[3])

@@ -1,9 +1,9 @@
-"""Finds the local folders of the hub's names in a configuration: one rank decides the commits, one a node fetches.
+"""The local folders of the hub's names in a configuration: one rank decides the commits, one rank per node fetches.
 
-The commits stand in ``hub.json`` of the run's folder, by kind and name as it was written, so that a
-run that resumes reads the same files though a branch has moved. Not a collective of the run's
-world, which does not exist yet: ranks speak through the job's store (distributed/agreement.py), and
-a fault is raised on all of them.
+``hub.json`` in the run's folder holds the commits, by kind and name as written, so that a resumed
+run reads the same files even if a branch has moved. Not a collective of the run's world, which does
+not exist yet: ranks communicate through the job's store (distributed/agreement.py), and an error is
+raised on all of them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ def local_paths(
 ) -> dict[str, str]:
     """Return the local path of each name, by its setting's key.
 
-    without_weights: the keys of models whose config and tokenizer alone are wanted.
-    resumes: whether the commits that the run's folder has are taken; pins: whether they are written
+    without_weights: the keys of models of which only config and tokenizer are wanted.
+    resumes: whether the commits in the run's folder are used; pins: whether the commits are written
         there.
-    Raises ConfigError on every rank for a name that cannot be fetched, and where the others do not
-    answer in time.
+
+    Raises ConfigError on every rank for a name that cannot be fetched, and if the other ranks do
+    not answer in time.
     """
     job, wait_s = this_job(deadline_s=run.deadline_s), run.deadline_s
     file = run.path / PINS
@@ -52,25 +53,24 @@ def local_paths(
         key: (kind, dataclasses.replace(name, revision=commits[_pin(kind, name)]))
         for key, (kind, name) in names.items()
     }
-    first = job.rank - int(os.environ.get("LOCAL_RANK", "0"))  # of this node
+    first = job.rank - int(os.environ.get("LOCAL_RANK", "0"))  # the first rank of this node
     return _shared(job, f"node/{first}", job.rank == first, lambda: _fetch(names, without_weights), wait_s)
 
 
 def local_copies(
     urls: Mapping[str, tuple[Kind, str]], run: RunConfig, *, without_weights: Collection[str]
 ) -> dict[str, str]:
-    """Return the local path of what each URL names, by its setting's key; the first rank of a node copies.
+    """Return the local path of each URL's copy, by its setting's key; the first rank of a node copies.
 
-    Raises ConfigError on every rank for what cannot be copied, and where the others do not answer in
-    time.
+    Raises ConfigError on every rank if a copy fails, and if the other ranks do not answer in time.
     """
-    from megatron_rl.hub.urls import copy_of  # which only a run with URLs needs
+    from megatron_rl.hub.urls import copy_of  # only a run with URLs needs it
 
     def copied() -> dict[str, str]:
         return {key: copy_of(kind, url, key, weights=key not in without_weights) for key, (kind, url) in urls.items()}
 
     job = this_job(deadline_s=run.deadline_s)
-    first = job.rank - int(os.environ.get("LOCAL_RANK", "0"))  # of this node
+    first = job.rank - int(os.environ.get("LOCAL_RANK", "0"))  # the first rank of this node
     return _shared(job, f"urls/{first}", job.rank == first, copied, run.deadline_s)
 
 
@@ -80,7 +80,7 @@ def fetched_folder(path: pathlib.Path | RemotePath, key: str, *, weights: bool =
     weights: whether its weights are fetched too.
     """
     if "://" in str(path):
-        from megatron_rl.hub.urls import copy_of  # which only a command with a URL needs
+        from megatron_rl.hub.urls import copy_of  # only a command with a URL needs it
 
         return pathlib.Path(copy_of(Kind.MODEL, str(path), key, weights=weights))
     name = name_of(str(path), Kind.MODEL, key)
@@ -95,7 +95,7 @@ def _pin(kind: Kind, name: HubName) -> str:
 
 
 def _commits(names: Names, file: pathlib.Path, *, resumes: bool, pins: bool) -> dict[str, str]:
-    """Return the commit of each name: the one of the run's folder, else the hub's of today, which is written there."""
+    """Return the commit of each name: from the run's folder, else the hub's current one, which is then kept there."""
     known = read_object(file) if resumes and file.is_file() else {}
     commits = {}
     for key, (kind, name) in names.items():
@@ -131,7 +131,7 @@ def _fetch(names: Names, without_weights: Collection[str]) -> dict[str, str]:
 
 
 def _shared(job: Job, what: str, is_mine: bool, make: Callable[[], dict], wait_s: float) -> dict[str, str]:
-    """Return what one rank makes, or raise on every rank the ConfigError that it met; the others wait for it."""
+    """Return one rank's result on every rank, or raise its ConfigError on every rank; the others wait for it."""
     if is_mine or job.store is None:
         try:
             made = make()

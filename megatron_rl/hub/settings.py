@@ -1,6 +1,6 @@
-"""The settings that may name something on the hub: a configuration with paths in the place of names, and back.
+"""The settings that may hold a name on the hub: a configuration with paths in place of names, and back.
 
-What fetches a name is imported only where a setting holds one.
+The modules that fetch are imported only if a setting holds a name.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _SETTINGS = {
 
 
 def fetched(config: Config, *, weights: bool = True, pins: bool = True) -> Config:
-    """Return the configuration with a local path in place of each URL and name of the hub; the same if it has none.
+    """Return the configuration with a local path in place of each URL and name of the hub; unchanged if it has none.
 
-    weights: whether the policy's, critic's and teacher's are wanted; a dry run reads config and
-        tokenizer alone.
+    weights: whether the policy's, critic's and teacher's weights are fetched; a dry run reads only
+        config and tokenizer.
     pins: whether the commits are written to the run's folder.
-    Raises ConfigError on every rank for a name that cannot be fetched, and where the others do not
-    answer in time.
+
+    Raises ConfigError on every rank for a name that cannot be fetched, and if the other ranks do
+    not answer in time.
     """
     values = _values(vars(config))
     urls = {key: (kind, value) for key, (kind, value) in values.items() if "://" in value}
@@ -53,7 +54,7 @@ def fetched(config: Config, *, weights: bool = True, pins: bool = True) -> Confi
 
 
 def with_names(config: Config) -> Config:
-    """Return the configuration with names, commits and URLs in place of local copies, as it runs on another host."""
+    """Return the configuration with names, commits and URLs in place of local copies, for use on another host."""
 
     def named(_: str, value: str) -> str:
         return url_of_path(value) or str(name_of_path(value) or value)
@@ -73,7 +74,7 @@ def _values(sections: Mapping[str, Any]) -> dict[str, tuple[Kind, str]]:
 
 
 def _changed(sections: Mapping[str, Any], of: Callable[[str, str], str]) -> dict[str, Any]:
-    """Return the sections that hold such settings, by name, with ``of``(key, value) in place of each value."""
+    """Return the changed sections by name: each value of a model or data setting is replaced by ``of``(key, value)."""
     changed: dict[str, dict[str, object]] = {}
     for key, (_, value) in _values(sections).items():
         section, _, field = key.partition(".")

@@ -1,8 +1,8 @@
-"""Models and data named by a URL, as ``s3://bucket/model``: copied once a node into the hub's assets on its disk.
+"""The models and data named by a URL, as ``s3://bucket/model``: copied once a node into the hub's assets on its disk.
 
-A copy lies under the URL and a digest of what the store says of its objects: names, sizes and
-version tags. So an object that was changed is copied again, and a copy is whole or not there. Of a
-model come configs, tokenizer and safetensors, as from the hub: no pickle and no code.
+A copy lies under the URL and a digest of its objects' names, sizes and version tags in the store.
+So a changed object is copied again, and a copy is whole or absent. Of a model only configs,
+tokenizer and safetensors are copied, as from the hub: no pickle and no code.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ COPY_BYTES = 1 << 22
 
 
 def copy_of(kind: Kind, url: str, key: str, *, weights: bool) -> str:
-    """Return the local path of what a URL names, copied if it is not there yet.
+    """Return the local path of a URL's copy, after copying it if it is absent.
 
-    For a pattern it is a pattern of the copies, in the order of their names. weights: whether a
-    model's are wanted beside config and tokenizer.
-    Raises ConfigError, naming the setting, for what is missing, refused or does not answer.
+    For a pattern it is a pattern of the copies, in the order of their names.
+
+    weights: whether a model's weights are copied beside config and tokenizer.
+
+    Raises ConfigError, naming the setting, if an object is missing, refused or does not answer.
     """
     try:
         found, one = _objects(kind, url, key, weights=weights)
@@ -89,7 +91,7 @@ def _folder(url: str, found: Mapping[str, tuple[RemotePath, str]]) -> pathlib.Pa
 
 
 def _copy(found: Mapping[str, tuple[RemotePath, str]], folder: pathlib.Path) -> None:
-    """Copy every object and put the folder in its place at once; another process may have been faster."""
+    """Copy every object, and move the folder to its place at once; another process may have done so before."""
     partial = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.partial")
     try:
         for name, (path, _) in found.items():

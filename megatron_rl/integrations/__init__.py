@@ -1,1 +1,1 @@
-"""Bring the zero-advantage skip to other trainers: to verl's own Megatron engine, and to slime and miles."""
+"""The zero-advantage skip for other trainers: for verl's own Megatron engine, and for slime and miles."""

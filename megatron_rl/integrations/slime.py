@@ -1,19 +1,20 @@
 """The zero-advantage skip inside slime and miles: samples without signal reach their trainer as stubs of two tokens.
 
-``convert_samples`` is what ``--custom-convert-samples-to-train-data-path`` names. It calls the trainer's own conversion
-and shortens what it returns. Nothing is taken out of the batch: slime cuts steps by counting rollouts, divides by that
-count, and needs a sample for each rank and micro-batch, so that a batch with samples missing would be cut elsewhere,
-divided by less, or refused. Read in slime 0.3.1 (624b824, 2026-08-21) and miles 0.1.0 (31f1ca9, 2026-08-21).
+``--custom-convert-samples-to-train-data-path`` names ``convert_samples``. It calls the trainer's
+own conversion and shortens the result. No sample is taken out of the batch. slime cuts steps by
+counting rollouts, divides by that count, and needs a sample for each rank and micro-batch. A batch
+with samples missing would be cut elsewhere, divided by less, or refused. Read in slime 0.3.1
+(624b824, 2026-08-21) and miles 0.1.0 (31f1ca9, 2026-08-21).
 
 Invariants (tests/unit/integrations/test_slime_stubs.py, tests/oracles/test_slime_plugin.py):
 
 1. Only a sample whose advantage is 0, or that has no loss token, becomes a stub; NaN and infinity
    are not 0.
 2. Every field of every other sample is the one that the trainer's own conversion gave.
-3. The number of samples, their order and their rollout ids are those of the whole batch, and so are
-   steps, denominators and the learning rate's schedule; every rank has as many micro-batches as the
-   others.
-4. Where a setting is not known to leave a sample of advantage 0 without gradient, the batch stays
+3. The number of samples, their order and their rollout ids are those of the whole batch. So are
+   steps, denominators and the learning rate's schedule. Every rank has the same number of
+   micro-batches.
+4. If a setting is not known to leave a sample of advantage 0 without gradient, the batch stays
    whole.
 """
 
@@ -32,13 +33,12 @@ from megatron_rl.integrations.verl_rows import model_obstacles
 
 logger = logging.getLogger(__name__)
 
-# Their advantage is the reward, once for every token (loss.py, compute_advantages_and_returns), and
-# their policy terms are multiples of it. Not among them: ppo has values; both reinforce_plus_plus
-# ask for whitened advantages.
+# Their advantage is the reward, once for every token (loss.py, compute_advantages_and_returns), and their policy terms
+# are multiples of it. Not among them: ppo has values; both reinforce_plus_plus ask for whitened advantages.
 EXACT_ESTIMATORS = ("grpo", "gspo", "cispo")
 
-# Arguments with the values at which a sample of advantage 0 has no gradient and couples no others.
-# An argument that a trainer does not have counts as harmless.
+# Arguments with the values under which a sample of advantage 0 has no gradient and does not affect others. An argument
+# that a trainer does not have counts as harmless.
 HARMLESS: dict[str, tuple[object, ...]] = {
     "loss_type": ("policy_loss",),
     "train_backend": ("megatron",),
@@ -59,7 +59,7 @@ UNKNOWN: tuple[str, ...] = (
 )
 UNTRIED: tuple[str, ...] = ("use_routing_replay", "use_rollout_routing_replay", "enable_mtp_training")
 
-# Fields of the train data with one entry for each sample, which a stub keeps.
+# Fields of the train data with one entry per sample, which a stub keeps.
 KEPT_FIELDS: frozenset[str] = frozenset(
     {
         "rewards",
@@ -90,13 +90,13 @@ CUT_FIELDS: frozenset[str] = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stubbed:
-    """Counts what one rollout leaves out. Example: 2 of 4 groups, 17 of 32 samples, 6,000 of 11,000 tokens.
+    """Counts the savings in one rollout. Example: 2 of 4 groups, 17 of 32 samples, 6,000 of 11,000 tokens.
 
     dead_groups:     groups of which every sample became a stub.
-    equal_groups:    groups of equal rewards that train all the same. Where rewards are normalised,
-                     a float32 mean's rounding gives them advantages: 8 or more rewards of 0.1, not
-                     of 0 or 1.
-    executed_tokens: prompt and response tokens that run, stubs among them, of ``dense_tokens``.
+    equal_groups:    groups of equal rewards that train nevertheless. If rewards are normalised, a
+                     float32 mean's rounding gives them advantages: 8 or more rewards of 0.1, not of
+                     0 or 1.
+    executed_tokens: prompt and response tokens that run, stubs included, of ``dense_tokens``.
     """
 
     groups: int
@@ -109,14 +109,14 @@ class Stubbed:
 
 
 def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
-    """Return the trainer's own train data of a rollout, its samples without signal cut to stubs.
+    """Return the trainer's own train data of a rollout, with samples without signal cut to stubs.
 
-    args: slime's or miles' parsed arguments. samples: theirs, flat, each of their own class
-        ``Sample``.
+    args: slime's or miles' parsed arguments.
+    samples: the trainer's samples as a flat list, each of its class ``Sample``.
 
     Raises ConfigError for samples of another class, and for settings of miles whose facts it does
-    not hand to a custom conversion. Where a setting allows no skip, the train data stay whole, and
-    a warning names the setting.
+    not pass to a custom conversion. If a setting allows no skip, the train data stay whole, and a
+    warning names the setting.
     """
     train_data = _own_conversion(args, samples)
     obstacles = tuple(obstacles_of(args) + field_obstacles(train_data))
@@ -130,8 +130,9 @@ def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
 
 
 def _own_conversion(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
-    """Return what the trainer that made the samples would train on, had it no custom conversion."""
+    """Return the train data that the samples' own trainer would make without a custom conversion."""
     owners = {base.__module__.partition(".")[0] for base in type(samples[0]).__mro__}
+    # slime's conversion is a method of its rollout manager.
     if "slime" in owners:
         manager = importlib.import_module("slime.ray.rollout").RolloutManager
         if hasattr(manager, "__ray_metadata__"):  # Ray's decorator hides the class (ray 2.60, actor.py, ActorClass)
@@ -143,6 +144,7 @@ def _own_conversion(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
         )
         plain._post_process_rewards = functools.partial(manager._post_process_rewards, plain)
         return manager._convert_samples_to_train_data(plain, samples)
+    # miles' conversion is a function.
     if "miles" not in owners:
         raise ConfigError(
             f"convert_samples takes samples of slime's or miles' class Sample, not {type(samples[0])!r}; name it by "
@@ -170,7 +172,7 @@ def _own_rewards(args: Any, package: str) -> Callable | None:
 
 
 def obstacles_of(args: Any) -> list[str]:
-    """Return what of the arguments, each as ``key=value``, keeps samples without advantage from being cut."""
+    """Return the arguments, each as ``key=value``, that keep samples without advantage from being cut."""
     arguments = vars(args)
     obstacles = (
         [] if args.advantage_estimator in EXACT_ESTIMATORS else [f"advantage_estimator={args.advantage_estimator}"]
@@ -188,11 +190,11 @@ def obstacles_of(args: Any) -> list[str]:
 
 
 def field_obstacles(train_data: Mapping[str, Any]) -> list[str]:
-    """Return the fields that nobody here knows how to cut: pictures, routed experts, a later version's."""
+    """Return the fields that cannot be cut here: pictures, routed experts, a later version's fields."""
     return [f"the field {name} (not tried)" for name in sorted(train_data.keys() - KEPT_FIELDS - CUT_FIELDS)]
 
 
-@functools.lru_cache(maxsize=1)  # once, and again when it changes
+@functools.lru_cache(maxsize=1)  # log once, and again if it changes
 def _say(obstacles: tuple[str, ...]) -> None:
     if obstacles:
         logger.warning(
@@ -209,12 +211,13 @@ def with_stubs(
 ) -> tuple[dict[str, Any], Stubbed]:
     """Return the train data with every sample without signal cut to a stub, and the counts.
 
-    groups: each sample's prompt, for the counts alone. per_token: ``--calculate-per-token-loss``.
+    groups: each sample's prompt, for the counts alone.
+    per_token: ``--calculate-per-token-loss``.
 
     A stub is the last token of the prompt and the first of the response. Under the mean over
-    rollouts its loss mask is 0, and ``rollout_mask_sums`` keep what the whole sample counted. Under
-    the sum over tokens the trainer divides by Σ max(Σ mask, 1) over samples: there the one token's
-    mask is the whole sample's, and its advantage is 0.
+    rollouts its loss mask is 0, and ``rollout_mask_sums`` keep the whole sample's count. Under the
+    sum over tokens the trainer divides by Σ max(Σ mask, 1) over samples. There the one token's mask
+    is the whole sample's sum, and its advantage is 0.
     """
     cut = {name: list(values) if name in CUT_FIELDS else values for name, values in train_data.items()}
     tokens, rewards = train_data["tokens"], train_data["rewards"]
@@ -244,7 +247,7 @@ def with_stubs(
 
 
 def _shorten(cut: dict[str, Any], row: int, prompt: int, mask: int) -> None:
-    """Cut one sample in place to its tokens around the end of a prompt of ``prompt`` tokens."""
+    """Cut one sample in place to the last token of a prompt of ``prompt`` tokens and the token after it."""
     cut["tokens"][row] = cut["tokens"][row][prompt - 1 : prompt + 1]
     cut["response_lengths"][row] = 1
     cut["loss_masks"][row] = [mask]

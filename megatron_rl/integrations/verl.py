@@ -1,14 +1,14 @@
-"""Registers the zero-advantage skip with verl, which loads this module by the entry point ``verl.plugins``.
+"""The registration of the zero-advantage skip with verl, which loads this module by the entry point ``verl.plugins``.
 
 Importing this module puts ``SkippingEngine`` (verl_engine.py) before verl's own Megatron engine,
-for language models on NVIDIA devices and an unchanged ``actor.strategy=megatron``. verl looks
-(device, vendor) up before the device alone (0.9.1, workers/engine/base.py), so that a registration
-for "nvidia" precedes its own and takes nothing away.
+for language models on NVIDIA devices and an unchanged ``actor.strategy=megatron``. verl looks up
+(device, vendor) before the device alone (0.9.1, workers/engine/base.py). So a registration for
+"nvidia" precedes verl's own and removes nothing.
 
-verl imports its engines late, in the workers that train; a plug-in that imported them here would
+verl imports its engines late, in the workers that train. A plug-in that imported them here would
 bring Megatron-Core into every process that imports verl. So the engine registers itself right after
-verl's own module has been imported. verl swallows what a plug-in raises while it loads; what is
-raised at that later place ends the import, and is seen.
+verl's own module has been imported. verl swallows a plug-in's errors while it loads it; an error at
+that later place ends the import, and is seen.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def register_engine() -> bool:
-    """Register ``SkippingEngine``; return whether it is verl's choice now. Where it is not, a warning says why."""
+    """Register ``SkippingEngine``; return whether it is now verl's choice. If it is not, a warning gives the reason."""
     version = importlib.metadata.version("verl")
     if version != TRIED_VERSION:
         logger.warning(
@@ -58,7 +58,7 @@ def register_engine() -> bool:
 
 
 class _RegisterAfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds verl's engine module once, imports it as it is, and registers ours."""
+    """Finds verl's engine module once, imports it unchanged, and registers ours."""
 
     def find_spec(self, fullname, path, target=None) -> importlib.machinery.ModuleSpec | None:
         if fullname != ENGINE_MODULE:

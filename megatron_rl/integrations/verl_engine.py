@@ -1,8 +1,8 @@
 """verl's Megatron engine with the zero-advantage skip inside its training batch. Written for verl 0.9.1.
 
-Everything but ``forward_backward_batch`` in training is verl's own. Before verl cuts the mini-batch
-into micro-batches, rows without signal leave it; verl then packs, schedules and reduces what is
-left. The loss keeps the counts of before.
+Everything but ``forward_backward_batch`` in training is verl's own. Rows without signal leave the
+mini-batch before verl cuts it into micro-batches. verl then packs, schedules and reduces the
+remaining rows. The loss keeps the counts of the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ logger = logging.getLogger(__name__)
 
 
 class SkippingEngine(MegatronEngineWithLMHead):
-    """Trains verl's language models under Megatron-Core, without the rows that no gradient comes from.
+    """Trains verl's language models under Megatron-Core, without the rows that give no gradient.
 
     A mini-batch without signal on any data-parallel rank is a ghost step: no forward, no backward,
-    no reduction, and verl's ``optimizer_step`` on zero gradients. Where only some ranks have none,
-    those are silent: they run fillers of weight zero, as many micro-batches as the others.
+    no reduction, and verl's ``optimizer_step`` on zero gradients. If only some ranks have no
+    signal, these ranks are silent: they run fillers of weight zero, as many micro-batches as the
+    others.
     """
 
     _said: tuple[str, ...] | None = None  # the obstacles that the log has named
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Callable, forward_only: bool = False) -> Any:
-        """Run one mini-batch, as verl's method of this name; in training, without its rows of weight zero.
+        """Run one mini-batch, like verl's method of this name; in training, without its rows of weight zero.
 
-        Each rank gives its own rows. The metrics of the last stage say what was left out, over all
-        data-parallel ranks. Raises ConfigError on every rank where a row of any is longer than a
-        micro-batch may be, as verl's own method raises AssertionError on that one.
+        Each rank gives its own rows. The metrics of the last stage hold the savings, over all
+        data-parallel ranks. Raises ConfigError on every rank if a row of any rank is longer than a
+        micro-batch may be; verl's own method raises AssertionError on that rank alone.
         """
         if forward_only:
             return super().forward_backward_batch(data, loss_function, forward_only)
@@ -76,7 +77,7 @@ class SkippingEngine(MegatronEngineWithLMHead):
         return output
 
     def _obstacles(self, data: TensorDict, loss_function: Callable) -> list[str]:
-        """Return why this mini-batch stays whole, each as ``key=value``; the same on every rank."""
+        """Return the reasons why this mini-batch stays whole, each as ``key=value``; the same on every rank."""
         obstacles = loss_obstacles(loss_function, ppo_loss, data, get_policy_loss_fn)
         obstacles += model_obstacles(vars(self.tf_config))
         untried = {
@@ -121,18 +122,18 @@ class SkippingEngine(MegatronEngineWithLMHead):
         return found.tolist()
 
     def _limit(self, data: TensorDict) -> int | None:
-        """Return the tokens that a micro-batch may hold; None where verl cuts micro-batches by rows."""
+        """Return the tokens that a micro-batch may hold; None if verl cuts micro-batches by rows."""
         if not tu.get_non_tensor_data(data, key="use_dynamic_bsz", default=True):
             return None
         return data["max_token_len_per_gpu"] * self.engine_config.context_parallel_size
 
     def _choose(self, rows: Rows, data: TensorDict, limit: int | None) -> list[int] | None:
-        """Return this rank's rows to run, fillers last, such that verl cuts all ranks' into as many micro-batches.
+        """Return this rank's rows to run, fillers last, so that verl cuts every rank's into as many micro-batches.
 
-        None, on every rank, where a rank lacks rows to fill up with. What is tried is what verl
-        will try (utils/seqlen_balancing.py ``rearrange_micro_batches``): the number found here is
-        one that it cannot miss. The search ends, as no row is longer than the limit: with one
-        micro-batch a row it fits.
+        Returns None on every rank if one lacks rows to fill up with. It tries the numbers that verl
+        will try (utils/seqlen_balancing.py ``rearrange_micro_batches``), so verl cannot miss the
+        number found here. The search ends, since no row is longer than the limit: one micro-batch
+        per row fits.
         """
         step = self.tf_config.microbatch_group_size_per_vp_stage if len(self.module) > 1 else 1
         if limit is not None:
@@ -154,7 +155,10 @@ class SkippingEngine(MegatronEngineWithLMHead):
             number += step
 
     def _ghost(self, dense_tokens: int) -> dict[str, Any]:
-        """Return what verl's method returns, of a mini-batch that nothing ran of: metrics where verl reads them."""
+        """Return the result of verl's method for a mini-batch that did not run.
+
+        Only the ranks on which verl reads metrics return them.
+        """
         if not self.is_mp_src_rank_with_outputs():
             return {}
         loss = Metric(value=0.0, aggregation=AggregationType.SUM)
@@ -170,7 +174,7 @@ def _fits(lengths: list[int], number: int, limit: int) -> bool:
 
 
 def _counting(loss_function: Callable, loss_tokens: int) -> Callable:
-    """Return the loss with ``batch_num_tokens`` of the whole mini-batch, which verl counts over what it is given."""
+    """Return the loss with ``batch_num_tokens`` of the whole mini-batch; verl counts only the rows that it is given."""
 
     def counted(model_output: dict, data: TensorDict, dp_group: Any = None) -> Any:
         tu.assign_non_tensor(data, batch_num_tokens=loss_tokens)

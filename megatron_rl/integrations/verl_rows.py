@@ -1,7 +1,7 @@
-"""Choose the rows of verl's training batch that run, and say when none may be dropped. Pure but for torch's tensors.
+"""The choice of the rows of verl's training batch that run, and the reasons to drop none. Pure but for torch's tensors.
 
-verl's terms: a row is a sample, a mini-batch what one optimizer step trains; every data-parallel
-rank holds its rows.
+verl's terms: a row is a sample, and a mini-batch is trained by one optimizer step. Every
+data-parallel rank holds its own rows.
 
 Invariants:
 
@@ -22,16 +22,19 @@ import torch
 
 from megatron_rl.algorithm.signal import COUPLING_FIELDS, UNCOUNTED_FIELDS
 
-# verl's policy losses (0.9.1, trainer/ppo/core_algos.py) in which a token's term is a multiple of
-# its own row's advantage, and agg_loss divides by the counts of the mini-batch. Not among them: dro
-# trains at A = 0, clip_cov and kl_cov choose tokens among all rows of a micro-batch, geo_mean
-# averages over a micro-batch's rows, bypass_mode makes its own masks and weights of them.
+# verl's policy losses (0.9.1, trainer/ppo/core_algos.py) in which a token's term is a multiple of its own row's
+# advantage, and agg_loss divides by the counts of the mini-batch. Not among them: dro trains at A = 0; clip_cov and
+# kl_cov choose tokens among all rows of a micro-batch; geo_mean averages over a micro-batch's rows; bypass_mode makes
+# its own masks and weights from the rows.
 EXACT_LOSS_MODES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cispo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Holds one rank's rows: tokens of each, whether each has signal, and the loss tokens of all. Example: (7, 5)."""
+    """Holds one rank's rows: the tokens of each, whether each has signal, and the loss tokens of all.
+
+    Example: two rows of 7 and 5 tokens have ``lengths=(7, 5)``.
+    """
 
     lengths: tuple[int, ...]
     has_signal: tuple[bool, ...]
@@ -42,7 +45,7 @@ class Rows:
         return [row for row, kept in enumerate(self.has_signal) if kept]
 
     def with_fillers(self, num_rows: int) -> list[int] | None:
-        """Return the rows with signal, filled up to ``num_rows``; None where no row of weight zero is there to fill."""
+        """Return the rows with signal, filled up to ``num_rows``; None if there is no row of weight zero to repeat."""
         rows_kept = self.kept
         missing = num_rows - len(rows_kept)
         if missing <= 0:
@@ -57,7 +60,7 @@ class Rows:
 def rows_of(batch: Mapping[str, torch.Tensor]) -> Rows:
     """Return the facts of a batch with verl's ``input_ids`` [S, j] jagged, ``advantages`` and ``response_mask`` [S, T].
 
-    The two may be padded or jagged. ``loss_mask`` is what verl counts its tokens by.
+    The last two may be padded or jagged. verl counts tokens by ``loss_mask``.
     """
     advantages, mask, counted = (batch[key] for key in ("advantages", "response_mask", "loss_mask"))
     moving = _padded(advantages) * _padded(mask).to(advantages.dtype) != 0
@@ -73,10 +76,11 @@ def _padded(values: torch.Tensor) -> torch.Tensor:
 
 
 def loss_obstacles(loss_function: Callable, own_loss: Callable, batch: Any, policy_loss: Callable) -> list[str]:
-    """Return what of the loss, each as ``key=value``, keeps a row without advantage from being dropped.
+    """Return the settings of the loss, each as ``key=value``, that keep a row without advantage from being dropped.
 
-    own_loss: verl's ppo_loss. batch: verl's TensorDict. policy_loss: verl's own function of a loss
-        mode's name.
+    own_loss: verl's ppo_loss.
+    batch: verl's TensorDict.
+    policy_loss: verl's own function of a loss mode's name.
     """
     if not isinstance(loss_function, functools.partial) or loss_function.func is not own_loss:
         return [f"the loss function {loss_function!r:.80} (only verl's ppo_loss is known)"]
@@ -98,7 +102,7 @@ def loss_obstacles(loss_function: Callable, own_loss: Callable, batch: Any, poli
 
 
 def model_obstacles(transformer: Mapping[str, Any]) -> list[str]:
-    """Return what ``skip.mode=exact`` refuses of Megatron-Core's TransformerConfig, each as ``key=value``."""
+    """Return the TransformerConfig fields that ``skip.mode=exact`` refuses, each as ``key=value``."""
     obstacles = [
         f"{field}={transformer[field]}"
         for field, harmless in COUPLING_FIELDS.items()

@@ -1,1 +1,1 @@
-"""Metrics, stage times, throughput, the progress bar and the report page of a run."""
+"""The metrics, stage times, throughput, progress bar and report page of a run."""

@@ -1,8 +1,8 @@
 """Sampled completions and their rewards: chosen, cut short, written as JSON lines, shown as text, and read back.
 
-A completion is hostile text. In completions.jsonl it stands inside JSON strings; a terminal, a page
-and every other place get ``visible`` text, in which no character can move a cursor, reverse a line
-or pass for another.
+A completion is hostile text. In completions.jsonl it stands inside JSON strings. A terminal, a page
+and every other place get ``visible`` text: no character of it can move a cursor, reverse a line or
+pass for another.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megatron_rl.types import Rollout
 log = logging.getLogger(__name__)
 
 FILE_NAME = "completions.jsonl"
-ROLLOUTS_FOLDER = "rollouts"  # of whole rollouts (saved_rollouts.py)
+ROLLOUTS_FOLDER = "rollouts"  # folder of whole rollouts (saved_rollouts.py)
 TRAIN = "train"  # the source of a rollout's completions
-MOST_LINE_BYTES = 1 << 24  # of a completion's
-LOGGED_CHARS = 400  # of each text in the log
+MOST_LINE_BYTES = 1 << 24  # the most bytes of a completion's line
+LOGGED_CHARS = 400  # the most characters of each text in the log
 LOGGED_PER_SOURCE = 2  # the best and the worst of one prompt
 _ASIDE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # numbers that JSON cannot hold
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -38,20 +38,22 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 class Completion:
     """Holds one completion as it is recorded, its texts cut short.
 
-    source:    "train", or the evaluation that it was made for, as in its metrics: "eval/<name>",
+    source:    "train", or the name of the completion's evaluation as in its metrics: "eval/<name>",
                "eval/<name>_before".
     sample:    the sample's name, ``<prompt>#<number in its group>``.
-    answer:    the column that reward functions are given as ``answer``; None where the data have
-               none.
-    reward:    the total that the advantage is made of; None where the sample was taken out of its
+    answer:    the column that reward functions get as ``answer``; None if the data have no such
+               column.
+    reward:    the total that the advantage is made of; None if the sample was excluded from its
                group.
-    rewards:   of each reward function, None where it did not apply.
-    advantage: the sample's, the mean of its loss tokens' where they differ; None at evaluation.
+    rewards:   the reward of each function; None if the function did not apply.
+    advantage: the sample's advantage, or the mean of its loss tokens' if these differ; None at
+        evaluation.
     response_tokens: the number of its response tokens.
     weight_version: the version of the oldest weights that any of its tokens comes from.
-    excluded:  the error of its environment that took the sample out of its group; None: no error.
+    excluded:  the environment's error that excluded the sample from its group; None if there was
+               none.
     rollout:   the number of the rollout, from 1; None at evaluation.
-    step:      of the row in metrics.jsonl that it was written with.
+    step:      the step of the row in metrics.jsonl that it was written with.
     """
 
     source: str
@@ -119,7 +121,11 @@ def of_rollout(
     advantage: float | None = None,
     number: int | None = None,
 ) -> Completion:
-    """Make the record of a sample. ``number``: of the rollout; ``reward``: None or NaN for an excluded sample."""
+    """Make the record of a sample.
+
+    reward: None or NaN for an excluded sample.
+    number: the rollout's number.
+    """
     answer = rollout.prompt.columns.get("answer")
     return Completion(
         source=source,
@@ -139,9 +145,9 @@ def of_rollout(
 
 
 def share_of_groups(num_groups: int, group_size: int, count: int) -> list[int]:
-    """Return how many completions to take of each group, in order: ``count`` in all, if there are so many.
+    """Return the number of completions to take of each group, in order: ``count`` in all, if there are so many.
 
-    Two are taken of a group, its best and its worst, and more only where there are too few groups.
+    Two are taken of a group, its best and its worst; more only if there are too few groups.
 
     Example: 3 of 8 groups of 4 samples: ``[2, 1, 0, 0, 0, 0, 0, 0]``.
     """
@@ -161,12 +167,12 @@ def best_to_worst(rewards: Sequence[float | None], count: int) -> list[int]:
 
 
 def plain(value: float | None) -> float | None:
-    """Return a number with six digits, and None for one that JSON cannot hold."""
+    """Return a number rounded to six digits; None for a number that JSON cannot hold."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
 def to_row(completion: Completion) -> dict[str, object]:
-    """Return a completion as one JSON line's object; a number that JSON cannot hold is its name, as "inf"."""
+    """Return a completion as one JSON line's object; a number that JSON cannot hold becomes its name, as "inf"."""
 
     def written(value: object) -> object:
         return str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -197,7 +203,7 @@ def _from_row(row: Mapping[str, object], where: str) -> Completion:
 def read_completions(path: str | pathlib.Path) -> Iterator[Completion]:
     """Yield the completions of a completions.jsonl, in order; a last line that was cut off is left out.
 
-    Raises ValueError ``<file>:<line>: ...`` for a malformed line, OSError for what is no regular
+    Raises ValueError ``<file>:<line>: ...`` for a malformed line, OSError if the path is no regular
     file.
     """
     with open_regular(path) as file:
@@ -206,7 +212,7 @@ def read_completions(path: str | pathlib.Path) -> Iterator[Completion]:
             if len(line) == MOST_LINE_BYTES:
                 raise ValueError(f"{where}: the line has {MOST_LINE_BYTES} bytes or more; delete it")
             if not line.endswith(b"\n"):
-                return  # the run was interrupted while writing it
+                return  # the run was interrupted while it wrote the line
             row = check(parse_json(line, where, error=ValueError), where, dict, error=ValueError)
             yield _from_row(row, where)
 
@@ -229,9 +235,9 @@ def headline(completion: Completion) -> str:
 
 
 def as_text(completion: Completion, *, most_chars: int | None = None) -> str:
-    """Return a completion as lines of plain text, each of them marked, so that no completion can pass for another line.
+    """Return a completion as marked lines of plain text, so that no text in it can pass for another line.
 
-    most_chars: of each text; None: as recorded.
+    most_chars: the most characters of each text; None: as recorded.
     """
     lines = [headline(completion)]
     for name in ("prompt", "response", "answer"):
@@ -243,9 +249,10 @@ def as_text(completion: Completion, *, most_chars: int | None = None) -> str:
 
 
 def print_some(completions: Sequence[Completion], *, every_rollouts: int) -> None:
-    """Log the best and the worst completion of one prompt: of an evaluation, or of every so manyth rollout; 0: none.
+    """Log the best and the worst completion of one prompt, for each evaluation and every ``every_rollouts`` rollouts.
 
     completions: of one source and one row.
+    every_rollouts: 0 logs none.
     """
     first = completions[0]
     if every_rollouts == 0 or (first.rollout is not None and (first.rollout - 1) % every_rollouts):

@@ -1,4 +1,4 @@
-"""Divides a step's sums to metrics, writes them to metrics.jsonl, and reads them back: the only place for each.
+"""The metrics of a step: divided from its sums, written to metrics.jsonl, and read back, each only here.
 
 A step's sums are reduced over all ranks once, and divided here, last. A mean of means never
 appears.
@@ -28,7 +28,7 @@ from megatron_rl.observability.completions import Completion
 from megatron_rl.planning.tokens import read_tokens, tokens_of
 from megatron_rl.types import BatchFacts, StepKind, StepPlan, StepResult
 
-if TYPE_CHECKING:  # only a run that sends its metrics somewhere needs it
+if TYPE_CHECKING:  # only a run that sends its metrics elsewhere needs it
     from megatron_rl.observability.prometheus.live import ReadLive
     from megatron_rl.observability.sinks import Sink
 
@@ -47,7 +47,7 @@ _PER_TOKEN = {
     "logprob_gap_abs": "train/logprob_gap_mean",
     "logprob_gap_k3": "train/logprob_gap_k3",
 }
-GAPS = ("logprob_gap_abs", "logprob_gap_k3", "logprob_gap_max")  # of a pass, or of a step that nothing preceded
+GAPS = ("logprob_gap_abs", "logprob_gap_k3", "logprob_gap_max")  # of a pass, or of a step without a pass before it
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -66,9 +66,10 @@ def add_sums(*parts: Mapping[str, float]) -> dict[str, float]:
 def divide(sums: Mapping[str, float]) -> dict[str, float]:
     """Divide a step's reduced sums by its loss tokens, to ``train/*`` metrics.
 
-    ``loss`` is a token-sum with its weights already inside: it is passed on, never divided. Everything else is per
-    token, in nats or as a share, and ``logprob_gap_max`` is a maximum. An absent sum gives no metric; with ``tokens`` 0
-    there is no mean. Raises ValueError if a sum comes without the ``tokens`` that it would be divided by.
+    ``loss`` is a token sum with its weights already inside: it is passed on undivided. All other
+    metrics are per token, in nats or as a share; ``logprob_gap_max`` is a maximum. An absent sum
+    gives no metric. With ``tokens`` 0 there is no mean. Raises ValueError if a sum comes without
+    the ``tokens`` to divide it by.
 
     Example: ``divide({"loss": 0.32, "tokens": 1000, "clipped": 50})`` is ``{"train/loss": 0.32,
     "train/clip_ratio": 0.05}``.
@@ -109,16 +110,16 @@ def skip_metrics(
 ) -> dict[str, float]:
     """Return the savings of the skip in one optimizer step, as ``skip/*`` metrics.
 
-    signal_S: bool [S], True for each sample of the batch with signal, dropped or not: with
-        ``skip.mode=off`` the ratio is still that of the mini-batch's members without signal.
+    signal_S: bool [S], True for each sample of the batch with signal, dropped or not. Under
+    ``skip.mode=off`` the ratio still counts the mini-batch's members without signal.
 
     share_prompts: whether a micro-batch runs a prompt once for all of its samples;
         ``tokens/shared`` are then the prompt tokens that did not run again.
 
-    Tokens are those that a dense run reads, without pads: of a prompt, and of a response those
-    before its last loss token. ``tokens/trailing`` are the later ones of the samples that run.
-    ``tokens_executed`` counts fillers, which run too; ``speedup_ideal`` is dense over surviving
-    tokens, and a ghost step has none. ``skip/ghost_steps`` is counted by MetricsWriter.
+    Tokens are those that a dense run reads, without pads: a prompt's, and a response's before its
+    last loss token. ``tokens/trailing`` are the later tokens of the samples that run.
+    ``tokens_executed`` counts fillers too. ``speedup_ideal`` is dense over surviving tokens; a
+    ghost step has none. ``skip/ghost_steps`` is counted by MetricsWriter.
     """
     if signal_S.shape != (facts.num_samples,):
         raise ValueError(
@@ -169,14 +170,14 @@ def _plain(key: str, value: object) -> object:
 
 
 class MetricsWriter:
-    """Writes a row per optimizer step to ``<run_dir>/metrics.jsonl``, sampled completions beside it, both to sinks too.
+    """Writes one row per optimizer step to ``<run_dir>/metrics.jsonl``, and sampled completions to a file beside it.
+
+    Sinks get both. On ranks with ``is_main`` False it opens and writes nothing. An earlier run's
+    files in the folder are renamed, unless the run resumes from a checkpoint: then they are
+    appended to, and ``resumed`` is the result of ``state``. Raises ConfigError if a configured sink
+    cannot be imported or does not start.
 
     config: the resolved configuration as plain values, for sinks that show it.
-
-    On ranks with ``is_main`` False it opens and writes nothing. An earlier run's files in the
-    folder are renamed, never appended to, unless the run resumes from a checkpoint: ``resumed`` is
-    then the result of ``state``. Raises ConfigError if a configured sink cannot be imported or does
-    not start.
     """
 
     def __init__(
@@ -241,12 +242,12 @@ class MetricsWriter:
         return _revive(plain)
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Hand an interval of the step's timer (StepTimer.heard) to the sinks, before its row."""
+        """Pass an interval of the step's timer (StepTimer.heard) to the sinks, before the step's row."""
         for sink in self._sinks:
             sink.measured(stage, started_s, seconds)
 
     def follow(self, live: ReadLive) -> None:
-        """Hand the sinks what gives the run's values between two steps (Sink.follow)."""
+        """Pass the reader of the run's current values to the sinks (Sink.follow)."""
         for sink in self._sinks:
             sink.follow(live)
 
@@ -278,7 +279,10 @@ class MetricsWriter:
             completions.print_some(members, every_rollouts=self._settings.print_completions_every_rollouts)
 
     def _fail(self, name: str, error: OSError) -> NoReturn:
-        """Raise RunError for a file that cannot be written, whose end would be tried again when it is closed."""
+        """Raise RunError for a file that cannot be written, after closing the metrics' file.
+
+        Left open, that file would try its unwritten end again when it is closed.
+        """
         with contextlib.suppress(OSError):
             self._file.close()
         self._file = None
@@ -288,7 +292,10 @@ class MetricsWriter:
         ) from error
 
     def close(self, *, failed: bool = False) -> None:
-        """Close every sink; a second call does nothing. ``failed``: the run ended with an error, which sinks show."""
+        """Close every sink; a second call does nothing.
+
+        ``failed``: whether the run ended with an error, for the sinks.
+        """
         sinks, self._sinks = self._sinks, []
         names = ("config.yaml", METRICS_FILE, completions.FILE_NAME, "report.html")
         if self._file is not None:
@@ -347,8 +354,7 @@ def read_metrics(path: str | pathlib.Path) -> list[Row]:
     """Return the rows of a metrics.jsonl, with "nan" and "inf" as floats again.
 
     Raises ValueError ``<file>:<line>: ...`` for a malformed line. An interrupted write leaves a
-    last line without its
-    newline: that line is left out, with a warning in the log.
+    last line without a newline: that line is left out, with a warning in the log.
     """
     path = pathlib.Path(path)
     with open_regular(path) as file:

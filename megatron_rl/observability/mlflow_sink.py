@@ -1,4 +1,4 @@
-"""Sends a run's metrics, completions of evaluations, configuration and files to MLflow."""
+"""The sink that sends a run's metrics, completions of evaluations, configuration and files to MLflow."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from megatron_rl.observability.completions import TRAIN, Completion, as_text
 from megatron_rl.observability.prometheus.live import ReadLive
 
 log = logging.getLogger(__name__)
-MLFLOW_CLOSE_S = 60.0  # for what is still on its way to MLflow when the run ends
+MLFLOW_CLOSE_S = 60.0  # for calls that are not yet sent to MLflow when the run ends
 _MLFLOW_PARAMS_PER_CALL = 100  # MLflow's limit
-_MLFLOW_PARAM_CHARS = 500  # the least of its releases' limits
+_MLFLOW_PARAM_CHARS = 500  # the smallest limit among its releases
 
 
 class MlflowSink:
     """Sends metrics, the resolved configuration and, at the end, the run's files to one MLflow run.
 
-    run_id: of the run to continue; None: a new one. The server is MLflow's own setting
+    run_id: the MLflow run to continue; None for a new one. The server is MLflow's own setting
         (MLFLOW_TRACKING_URI).
 
-    A thread sends what the loop hands it. What MLflow does not take is said once in the log, and
-    the run goes on: metrics.jsonl has it all.
+    A thread sends the calls. The first failed call is logged as a warning, and the run goes on:
+    metrics.jsonl has everything.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class MlflowSink:
         self._sent: list[concurrent.futures.Future] = []
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Pass over: the step's row has its stages' seconds."""
+        """Do nothing: the step's row has its stages' seconds."""
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
         if step < self._first_step:
             return
         now_ms = int(time.time() * 1000)
-        # a key holds letters, digits and _-. :/ alone
+        # a key may hold only letters, digits and _-. :/
         metrics = [self._metric(key.replace("@", "_at_"), value, now_ms, step) for key, value in scalars.items()]
         self._send(self._client.log_batch, self.run_id, metrics)
 
@@ -82,7 +82,7 @@ class MlflowSink:
             self._send(self._client.log_text, self.run_id, text, f"completions/{source}/step_{step:08d}.txt")
 
     def follow(self, live: ReadLive) -> None:
-        """Pass over: what holds between two steps is not sent."""
+        """Do nothing: values between two steps are not sent."""
 
     def close(self, files: Sequence[pathlib.Path], *, failed: bool) -> None:
         for path in files:

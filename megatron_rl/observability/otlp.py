@@ -1,9 +1,9 @@
-"""Sends spans to an OpenTelemetry collector by OTLP over HTTP, as protobuf.
+"""The exporter of spans to an OpenTelemetry collector, by OTLP over HTTP, as protobuf.
 
 The exporter of ``opentelemetry-exporter-otlp-proto-http`` draws its waits between tries from
-Python's global random state (1.45, ``_compute_backoff``, at every batch), which a run saves in its
-checkpoints and restores: this one draws from none. It reads the same environment variables, and
-tries once.
+Python's global random state (1.45, ``_compute_backoff``, at every batch). A run saves and restores
+that state in its checkpoints, so this exporter draws no random number. It reads the same
+environment variables, and tries once.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _COMPRESSIONS: Mapping[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, 
 def traces_url(endpoint: str | None) -> str:
     """Return the URL that spans are posted to.
 
-    endpoint: the collector's base, which gets /v1/traces; None: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT
-        as it is, else OTEL_EXPORTER_OTLP_ENDPOINT as a base, else http://localhost:4318.
+    endpoint: the collector's base, to which /v1/traces is added; None:
+        OTEL_EXPORTER_OTLP_TRACES_ENDPOINT unchanged, else OTEL_EXPORTER_OTLP_ENDPOINT as a base,
+        else http://localhost:4318.
     """
     if endpoint is None and (whole := os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "").strip()):
         return whole
@@ -52,17 +53,17 @@ class OtlpExporter(SpanExporter):
     """Posts batches of spans, each once, and counts those that the collector took.
 
     The variables OTEL_EXPORTER_OTLP_HEADERS, _TIMEOUT (seconds, 10), _COMPRESSION (gzip, deflate or
-    none), _CERTIFICATE, _CLIENT_CERTIFICATE and _CLIENT_KEY hold, those with TRACES_ in their names
-    first.
+    none), _CERTIFICATE, _CLIENT_CERTIFICATE and _CLIENT_KEY apply; variables with TRACES_ in their
+    names come first.
 
-    The first batch that is not taken is warned about; none raises. Raises ValueError for a variable
-    that cannot be read, OSError for a certificate that cannot.
+    The first refused batch is logged as a warning; none raises an error. Raises ValueError for a
+    variable that cannot be read, OSError for a certificate that cannot be read.
     """
 
     def __init__(self, endpoint: str | None) -> None:
         self._url = traces_url(endpoint)
         parts = urllib.parse.urlsplit(self._url)
-        # without a user and a password, wherever they stand, and without a query
+        # without user, password and query
         host = self._url.partition("?")[0].rpartition("@")[2].removeprefix(f"{parts.scheme}://")
         self.shown = f"{parts.scheme}://{host}"
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -93,7 +94,7 @@ class OtlpExporter(SpanExporter):
         try:
             with self._opener.open(request, timeout=self._timeout_s) as answer:
                 answer.read()
-        except (OSError, http.client.HTTPException, ValueError) as error:  # URLError, HTTPError and a timeout too
+        except (OSError, http.client.HTTPException, ValueError) as error:  # URLError, HTTPError and timeouts too
             self._warn_once(error)
             return SpanExportResult.FAILURE
         self.num_taken += len(spans)

@@ -1,4 +1,4 @@
-"""Shows a run's progress: a live bar on a terminal, one plain line every few seconds in a log, a table at the end."""
+"""The display of a run's progress: a live bar on a terminal, plain lines in a log, and a table at the end."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megatron_rl.observability.summary import RunSummary, duration, is_supervise
 from megatron_rl.types import StepKind
 
 LINE_EVERY_S = 5.0
-RECENT_STEPS = 20  # ETA follows the recent pace: responses grow and the skip's share moves during a run
+RECENT_STEPS = 20  # the ETA follows the pace of so many steps: responses grow and the skip's share changes during a run
 HELD_OUT = ("sft/eval_loss", "preference/eval_loss")
-# The last value of each is shown: a rollout's reward stands in its first mini-batch's row alone.
+# Metrics shown by their last value: a rollout's reward is only in its first mini-batch's row.
 SHOWN = (
     *("reward/mean", "skip/zero_advantage_ratio", "time/step_s"),
     *("train/loss", "preference/accuracy", "train/lr", "perf/tokens_per_second"),
@@ -32,13 +32,13 @@ SHOWN = (
 class ProgressBar:
     """Shows the progress of a run over its ``total_steps`` optimizer steps, supervised ones and RL's.
 
-    enabled: without it nothing is printed.
-    untrained_warning_steps: so many steps in a row that train nothing are named in the final table;
-        None: none are.
-    done_steps, done_ghosts: steps that a checkpoint holds, and those of them that were ghosts.
+    enabled: if false, nothing is printed.
+    untrained_warning_steps: at least so many steps in a row that train nothing are named in the
+        final table; None: never.
+    done_steps, done_ghosts: the steps before the checkpoint, and how many of them were ghosts.
     console: target of the prints, stdout by default; a live bar if it is a terminal, else plain
         lines at most every 5 s.
-    clock: seconds, monotonic.
+    clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class ProgressBar:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _enter(self, phase: object) -> None:
-        """Forget the last phase's values and pace where another begins."""
+        """Forget the values and the pace of the last phase when another begins."""
         if self._phase not in (None, phase):
             self._latest = {}
             self._recent_s = deque([self._recent_s[-1]], maxlen=RECENT_STEPS + 1)
         self._phase = phase
 
     def note(self, text: str) -> None:
-        """Print one line, above the live bar where there is one. Any thread may call it."""
+        """Print one line, above the live bar if there is one. Any thread may call it."""
         if self._enabled:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -127,7 +127,7 @@ class ProgressBar:
         return facts
 
     def close(self) -> None:
-        """Take the live bar down, so that no traceback is drawn into it; a second call does nothing."""
+        """Remove the live bar, so that no traceback is drawn into it; a second call does nothing."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -152,7 +152,7 @@ class ProgressBar:
 
 
 def rl_facts(latest: Mapping[str, float]) -> list[str]:
-    """Return what a line says of a step of RL, from the last value of each metric."""
+    """Return the facts on a line for an RL step, from the last value of each metric."""
     facts = []
     if "reward/mean" in latest:
         facts.append(f"reward {latest['reward/mean']:.3f}")
@@ -162,7 +162,7 @@ def rl_facts(latest: Mapping[str, float]) -> list[str]:
 
 
 def supervised_facts(latest: Mapping[str, float]) -> list[str]:
-    """Return what a line says of a supervised step, from the last value of each metric."""
+    """Return the facts on a line for a supervised step, from the last value of each metric."""
     facts = []
     if "train/loss" in latest:
         facts.append(f"loss {latest['train/loss']:.4g}")
@@ -185,12 +185,13 @@ def summary_table(
     """Build the final table, with one line per headline figure that the run has.
 
     stall: the last steps that trained nothing, if they are to be named.
-    went_on: ``elapsed_s`` counts from a checkpoint on.
+    went_on: whether the run resumed, so that ``elapsed_s`` counts from the checkpoint.
     """
     table = Table(title="The run", title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")  # on a narrow screen a figure takes two lines; nothing is cut off
     first_last = f"first {summary.window} → last {summary.window} steps"
+    # What was trained: rewards, losses, evaluations.
     if summary.reward is not None:
         table.add_row("reward", f"{summary.reward[0]:.3f} → {summary.reward[1]:.3f}  ({first_last})")
     if summary.reverse_kl is not None:
@@ -213,6 +214,7 @@ def summary_table(
     if summary.reward_errors:
         share = f"{100 * summary.reward_error_share:.1f} % in the last {summary.window} steps"
         table.add_row("[red]reward errors[/red]", f"[red]{summary.reward_errors:,} samples  ({share})[/red]")
+    # How it ran: lengths, the skip, speed, steps.
     if summary.truncated_share is not None:
         table.add_row("truncated responses", f"{100 * summary.truncated_share:.1f} %  (last {summary.window} steps)")
     if summary.zero_advantage_ratio is not None:

@@ -1,4 +1,4 @@
-"""Writes a run's report: the page of ``megatron-rl watch`` with the run in it, one file that needs no network.
+"""The report of a run: the page of ``megatron-rl watch`` with the run inside, one file that needs no network.
 
 Run it with ``python -m megatron_rl.observability.report RUN_DIR``.
 """
@@ -26,7 +26,7 @@ from megatron_rl.observability.run_status import RunState, read_status
 from megatron_rl.observability.summary import SUPERVISED, TITLES
 
 PAGE = pathlib.Path(__file__).resolve().parent / "page"
-PHASES = {"titles": TITLES, "supervised": sorted(SUPERVISED)}  # as the page is told of them
+PHASES = {"titles": TITLES, "supervised": sorted(SUPERVISED)}  # in the form that the page reads
 SHOWN = 8  # completions of one rollout or evaluation in a report
 _STYLE = re.compile(r'<link rel="stylesheet" href="([a-z]+\.css)">')
 _SCRIPTS = re.compile(r'(?:<script src="[a-z]+\.js"></script>\n)+')
@@ -42,7 +42,7 @@ def completion_of_page(completion: Completion) -> dict[str, object]:
 def _first_and_last(path: pathlib.Path) -> list[dict[str, object]]:
     """Return the completions of each source's first and last row, in one pass that keeps no others.
 
-    ``recorded`` is the number that the row has; at most SHOWN of them are returned.
+    ``recorded`` is the number of completions that the row has; at most SHOWN of them are returned.
     """
     batches_of: dict[str, list[list[Completion]]] = {}
     for completion in read_completions(path) if path.exists() else ():
@@ -67,9 +67,9 @@ def _cell(value: object) -> object:
 
 
 def packed_rows(rows: Sequence[Row]) -> str:
-    """Return rows as columns of JSON, compressed by gzip, in base64; "" for no row.
+    """Return rows as columns of JSON, compressed by gzip, in base64; "" without rows.
 
-    A run of 10,000 steps takes about 1 MB so. No step is left out: the page sums over all.
+    10,000 steps take about 1 MB in this form. No step is left out: the page sums over all.
 
     Example: rows ``{"step": 1}`` and ``{"step": 2, "a/b": 0.5}`` are the columns ``[1, 2]`` and
     ``[null, 0.5]``.
@@ -83,7 +83,7 @@ def packed_rows(rows: Sequence[Row]) -> str:
 
 
 def _state(folder: pathlib.Path) -> dict[str, object]:
-    """Return the run's state as its status tells it; of a run that has not ended, when this report was written."""
+    """Return the run's state by its status; for a run that has not ended, the time of this report."""
     try:
         status = read_status(folder)
     except ConfigError as error:
@@ -95,7 +95,7 @@ def _state(folder: pathlib.Path) -> dict[str, object]:
 
 
 def _page(report: dict[str, object]) -> str:
-    """Return the page with its styles, its scripts and ``report`` in it; nothing else may run or be loaded there."""
+    """Return the page with its styles, its scripts and ``report`` inside; it can run or load nothing else."""
     html = (PAGE / "watch.html").read_text(encoding="utf-8")
 
     def read(name: str) -> str:
@@ -109,7 +109,7 @@ def _page(report: dict[str, object]) -> str:
     script = "".join(map(read, re.findall(r'src="([a-z]+\.js)"', tags)))
     policy = f"default-src 'none'; script-src {hashed(script)}; style-src {hashed(style)}; base-uri 'none'"
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
-    # no text of the run ends the element that holds it: "<" is an escape there
+    # No text of the run can end the element that holds it: "<" is escaped.
     data = json.dumps(report, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c")
     inlined = f'<script type="application/json" id="report">{data}</script>\n<script>{script}</script>\n'
     return _SCRIPTS.sub(lambda _: inlined, _STYLE.sub(lambda _: head, html))
@@ -118,10 +118,8 @@ def _page(report: dict[str, object]) -> str:
 def write_report(metrics_path: str | pathlib.Path, config_yaml: str, out_path: str | pathlib.Path) -> None:
     """Write one self-contained HTML page, headed by the name of the folder that holds ``metrics_path``.
 
-    Completions and the run's status are read from that folder, if they are there.
-
-    Raises FileNotFoundError if there are no metrics, ValueError ``file:line`` if a line of them is
-    malformed.
+    Completions and the run's status are read from the same folder, if they are there. Raises
+    FileNotFoundError if there are no metrics, ValueError ``file:line`` for a malformed line.
     """
     folder = pathlib.Path(metrics_path).parent
     rows = packed_rows(read_metrics(metrics_path))

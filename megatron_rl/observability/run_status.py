@@ -1,7 +1,7 @@
-"""Writes and reads status.json of a run's folder: the steps that the run is to take, and how it ended.
+"""The status.json of a run's folder: the steps that the run is to take, and how it ended.
 
-A process that is killed writes no end: whether a run that "runs" still lives is said by its
-folder's lock.
+A killed process writes no end. The lock of the run's folder tells whether a run with the status
+"running" still lives.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ STATUS_FILE = "status.json"
 
 
 class RunState(StrEnum):
-    """How far a run is. PREEMPTED: told to leave, with a checkpoint saved. STOPPED: by Ctrl-C. FAILED: by an error."""
+    """Names the state of a run, as in its status.json.
+
+    PREEMPTED: told to leave, with a checkpoint saved. STOPPED: by Ctrl-C. FAILED: by an error.
+    """
 
     RUNNING = "running"
     ENDED = "ended"
@@ -35,10 +38,10 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """Holds what a run says of itself.
+    """Holds a run's status.
 
-    total_steps: optimizer steps of the whole run; with ``train.epochs`` the fewest.
-    at: seconds since 1970 at which it was written.
+    total_steps: optimizer steps of the whole run; under ``train.epochs`` the least possible number.
+    at: when the status was written, in seconds since 1970.
 
     Example: ``{"state": "ended", "total_steps": 940, "at": 1795813200.0}``.
     """
@@ -49,13 +52,13 @@ class RunStatus:
 
 
 def write_status(folder: pathlib.Path, state: RunState, total_steps: int) -> None:
-    """Write the status of now. Raises OSError."""
+    """Write the current status. Raises OSError."""
     text = json.dumps({"state": state.value, "total_steps": total_steps, "at": time.time()})
     replace_text(folder / STATUS_FILE, text + "\n")
 
 
 def read_status(folder: pathlib.Path) -> RunStatus | None:
-    """Return a folder's status, or None if it has none. Raises ConfigError for a malformed file."""
+    """Return a folder's status; None if it has none. Raises ConfigError for a malformed file."""
     path = folder / STATUS_FILE
     if not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""Writes whole rollouts for later reading (``metrics.save_rollouts``), a gzipped JSON file per rollout and rank.
+"""The files of whole rollouts for later reading (``metrics.save_rollouts``), one gzipped JSON per rollout and rank.
 
     {"rollout": 3, "functions": ["score"], "tokens": {"17": "3", ...},
      "groups": [{"prompt": "3+4=", "prompt_id": "17@0", "answer": "7", "samples": [{"sample": 0,
@@ -6,8 +6,9 @@
                  "advantage": 0.7, "advantages": null, "reward": 1.0, "rewards": [1.0],
                  "finish_reason": "stop", "weight_version": 2, "excluded": null}, ...]}, ...]}
 
-``tokens`` holds the bytes of every token id that occurs, each byte as the character of its number (Latin-1): a token
-may be a part of a character. A number that JSON cannot hold is null.
+``tokens`` holds the bytes of every token id that occurs. Each byte is written as the character of
+its number (Latin-1), since a token may be a part of a character. A number that JSON cannot hold is
+null.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from collections.abc import Iterable, Sequence
 from megatron_rl.json_text import check, field, parse_json, read_bytes
 from megatron_rl.observability.completions import ROLLOUTS_FOLDER, plain
 
-MOST_BYTES = 1 << 28  # of a rollout's JSON, over all ranks
+MOST_BYTES = 1 << 28  # the most bytes of a rollout's JSON, over all ranks
 _NAME = re.compile(r"rollout_(\d+)\.rank(\d+)\.json\.gz")
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level() -> dict[str, int]:
-    """Return the byte that each character of a byte-level BPE's alphabet stands for (GPT-2's table)."""
+    """Return the byte for each character of a byte-level BPE's alphabet (GPT-2's table)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def token_texts(tokenizer: object, ids: Iterable[int]) -> dict[int, str]:
-    """Return the bytes of token ids as Latin-1 texts, such that a response's bytes are those of its tokens in a row.
+    """Return the bytes of token ids as Latin-1 texts; a response's bytes are its tokens' bytes in a row.
 
     tokenizer: transformers'. Byte-level BPE, bytes as ``<0x0A>`` and word starts as ``▁`` are
-        undone.
+        turned back into bytes.
 
-    Example: of a byte-level tokenizer's ``Ġé`` (a space and é in UTF-8): ``" \\xc3\\xa9"``.
+    Example: a byte-level tokenizer's ``Ġé`` (a space and é in UTF-8) is ``" \\xc3\\xa9"``.
     """
     unique = sorted(set(ids))
     names = tokenizer.convert_ids_to_tokens(unique)
@@ -61,7 +62,7 @@ def _text_of(name: str | None, table: dict[str, int] | None) -> str:
 
 
 def write_rollout(run_dir: pathlib.Path, number: int, rank: int, document: dict[str, object]) -> pathlib.Path:
-    """Write what a rank has of rollout ``number`` (from 1), whole or not at all, and return the file."""
+    """Write this rank's part of rollout ``number`` (from 1), whole or not at all, and return the file."""
     folder = run_dir / ROLLOUTS_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rollout_{number}.rank{rank}.json.gz"
@@ -73,15 +74,15 @@ def write_rollout(run_dir: pathlib.Path, number: int, rank: int, document: dict[
 
 
 def saved_numbers(run_dir: pathlib.Path) -> list[int]:
-    """Return the numbers of the rollouts that are saved, in order."""
+    """Return the numbers of the saved rollouts, in order."""
     found = (_NAME.fullmatch(path.name) for path in (run_dir / ROLLOUTS_FOLDER).glob("rollout_*.json.gz"))
     return sorted({int(match[1]) for match in found if match})
 
 
 def read_rollout(run_dir: pathlib.Path, number: int) -> dict[str, object]:
-    """Return rollout ``number`` with the groups of all ranks, by the ids of their prompts.
+    """Return rollout ``number`` with the groups of all ranks, sorted by their prompts' ids.
 
-    Raises ValueError for a file that is none of ``write_rollout``'s, FileNotFoundError for a
+    Raises ValueError for a file that ``write_rollout`` did not write, FileNotFoundError for a
     rollout that is not saved.
     """
     paths = [
@@ -112,7 +113,7 @@ def read_rollout(run_dir: pathlib.Path, number: int) -> dict[str, object]:
 
 
 def _unpacked(path: pathlib.Path, most_bytes: int) -> bytes:
-    """Return the text of a gzipped file; a file that would unpack to more than ``most_bytes`` is left at that."""
+    """Return the text of a gzipped file; raise ValueError if it would unpack to more than ``most_bytes``."""
     content = read_bytes(path, "a gzipped rollout", most_bytes=MOST_BYTES, error=ValueError)
     stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     try:
@@ -127,7 +128,7 @@ def _unpacked(path: pathlib.Path, most_bytes: int) -> bytes:
 
 
 def forget_after(run_dir: pathlib.Path, number: int) -> None:
-    """Delete saved rollouts above ``number``: a run that goes on from a checkpoint takes them again."""
+    """Delete saved rollouts above ``number``: a run that resumes from a checkpoint generates them again."""
     for path in (run_dir / ROLLOUTS_FOLDER).glob("rollout_*.json.gz"):
         match = _NAME.fullmatch(path.name)
         if match and int(match[1]) > number:
@@ -146,7 +147,7 @@ def sample_row(
     weight_version: int,
     excluded: str | None,
 ) -> dict[str, object]:
-    """Return one sample's object. advantages: of each token of ``ids`` where they differ, else None."""
+    """Return one sample's object. ``advantages``: of each token of ``ids`` if they differ, else None."""
     return {
         "sample": sample,
         "ids": list(map(int, ids)),

@@ -1,8 +1,8 @@
-"""The places that metrics and completions go to beside the run's own files: TensorBoard, Weights & Biases, MLflow,
-an OpenTelemetry collector, Prometheus.
+"""The receivers of metrics and completions beside the run's own files.
 
-A run that goes on from a checkpoint continues the same W&B and MLflow run, whose ids tracking.json
-in its folder keeps. Steps that it takes again are not sent again: they repeat to the bit.
+They are TensorBoard, Weights & Biases, MLflow, an OpenTelemetry collector, and Prometheus. A
+resumed run continues the same W&B and MLflow run; tracking.json in its folder keeps their ids.
+Steps that it takes again are not sent again: they repeat to the bit.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from megatron_rl.json_text import read_object
 from megatron_rl.observability.completions import Completion
 from megatron_rl.observability.prometheus.live import ReadLive
 
-if TYPE_CHECKING:  # an extra (`prometheus`), which only a run that serves its metrics needs
+if TYPE_CHECKING:  # the extra `prometheus`, which only a run that serves its metrics needs
     from megatron_rl.observability.prometheus.sink import PrometheusSink
 
 IDS_FILE = "tracking.json"
 
 
 class Sink(Protocol):
-    """A place that a run's metrics go to. Steps rise."""
+    """Receives a run's metrics. Steps rise."""
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Take an interval of the step's timer (StepTimer.heard); those of a step come before its ``write``."""
+        """Take an interval of the step's timer (StepTimer.heard); a step's intervals come before its ``write``."""
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
         """Send one step. ``row``: as in metrics.jsonl."""
@@ -40,10 +40,13 @@ class Sink(Protocol):
         """Send the completions of one source."""
 
     def follow(self, live: ReadLive) -> None:
-        """Take what gives the run's values between two steps, for a sink that is asked; a later call replaces it."""
+        """Take the reader of the run's values between two steps, for a sink that is scraped.
+
+        A later call replaces the reader.
+        """
 
     def close(self, files: Sequence[pathlib.Path], *, failed: bool) -> None:
-        """Send the rest and end. ``files``: the run's own, those that exist; ``failed``: the run raised an error."""
+        """Send the rest and end. ``files``: the run's existing files. ``failed``: whether the run raised an error."""
 
 
 def open_sinks(
@@ -57,26 +60,26 @@ def open_sinks(
     """Open the configured sinks.
 
     config: the resolved configuration, as plain values.
-    last_step: the last step in the checkpoint from which the run resumes, −1 for none; None where
-        it does not resume.
+    last_step: the last step in the checkpoint from which the run resumes, −1 for none; None if it
+        does not resume.
     read_earlier: returns the rows of metrics.jsonl up to that step.
 
     Raises ConfigError for a sink that cannot be imported or does not start.
     """
     with contextlib.ExitStack() as opened:
         exporter = None
-        if settings.prometheus_port is not None:  # first, so that a taken port begins no run elsewhere
+        if settings.prometheus_port is not None:  # first, so that a taken port starts no run elsewhere
             exporter = _open_exporter(run_dir, settings, config, read_earlier())
             opened.callback(exporter.close, (), failed=True)
         sinks = _open_services(run_dir, settings, config, last_step)
         opened.pop_all()
-    return sinks if exporter is None else [*sinks, exporter]  # it is closed last: the end can be watched too
+    return sinks if exporter is None else [*sinks, exporter]  # closed last, so that the run's end can be scraped too
 
 
 def _open_services(
     run_dir: pathlib.Path, settings: MetricsConfig, config: Mapping[str, object], last_step: int | None
 ) -> list[Sink]:
-    """Open the sinks that are sent to, as ``open_sinks`` does."""
+    """Open the sinks that send metrics themselves; arguments and errors are those of ``open_sinks``."""
     ids_path = run_dir / IDS_FILE
     ids = read_object(ids_path) if last_step is not None and ids_path.exists() else {}
     sinks: list[Sink] = []
@@ -133,7 +136,7 @@ def _open_exporter(
 
 
 def require_prometheus(port: int) -> None:
-    """Raise ConfigError if metrics cannot be served here for want of a package."""
+    """Raise ConfigError if metrics cannot be served, since a package is missing."""
     if importlib.util.find_spec("prometheus_client") is None:
         raise ConfigError(
             f"metrics.prometheus_port={port} and prometheus_client cannot be imported; pip install "

@@ -1,7 +1,7 @@
-"""Tells an OpenTelemetry collector where a run's time goes: a span per rollout, with a child span per stage.
+"""The spans of a run for an OpenTelemetry collector: one span per rollout, with a child span per stage.
 
 The intervals are those of the step's timer (observability/timer.py), so that a stage's spans last
-what ``time/<stage>_s`` of metrics.jsonl says. Importing this module needs the OpenTelemetry
+as long as ``time/<stage>_s`` of metrics.jsonl. Importing this module needs the OpenTelemetry
 packages of the extra `otel`.
 """
 
@@ -28,11 +28,11 @@ from megatron_rl.observability.timer import STEP
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 10.0  # for what is still on its way to the collector when the run ends
+CLOSE_S = 10.0  # for unsent spans when the run ends
 ITERATION = "rollout_iteration"
 UPDATE = "update"
 BETWEEN = ("eval", "export", "checkpoint")  # stages that follow a rollout's last row
-# What a stage's span says of its row, by the names in metrics.jsonl
+# The attributes of a stage's span, by their names in metrics.jsonl.
 FACTS = {
     UPDATE: (
         *("step", "step_kind", "skip/tokens_executed", "skip/tokens_dropped", "skip/samples_dropped"),
@@ -45,7 +45,7 @@ FACTS = {
 
 
 class Interval(NamedTuple):
-    """A stage's seconds, from ``started_s`` of ``time.perf_counter`` on."""
+    """Holds a stage's seconds, from ``started_s`` of ``time.perf_counter`` on."""
 
     stage: str
     started_s: float
@@ -57,7 +57,10 @@ class Interval(NamedTuple):
 
 
 class OwnIds(IdGenerator):
-    """Draws ids from the system; the packages' own draw from Python's random state, which is the run's."""
+    """Draws ids from the operating system.
+
+    The packages' own generator draws from Python's random state, which belongs to the run.
+    """
 
     def generate_span_id(self) -> int:
         return 1 + secrets.randbelow(2**64 - 1)
@@ -75,9 +78,9 @@ class SpanSink:
     run_name: the attribute ``megatron_rl.run`` of every span's resource.
     endpoint: as in ``otlp.traces_url``.
 
-    A span of a rollout is the root of a trace of its own and lasts until its last stage ends,
-    evaluation and checkpoint included; it is sent when the next begins, or the run ends. A
-    supervised step is a root as well, and so is what a run does before its first rollout.
+    A rollout's span is the root of its own trace. It lasts until its last stage ends, evaluation
+    and checkpoint included, and is sent when the next begins or the run ends. A supervised step is
+    a root as well, and so is a stage before the first rollout.
 
     Raises ValueError for an environment variable of OpenTelemetry that cannot be read, OSError for
     a certificate.
@@ -92,7 +95,7 @@ class SpanSink:
         )
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("megatron_rl")
-        self._unix_ns = time.time_ns() - time.perf_counter_ns()  # the timer's zero
+        self._unix_ns = time.time_ns() - time.perf_counter_ns()  # the timer's zero in Unix time
         self._pending: list[Interval] = []
         self._root: trace.Span | None = None
         self._rollout, self._ended_s, self._num_made = 0, 0.0, 0
@@ -102,7 +105,7 @@ class SpanSink:
         self._pending.append(Interval(stage, started_s, seconds))
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
-        """Make the spans of one row: of the step that the timer took last, and of the stages within and after it."""
+        """Make the spans of one row: the step that the timer took last, and the stages within and after it."""
         whole = next((each for each in reversed(self._pending) if each.stage == STEP), None)
         if whole is None:
             return
@@ -121,15 +124,15 @@ class SpanSink:
         self._add([each for each in stages if each.ended_s > whole.started_s], row)
 
     def show(self, step: int, source: str, completions: Sequence[Completion]) -> None:
-        """Send nothing: a span holds no text of a prompt."""
+        """Do nothing: a span holds no text of a prompt."""
 
     def follow(self, live: ReadLive) -> None:
-        """Pass over: what holds between two steps is not sent."""
+        """Do nothing: values between two steps are not sent."""
 
     def close(self, files: Sequence[object], *, failed: bool) -> None:
-        """Make what is left, send it within CLOSE_S, and log the number of spans that were not sent.
+        """Make the remaining spans, send them within CLOSE_S, and log the number of spans that were not sent.
 
-        Stages of a rollout that ended the run with an error come under a root of their own.
+        If a rollout ended the run with an error, its stages get a root span of their own.
         """
         stages, self._pending = [each for each in self._pending if each.stage != STEP], []
         first = next((i for i, each in enumerate(stages) if each.stage not in BETWEEN), len(stages))
@@ -149,7 +152,7 @@ class SpanSink:
             log.warning("%d of %d spans did not reach %s", missing, self._num_made, self._exporter.shown)
 
     def _add(self, stages: Sequence[Interval], row: Mapping[str, object]) -> None:
-        """Make a span of each stage, under the open root where there is one."""
+        """Make a span of each stage, under the open root if there is one."""
         parent = Context() if self._root is None else trace.set_span_in_context(self._root, Context())
         for each in stages:
             facts = {key: row[key] for key in FACTS.get(each.stage, ()) if key in row}

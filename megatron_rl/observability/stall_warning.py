@@ -1,8 +1,7 @@
-"""Warns when a run stalls: optimizer steps in a row without a gradient that moves a weight.
+"""The warning of a stalled run: optimizer steps in a row without a gradient that moves a weight.
 
-Such a step is a ghost, or has a gradient of zero, or one that is not finite
-(``optimizer.on_nonfinite=skip``). A held step, of a critic's warm-up, is neither such a step nor
-one that trains.
+Such a step is a ghost, or its gradient is zero or not finite (``optimizer.on_nonfinite=skip``). A
+held step of a critic's warm-up is counted neither as stalled nor as training.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ WAY_OUT = (
 class StallCounts:
     """Counts the last steps in a row that trained nothing, by their causes.
 
-    steps: all steps so far, held ones left out.
+    steps: all steps so far, except held ones.
     """
 
     steps: int = 0
@@ -41,7 +40,7 @@ class StallCounts:
         return self.ghosts + self.zero_gradients + self.not_finite
 
     def after(self, row: Mapping[str, object]) -> StallCounts:
-        """Return the counts after one more step. row: as MetricsWriter.write and read_metrics return it."""
+        """Return the counts after one more step. ``row``: as MetricsWriter.write and read_metrics return it."""
         kind = StepKind(row["step_kind"])
         if kind is StepKind.HELD:
             return self
@@ -88,17 +87,17 @@ class StallWarning:
         self._steps, self._next, self._counts = warning_steps, warning_steps, StallCounts()
 
     def resume(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """Count the steps of a run that goes on. rows: of its metrics.jsonl, in order; they are not warned of again."""
+        """Count the steps of a resumed run without a warning. ``rows``: of its metrics.jsonl, in order."""
         for row in rows:
             self._count(row)
 
     def observe(self, row: Mapping[str, object]) -> None:
-        """Count one step. row: as MetricsWriter.write returns it."""
+        """Count one step. ``row``: as MetricsWriter.write returns it."""
         if self._count(row):
             self._warn()
 
     def _count(self, row: Mapping[str, object]) -> bool:
-        """Count one step; return whether its number is one to warn at."""
+        """Count one step; return whether a warning is due."""
         self._counts = self._counts.after(row)
         if self._counts.in_a_row == 0:
             self._next = self._steps
@@ -108,7 +107,7 @@ class StallWarning:
         return due
 
     def end(self) -> None:
-        """Warn at a run's end where all its steps trained nothing and were too few to be warned of before."""
+        """Warn at a run's end if all its steps trained nothing and were too few for a warning before."""
         if self._counts.is_worth_saying(self._steps) and self._next == self._steps:
             self._warn()
 

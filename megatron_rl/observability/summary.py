@@ -1,4 +1,4 @@
-"""Names the phases of a run's optimizer steps, and sums its rows up to its headline figures."""
+"""The phases of a run's optimizer steps, and the headline figures of its rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WARMUP, SFT, PREFERENCE, RL = "warmup", "sft", "preference", "rl"
 SUPERVISED = frozenset({WARMUP, SFT, PREFERENCE})
 TITLES = {WARMUP: "supervised start", SFT: "SFT", PREFERENCE: "preference", RL: "RL"}
 COUNTED = {"skip/tokens_executed", "skip/tokens_dense"}
-HELD_OUT = {  # the table's words for a metric of held-out rows
+HELD_OUT = {  # the table's words for metrics of held-out rows
     "held-out supervised loss": "sft/eval_loss",
     "held-out pairs, loss": "preference/eval_loss",
     "held-out pairs, accuracy": "preference/eval_accuracy",
@@ -27,14 +27,14 @@ def is_supervised(row: Row) -> bool:
 
 
 def title(phase: str) -> str:
-    """Return a phase's name on a page or in a table; a phase of other programs keeps its own."""
+    """Return a phase's name on a page or in a table; an unknown phase keeps its own name."""
     return TITLES.get(phase, phase)
 
 
 def split_start(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """Return (the supervised steps that precede others, the run's own steps).
 
-    A run of supervised steps alone precedes nothing: all are its own.
+    In a run of supervised steps alone, all steps are its own.
 
     Example: rows of the phases ``warmup warmup rl`` give two and one; ``sft sft`` give none and
     two.
@@ -47,24 +47,26 @@ def split_start(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 class RunSummary:
     """Holds a run's headline figures over its own steps; None for a metric that the run lacks.
 
-    Its own steps are those behind a supervised start, or all where the run is supervised alone.
+    A run's own steps are those after a supervised start, or all steps if the run is supervised
+    alone.
 
-    window: steps in ``first`` and ``last`` means: 10, or half of the run if it is shorter.
-    supervised_phase: of a run of supervised steps alone.
+    window: the number of steps in the means of a first and a last window: 10, or half of the run if
+        it is shorter.
+    supervised_phase: the phase of a run of supervised steps alone.
     num_warmup: supervised steps before the others.
     reward, reverse_kl, zero_advantage_ratio: (mean of the first window, mean of the last).
-    loss, accuracy: the same of a supervised run's loss, and of the share of its pairs that it tells
-        apart.
+    loss, accuracy: the same for a supervised run's loss, and for the share of pairs that it ranks
+        right.
     tokens_per_second: median over a supervised run's steps.
     tokens_executed, tokens_dense: tokens, summed over the steps that report both.
     step_s: median seconds per step.
     total_s: seconds, the sum over all steps, a supervised start included.
-    evaluations: of each set's mean@k, as "<set> mean@k": (step, value) of the first and of the last
-        evaluation.
-    truncated_share: of the last window's mean, the share of samples that were cut off.
+    evaluations: for each set's mean@k, as "<set> mean@k": (step, value) of the first and of the
+        last evaluation.
+    truncated_share: the share of samples that were cut off, as the last window's mean.
     reward_errors: samples of all rollouts whose reward failed.
-    reward_error_share: of the last window's mean, their share of the samples that were scored.
-    held_out: of held-out solutions or pairs, by the table's words: (step, value) of the first and
+    reward_error_share: the share of scored samples whose reward failed, as the last window's mean.
+    held_out: for held-out solutions or pairs, by the table's words: (step, value) of the first and
         the last evaluation.
     """
 
@@ -110,9 +112,9 @@ def _finite(rows: Sequence[Row], key: str) -> list[float]:
 
 
 def eval_points(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Return the evaluations of each set: by set and by metric (mean@k, pass@k), the (step, value) of each.
+    """Return each set's evaluations: its (step, value) pairs by set and by metric (mean@k, pass@k).
 
-    ``..._before`` in a step's row was measured before that step, so it stands at the step before.
+    A ``..._before`` in a step's row was measured before that step, so it is put at the step before.
     """
     points_of: dict[str, dict[tuple[str, int], list[tuple[int, float]]]] = {}
     for row in rows:
@@ -139,7 +141,7 @@ def eval_errors(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
 
 
 def held_out_points(rows: Sequence[Row], metric: str) -> list[tuple[int, float]]:
-    """Return the (step, value) of each evaluation of held-out rows; a ``_before`` stands at the step before."""
+    """Return the (step, value) of each evaluation of held-out rows; a ``_before`` is put at the step before."""
     return [
         (row["step"] - before, row[key])
         for row in rows
@@ -158,7 +160,7 @@ def summarize(rows: Sequence[Row]) -> RunSummary:
         values = _finite(trained, key)
         return (statistics.fmean(values[:window]), statistics.fmean(values[-window:])) if values else None
 
-    # of supervised steps, only pairs beyond the hinge loss's margin have no signal: a share of 0 says nothing
+    # Among supervised steps, only pairs beyond the hinge loss's margin have no signal: a share of 0 tells nothing.
     has_silent = not supervised or any(_finite(trained, "skip/zero_advantage_ratio"))
     counted = [row for row in trained if row.keys() >= COUNTED]
     step_times, all_times = _finite(trained, "time/step_s"), _finite(rows, "time/step_s")

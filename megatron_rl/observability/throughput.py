@@ -1,4 +1,7 @@
-"""Computes an optimizer step's FLOPs over the device's peak, and its measured micro-batch costs. Not collectives."""
+"""The throughput of an optimizer step: its FLOPs over the device's peak, and measured micro-batch costs.
+
+No collectives.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from megatron_rl.types import BatchFacts, StepKind, StepPlan
 def performance(model: TrainableModel, facts: BatchFacts, mini_batch: StepPlan, seconds: float) -> dict[str, float]:
     """Return ``perf/*`` and ``cost/*`` of one optimizer step that took ``seconds``.
 
-    FLOPs are those executed; dense-equivalent tokens are those that the dense run would have
-    processed.
+    FLOPs are the executed ones; dense-equivalent tokens are the tokens that the dense run would
+    have processed.
     """
     tokens = tokens_of(facts, share_prompts=model.rules.share_prompts, windows=model.shape.windows)
     metrics = {
@@ -31,7 +34,7 @@ def performance(model: TrainableModel, facts: BatchFacts, mini_batch: StepPlan, 
 
 
 def step_times(timer: StepTimer, facts: BatchFacts) -> dict[str, float]:
-    """Return ``time/*`` of a supervised step, and the tokens of all its rows over its whole seconds."""
+    """Return ``time/*`` of a supervised step, and its throughput: the tokens of all its rows over its seconds."""
     times = timer.take()
     return {**times, "perf/tokens_per_second": float(facts.total_tokens.sum() / times["time/step_s"])}
 

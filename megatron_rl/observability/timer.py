@@ -1,4 +1,4 @@
-"""Measures the seconds of an optimizer step, stage by stage."""
+"""The timer of an optimizer step's stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STEP = "step"  # the stage that ``take`` reports: a whole optimizer step
 
 
 def _nobody(stage: str, started_s: float, seconds: float) -> None:
-    """Hear of nothing."""
+    """Ignore an interval."""
 
 
 class StepTimer:
@@ -20,8 +20,8 @@ class StepTimer:
 
     enter: called with the name of each measured stage; returns a context manager
         (``Watchdog.stage``).
-    heard: called with each interval as it ends: its stage, its start by ``time.perf_counter``, and
-        its seconds.
+    heard: called at the end of each interval with its stage, its start by ``time.perf_counter``,
+        and its seconds.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class StepTimer:
 
     @contextlib.contextmanager
     def follow(self, stage: str) -> Iterator[None]:
-        """Report a stage that lies outside of the optimizer steps' seconds, and sum nothing."""
+        """Report a stage that lies outside the optimizer steps' seconds, and sum nothing."""
         with self.enter(stage):
             started = time.perf_counter()
             yield

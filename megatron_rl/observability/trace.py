@@ -1,8 +1,8 @@
-"""Writes a run's files for a simulation: trace.jsonl, a line per rollout, and coefficients.json, the latest fit.
+"""The files of a run for a simulation: trace.jsonl, one line per rollout, and coefficients.json, the latest fit.
 
-Both lie in the run's folder and are written by the main rank alone; the fit is that after the last
-optimizer step. ``megatron-rl simulate --from-run FOLDER`` reads them (workload.py, machine.py); a
-run imports no more than this file.
+Both lie in the run's folder. Only the main rank writes them. The fit is replaced after every
+optimizer step. ``megatron-rl simulate --from-run FOLDER`` reads them by simulator/workload.py and
+simulator/machine.py. A run imports this file alone of the three.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def append_trace(path: str | pathlib.Path, rollout: int, samples: TracedRollout,
     """Add one rollout to a trace, in one write; ``read_trace`` (workload.py) reads it back.
 
     With several functions the reward is their weighted sum.
-    prompts: the name of each group's prompt, in the order of the groups, for readers of the trace
-        alone.
+
+    prompts: the name of each group's prompt, in the order of the groups; only people read them.
     """
 
     def plain(values: np.ndarray) -> list[float | None]:
@@ -137,7 +137,7 @@ def append_trace(path: str | pathlib.Path, rollout: int, samples: TracedRollout,
 
 
 class Grid(Protocol):
-    """Describes the fields of a Topology on which a stage's fit depends."""
+    """Has the fields of a Topology on which a stage's fit depends."""
 
     tensor_size: int
     context_size: int
@@ -146,7 +146,7 @@ class Grid(Protocol):
 
 
 def fitted_with(shape: ModelShape, dtype: str, degrees: Grid) -> dict[str, object]:
-    """Return the settings, besides the machine and the replicas' number, on which a stage's fit depends."""
+    """Return the settings on which a stage's fit depends, besides the machine and the number of replicas."""
     return {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,

@@ -1,4 +1,4 @@
-"""Sends a run's metrics, tables of completions and configuration to Weights & Biases."""
+"""The sink that sends a run's metrics, tables of completions and configuration to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_rl.observability.prometheus.live import ReadLive
 class WandbSink:
     """Sends metrics, tables of completions and the resolved configuration to one Weights & Biases run.
 
-    run_id: of the run to continue; None: a new one. Login, entity and WANDB_MODE=offline are W&B's
-        own settings.
+    run_id: the W&B run to continue; None for a new one. Login, entity and WANDB_MODE=offline are
+        W&B's own settings.
     """
 
     def __init__(self, run_dir: pathlib.Path, project: str, config: Mapping[str, object], run_id: str | None) -> None:
@@ -43,10 +43,10 @@ class WandbSink:
             ) from error
         self._table, self._teardown = wandb.Table, wandb.teardown
         self.run_id: str = self._run.id
-        self._first_step: int = self._run.step  # of the steps that W&B has not got
+        self._first_step: int = self._run.step  # the first step that W&B has not received
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Pass over: the step's row has its stages' seconds."""
+        """Do nothing: the step's row has its stages' seconds."""
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
         if step >= self._first_step:
@@ -70,8 +70,8 @@ class WandbSink:
         self._run.log({f"completions/{source}": table}, step=step)
 
     def follow(self, live: ReadLive) -> None:
-        """Pass over: what holds between two steps is not sent."""
+        """Do nothing: values between two steps are not sent."""
 
     def close(self, files: Sequence[pathlib.Path], *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
-        self._teardown()  # waits for W&B's process, which writes its file a moment after finish() has returned
+        self._teardown()  # wait for W&B's process, which writes its file a moment after finish() has returned

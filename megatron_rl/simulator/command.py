@@ -1,4 +1,4 @@
-"""Forecasts and prints a configuration's update, for ``megatron-rl simulate`` and ``megatron_rl.train --dry-run``."""
+"""The forecast of an update for ``megatron-rl simulate`` and ``megatron_rl.train --dry-run``, made and printed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron_rl.simulator.workload import Workload
     from megatron_rl.weights.model_shape import ModelShape
 
-MAX_ROLLOUTS = 16  # of a trace, evenly spaced: each is planned several times
+MAX_ROLLOUTS = 16  # rollouts of a trace, evenly spaced: each is planned several times
 
 
 def simulate_job(
@@ -40,10 +40,10 @@ def simulate_job(
     """Forecast the configuration's update, print it, and write the files that the arguments ask for.
 
     size: the job's GPUs; None: by the arguments and this process's variables.
-    prompt_lengths: tokens of the prompts of a rollout, for a workload that is drawn.
-    responses: the supervised steps on the run's data; they are all that is forecast where no rollout is trained.
-    Returns None, or the sentence that says why the job does not fit on its GPUs, and what would make it fit.
-    Raises ConfigError as training would.
+    prompt_lengths: tokens of a rollout's prompts, for a workload that is drawn.
+    responses: the supervised steps on the data; without RL's rollouts only these are forecast.
+
+    Returns None if the job fits, else the reason and a way out. Raises ConfigError as a run would.
     """
     from megatron_rl.simulator.degrees import degrees_of
     from megatron_rl.simulator.engine_memory import GIB
@@ -93,7 +93,7 @@ def simulate_job(
 def _model_files(
     config: Config, options: argparse.Namespace, shape: ModelShape, degrees: Degrees, size: JobSize
 ) -> dict[str, Any]:
-    """Return what the policy's load and export cost on paper, in bytes and seconds."""
+    """Return the estimated cost of the policy's load and export, in bytes and seconds."""
     from megatron_rl.model.seam_fields import DTYPES
     from megatron_rl.simulator.model_files import GB, count_model_files
     from megatron_rl.weights.file_plan import FileSizes, plan_files
@@ -137,7 +137,7 @@ def _say_what_is_left_out(*, critic: bool, teacher: bool, pairs: bool) -> None:
 
 
 def _from_run(options: argparse.Namespace) -> argparse.Namespace:
-    """Replace ``--from-run`` by the two options for which it stands."""
+    """Replace ``--from-run`` by the two options that it stands for."""
     if options.from_run is None:
         return options
     repeated = [
@@ -157,7 +157,7 @@ def _from_run(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def read_shape(config: Config, degrees: Degrees, value_head: bool = False) -> ModelShape:
-    """Return the ModelShape of ``model.hf_path``'s config.json, or with a value head; no weights are read."""
+    """Return the ModelShape by ``model.hf_path``'s config.json, with a value head if asked; no weights are read."""
     from megatron_rl.backend.megatron_ddp import REFUSED_DDP_FIELDS
     from megatron_rl.backend.trainable_model import DistributedDataParallelConfig
     from megatron_rl.model.hf_config import model_shape
@@ -194,6 +194,7 @@ def _workloads(
     from megatron_rl.simulator.workload import draw, read_trace
 
     drawn = {"--lengths": options.lengths, "--pass-rate": options.pass_rate, "--prompt-tokens": options.prompt_tokens}
+    # Without a trace: the supervised steps of the data, or drawn samples.
     chosen = [option for option, value in drawn.items() if value]
     if config.train.num_rollouts == 0 and responses and options.trace is None and not chosen:
         some = _evenly(responses)
@@ -209,6 +210,7 @@ def _workloads(
             context_tokens=shape.context_tokens,
         )
         return [workload], source
+    # With a trace: its rollouts, evenly spaced.
     if chosen:
         raise ConfigError(
             f"--trace {options.trace} and {' and '.join(chosen)} both say what the samples are; give one of them"
@@ -230,7 +232,7 @@ def _evenly(recorded: Sequence[Workload]) -> list[Workload]:
 
 
 def _longest(steps: Sequence[Workload]) -> list[Workload]:
-    """Return the supervised step with the longest response; [] of none."""
+    """Return the supervised step with the longest response, as a list; [] without steps."""
     return sorted(steps, key=lambda step: step.lengths.max())[-1:]
 
 

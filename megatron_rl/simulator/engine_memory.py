@@ -1,10 +1,10 @@
-"""Counts the bytes that a run's own engine takes on each GPU, next to the trainer or in turns with it.
+"""The bytes that a run's own engine takes on each GPU, next to the trainer or in turns with it.
 
 vLLM takes ``rollout.gpu_memory_utilization`` of the GPU, whatever it needs. Unless
-``rollout.sleep=never`` it gives that back while the trainer trains, and gradients and optimizer
-state leave the GPU while it generates. The embedded engine keeps a whole copy of the weights at all
-times, and its keys and values while it generates. Running servers (``rollout.servers``) take
-nothing here. Every GPU is counted as if an engine were on it.
+``rollout.sleep=never``, it gives this memory back while the trainer trains, and gradients and
+optimizer state leave the GPU while it generates. The embedded engine keeps a whole copy of the
+weights at all times, and its KV cache while it generates. Running servers (``rollout.servers``)
+take nothing here. Every GPU is counted as if it had an engine.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ class EngineMemory:
     """Holds an engine's bytes on one GPU.
 
     while_training, while_generating: the bytes that it takes at these times.
-    needed: the least that it can work with: its weights, and the keys and values of one longest
-        sample.
+    needed: the least that it can work with: its weights, and the KV cache of one longest sample.
     takes_turns: whether trainer and engine take turns on the GPU.
     """
 
@@ -51,7 +50,7 @@ class GpuNeeds:
     """Holds the most bytes that a GPU needs at each time, the stage that needs them, and the engine's part.
 
     training, generating: (bytes, stage).
-    critic: the same of a critic on ranks of its own; None without one.
+    critic: (bytes, stage) of a critic on separate ranks; None without one.
     """
 
     training: tuple[int, int]
@@ -65,12 +64,12 @@ class GpuNeeds:
 
 
 def engine_memory(job: Job, gpu_bytes: float) -> EngineMemory:
-    """Return the engine's bytes on a GPU of ``gpu_bytes``, of a run with one or no engine on each."""
+    """Return the engine's bytes on a GPU of ``gpu_bytes``, for a run with one or no engine on each."""
     config, shape, size = job.config, job.shape, job.placed.element_bytes
     rollout = config.rollout
     if rollout.servers or not config.generates:
         return EngineMemory(while_training=0, while_generating=0, needed=0, takes_turns=False)
-    plain = dataclasses.replace(shape, lora_rank=0, lora_targets=())  # adapters come merged
+    plain = dataclasses.replace(shape, lora_rank=0, lora_targets=())  # adapters are sent merged into the weights
     weights = sum(stage_parameters(plain, ONE_GPU, 0)) * size
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     cached = sum(min(longest, window or longest) for window in shape.windows or (0,) * shape.num_layers)
@@ -99,9 +98,9 @@ def gib(size: float) -> str:
 
 
 def gpu_needs(memory: tuple[StageMemory, ...], engine: EngineMemory, critic: tuple[StageMemory, ...] = ()) -> GpuNeeds:
-    """Return the most that a GPU of any stage needs.
+    """Return the most bytes that a GPU of any stage needs.
 
-    critic: the stages of a critic on ranks of its own.
+    critic: the stages of a critic on separate ranks.
     """
     training = max((stage.total + engine.while_training, stage.stage) for stage in memory)
     generating = max(
@@ -112,7 +111,7 @@ def gpu_needs(memory: tuple[StageMemory, ...], engine: EngineMemory, critic: tup
 
 
 def shortfalls(needs: GpuNeeds, rollout: RolloutConfig, gpu_bytes: float) -> list[str]:
-    """Say each way in which a job does not fit on GPUs of ``gpu_bytes``; [] where it fits."""
+    """Return a sentence for each way in which a job does not fit on GPUs of ``gpu_bytes``; [] if it fits."""
     sentences, whole = [], f"{gpu_bytes / GIB:g} GiB"
     engine = f"the {rollout.engine} engine"
     for time, (most, stage), part in (

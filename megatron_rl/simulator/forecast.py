@@ -1,7 +1,6 @@
-"""Runs the real planner's plans, dense and with the skip, on the clock of planning/timeline.py.
+"""The forecast: the real planner's plans, dense and with the skip, put on the clock of planning/timeline.py.
 
-A forecast has the update's time, the bubble, the balance, the memory, and the constraints that
-bind.
+It has the update's time, the bubble, the balance, the memory, and the constraints that bind.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from megatron_rl.validate.critic import critic_config, teacher_config
 from megatron_rl.weights.model_shape import ModelShape
 
 ReadShape = Callable[..., ModelShape]
-"""(configuration, degrees, value_head=False) → the shape of its model: simulator/command.py ``read_shape``."""
-MAX_OPERATIONS = 400_000  # per mini-batch; above, the clock runs for the busiest data-parallel ranks alone
+"""Maps (configuration, degrees, value_head=False) to the shape of its model: simulator/command.py ``read_shape``."""
+MAX_OPERATIONS = 400_000  # per mini-batch; above, the clock runs only for the busiest data-parallel ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drawn:
-    """Holds the pipeline that the picture shows: the first mini-batch that runs, on its slowest data-parallel rank.
+    """Holds the pipeline in the picture: the first mini-batch that runs, on its slowest data-parallel rank.
 
     dead: [M] share of each micro-batch's tokens without signal.
     filler: bool [M], True for a filler micro-batch.
@@ -50,8 +49,8 @@ class Drawn:
 class Outcome:
     """Holds the seconds and counts of one way to run a rollout's update, over all its optimizer steps.
 
-    busiest_s, mean_s: seconds that the busiest stage of the slowest replica computes, and its
-        stages on average.
+    busiest_s, mean_s: on the slowest replica, the seconds of computing on its busiest stage, and on
+        its stages on average.
     bubble_share: [P] share of each stage's time that the slowest replica waits, over all
         mini-batches.
     imbalance: the busiest replica's work over the mean, less 1.
@@ -83,7 +82,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """Names one thing that keeps the update from being shorter, and the seconds saved without it."""
+    """Names one constraint that lengthens the update, and the seconds saved without it."""
 
     name: str
     saves_s: float
@@ -94,8 +93,8 @@ class Constraint:
 class Forecast:
     """Holds the outcomes of the dense run and of the skip run, with memory and constraints.
 
-    ideal: dense tokens over surviving tokens, None if nothing survives.
-    gain: predicted update time of the dense run over that of the skip run.
+    ideal: dense tokens over surviving tokens; None if nothing survives.
+    gain: the dense run's predicted update time over the skip run's.
     """
 
     dense: Outcome
@@ -112,8 +111,8 @@ class Forecast:
 class Job:
     """Holds the inputs of one forecast.
 
-    config: one whose `model.dtype` is settled (weights/model_dtype.py).
-    critic: the same of PPO's critic, on its own grid; None without one.
+    config: its `model.dtype` is settled (weights/model_dtype.py).
+    critic: the inputs for PPO's critic, on its own grid; None without a critic.
     teacher: the shape of a teacher whose weights lie beside the policy's; None without one.
     """
 
@@ -130,7 +129,10 @@ class Job:
         return PlacedModel.of(self.config, self.shape, self.degrees)
 
     def rules(self) -> PlanRules:
-        """Return the backend's plan rules: prior costs, or a run's own if given and ``plan.calibrate`` is on."""
+        """Return the backend's plan rules, with prior costs or a run's own.
+
+        A run's own costs are used if they are given and ``plan.calibrate`` is on.
+        """
         config = self.config
         shares = shares_prompts(config.plan, config.parallel, config.megatron, self.shape.layer_spec)
         rules = plan_rules(
@@ -148,8 +150,8 @@ class Job:
         """Return [S] bool, True for a sample with signal, by the run's own advantages and rule.
 
         Under GAE, a teacher or a KL in the reward, advantages need values or log-probs, which a
-        trace lacks: every sample with a loss token then counts as one with signal, as every
-        response of a supervised step does.
+        trace lacks. Every sample with a loss token then counts as one with signal, and so does
+        every response of a supervised step.
         """
         config, workload = self.config, self.workload
         if workload.supervised or config.has_critic or config.has_teacher or config.kl_in_reward:
@@ -173,7 +175,7 @@ class Job:
 
 
 def forecast(job: Job) -> Forecast:
-    """Forecast a job; raises ConfigError if the planner or the configuration refuses it."""
+    """Forecast a job; raise ConfigError if the planner or the configuration refuses it."""
     rules, signal = job.rules(), job.signal()
     drops = signal_rule(job.config).drops
     dense = run_plan(job, rules, signal, drops=False)
@@ -193,10 +195,11 @@ def forecast(job: Job) -> Forecast:
 
 
 def with_critic(job: Job, read_shape: ReadShape) -> Job:
-    """Return the job with that of its critic, if it has one; its times are not forecast.
+    """Return the job with its critic's job, if it has a critic; the critic's times are not forecast.
 
-    read_shape: gives a configuration's shape of the model (simulator/command.py).
-    Raises ConfigError where the critic's degrees do not divide its ranks or its model.
+    read_shape: returns the shape of a configuration's model (simulator/command.py).
+
+    Raises ConfigError if the critic's degrees do not divide its ranks or its model.
     """
     if not job.config.has_critic:
         return job
@@ -239,10 +242,10 @@ def memory_of(job: Job, plan: BatchPlan) -> tuple[StageMemory, ...]:
 
 
 def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, plan: BatchPlan | None = None) -> Outcome:
-    """Plan, and put every mini-batch on the clock.
+    """Plan a job's update, and put every mini-batch on the clock.
 
-    A ghost step takes the optimizer step's local part, at most; it counts as a whole optimizer
-    step.
+    A ghost step counts as a whole optimizer step, though it takes the local part of one at most.
+
     plan: the result of ``job.plan`` with the same arguments, if already made; the job's costs are
         not in it.
     """
@@ -285,7 +288,7 @@ def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, pla
 
 
 def _sums(mini_batch: StepPlan, values: np.ndarray) -> np.ndarray:
-    """Return [M] the sum of a value over each micro-batch; no micro-batch is empty."""
+    """Return [M], the sum of a value over each micro-batch; no micro-batch is empty."""
     return np.add.reduceat(values[mini_batch.order], mini_batch.microbatch_offsets[:-1])
 
 
@@ -300,8 +303,7 @@ def _slowest(
     """Return the rank whose pipeline ends last, its timeline, and [D] the work on each rank's busiest stage.
 
     Ranks that share experts wait for one another in every layer: each micro-batch takes as long as
-    the longest of its
-        block.
+    the longest in its block of ranks.
     """
     # Each rank's own work, which names the busiest rank of every block in lockstep.
     forward_s, backward_s = job.costs.chunk_seconds(*padded.sums(mini_batch.order, mini_batch.microbatch_offsets))
@@ -331,7 +333,7 @@ def _slowest(
 def _whole_groups(forward_s: np.ndarray, backward_s: np.ndarray, degrees: Degrees) -> tuple[np.ndarray, np.ndarray]:
     """Pad to a multiple of the pipeline with micro-batches that take no time.
 
-    The interleaved schedule would refuse such what-if plans without them.
+    The interleaved schedule would refuse such what-if plans without the padding.
     """
     short = -forward_s.shape[1] % degrees.pipeline_size if degrees.virtual_size > 1 else 0
     return tuple(np.pad(x, ((0, 0), (0, short))) for x in (forward_s, backward_s))

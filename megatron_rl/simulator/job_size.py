@@ -1,4 +1,4 @@
-"""The number of a job's GPUs: from the command line, a launcher's or SLURM's variables, or assumed and said so."""
+"""The number of a job's GPUs: by the command line, a launcher's or SLURM's variables, or a printed assumption."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
 
-NODE_GPUS = 8  # of a node of which nothing is known
+NODE_GPUS = 8  # on a node of which nothing is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSize:
-    """Holds the GPUs of a job, and those of each of its nodes.
+    """Holds the number of GPUs of a job, and of each of its nodes.
 
-    assumed: what is assumed, in words, where nothing states the number; None: something does.
+    assumed: the assumption in words, if nothing states the number; else None.
     """
 
     gpus: int
@@ -36,11 +36,12 @@ def job_size(
 ) -> JobSize:
     """Return the GPUs of a job as the arguments, torchrun's or SLURM's variables state them.
 
-    Where none of them does, as many of one node as the parallel degrees divide, or the fewest whole
-    nodes.
+    If none states them, as many of one node are taken as the parallel degrees divide, or the fewest
+    whole nodes.
 
-    host_gpus: GPUs of this host, which an unknown node is taken to be like; 0: it has none.
-    Raises ConfigError where SLURM states half of it.
+    host_gpus: GPUs of this host, which an unknown node is assumed to resemble; 0: it has none.
+
+    Raises ConfigError if SLURM's variables state only a part.
     """
     for option, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
         if value is not None and value < 1:
@@ -71,17 +72,17 @@ def job_size(
 
 
 def say_if_assumed(size: JobSize) -> JobSize:
-    """Return the job's GPUs, with a line on stderr where they are assumed."""
+    """Return the job's GPUs, after a line on stderr if they are assumed."""
     if size.assumed:
         print(f"note: {size.assumed}", file=sys.stderr)
     return size
 
 
 def _assumed(on_node: int, unit: int, *, of_critic: int, of_engines: int) -> JobSize:
-    """Return the size of a job that nothing states: on one node where its degrees and engines fit there.
+    """Return the size of a job that nothing states: on one node if its degrees and engines fit there.
 
-    unit: the ranks that the policy's degrees take, or a multiple. of_critic, of_engines: the
-        critic's and the engines'.
+    unit: the number of ranks that the policy's degrees take; the policy gets a multiple of it.
+    of_critic, of_engines: the ranks of the critic and of the engines.
     """
     gpus = next(
         gpus
@@ -99,7 +100,7 @@ def _assumed(on_node: int, unit: int, *, of_critic: int, of_engines: int) -> Job
 
 
 def _sizes(on_node: int, unit: int, of_critic: int) -> Iterator[int]:
-    """Yield sizes: of one node from the largest on, then whole nodes, then any that the degrees divide."""
+    """Yield sizes: on one node from the largest down, then whole nodes, then any that the degrees divide."""
     yield from range(on_node, 0, -1)
     yield from range(2 * on_node, on_node * (unit + of_critic + 1) + 1, on_node)
     whole = unit

@@ -1,8 +1,8 @@
-"""Converts a GPU's rates, stated or fitted, or a run's own coefficients to the seconds that a forecast uses.
+"""The conversion of a GPU's rates, stated or fitted, or of a run's coefficients to the seconds of a forecast.
 
 FLOPs of a token, forward and backward: 6 per element of each matrix that it passes (8 under full
-recompute; 8 in the LM head, whose logits are made twice, and only at loss positions), and 6 · heads
-· head_dim per layer and Σ l² for causal attention.
+recompute). In the LM head it is 8, since logits are made twice, and only at loss positions. For
+causal attention, 6 · heads · head_dim per layer and Σ l².
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from megatron_rl.simulator.memory import stage_parameters
 from megatron_rl.simulator.placed import PlacedModel
 from megatron_rl.weights.model_shape import ModelShape
 
-# Stated, not measured: HBM of 2 TB/s under 30 bytes of AdamW per parameter; 6 bytes (float32
-# gradients out, bfloat16 weights back) over 100 GB/s per GPU.
+# Stated, not measured: HBM of 2 TB/s under 30 bytes of AdamW per parameter; 6 bytes (float32 gradients out, bfloat16
+# weights back) over 100 GB/s per GPU.
 ADAM_S, REDUCE_S = 30 / 2e12, 6 / 100e9
 HEAD_FLOPS = 8.0  # per element of the LM head
-# Assumed of a GPU in matrix products where --flops says nothing, of 989e12 (H100, bfloat16): 40 %,
-# and 27 % of a mixture's many small products and their exchanges. Published of mixtures: 24 to 30 %
-# (docs/simulate-cluster.md).
+# Assumed for a GPU in matrix products if --flops is not given, of 989e12 (H100, bfloat16): 40 %, and 27 % for a
+# mixture's many small products and their exchanges. Published for mixtures: 24 to 30 % (docs/simulate-cluster.md).
 DENSE_FLOPS_PER_S, MIXTURE_FLOPS_PER_S = 4e14, 2.7e14
 
 
@@ -58,11 +57,11 @@ class Costs:
 
     forward_share: share of a micro-batch's time that its forward pass takes.
     optimizer_s: seconds of reduction, norm, AdamW and gather.
-    chunk_shares: of each stage, over all chunks in the order of the layers, its share of its
+    chunk_shares: for each stage, over all chunks in the order of the layers, its share of its
         pipeline rank's time.
     source: the origin of the costs, in words.
-    from_run: True if a run of these stages has fitted the model, so that a calibrated planner would
-        plan by it.
+    from_run: True if a run with these stages fitted the costs, so that a calibrated planner would
+        plan by them.
     """
 
     model: CostModel
@@ -127,7 +126,7 @@ def chunk_shares(shape: ModelShape, degrees: Degrees, loss_share: float) -> tupl
 
 
 def optimizer_parameters(placed: PlacedModel, stage: int) -> tuple[float, float]:
-    """Return the numbers of parameters on a rank of the stage that AdamW updates and that are reduced."""
+    """Return the numbers of a stage's parameters that AdamW updates on one rank, and whose gradients are reduced."""
     degrees = placed.degrees
     dense, experts = stage_parameters(placed.shape, degrees, stage)
     replicas = degrees.data_size * degrees.context_size
@@ -141,9 +140,9 @@ def optimizer_seconds(machine: Machine, placed: PlacedModel, stage: int) -> floa
 
 
 def stated_machine(flops_per_s: float, placed: PlacedModel, overhead_tokens: float) -> Machine:
-    """Return the machine of a stated FLOP/s.
+    """Return the machine for a stated FLOP/s.
 
-    overhead_tokens: a micro-batch's fixed cost, the planner's own
+    overhead_tokens: a micro-batch's fixed cost in tokens, the planner's
         ``plan.microbatch_overhead_tokens``.
     """
     degrees = placed.degrees
@@ -156,7 +155,7 @@ def stated_machine(flops_per_s: float, placed: PlacedModel, overhead_tokens: flo
 
 
 def assumed_flops(shape: ModelShape) -> tuple[float, str]:
-    """Return the FLOP/s that are assumed of a GPU for a model, and where they are from, in words."""
+    """Return the FLOP/s that are assumed for a GPU on a model, and their origin in words."""
     if shape.num_experts:
         return MIXTURE_FLOPS_PER_S, (
             f"assumed: {MIXTURE_FLOPS_PER_S:.3g} FLOP/s per GPU (27 % of an H100's; of mixtures 24 to 30 % are "
@@ -168,11 +167,14 @@ def assumed_flops(shape: ModelShape) -> tuple[float, str]:
 def load_coefficients(path: str | pathlib.Path, placed: PlacedModel, *, loss_share: float) -> Costs:
     """Read costs from a JSON file, or from the coefficients.json in a run's folder.
 
-    The file holds a run's ``stages``, or a ``machine`` (Machine's fields): ``{"stages":
-    [{"overhead": s, "token": s, "square": s}, ...], "virtual": 1, "optimizer_s": s, "measured_on":
-    "..."}``, one per pipeline stage, optionally with ``forward_share`` and ``fitted_with`` (see
-    that function), which then must be this configuration's; ``{"machine": {"flops_per_s": ...,
-    ...}, "measured_on": "..."}``.
+    The file holds a run's ``stages`` or a ``machine`` (Machine's fields).
+
+    A run's file is ``{"stages": [{"overhead": s, "token": s, "square": s}, ...], "virtual": 1,
+    "optimizer_s": s, "measured_on": "..."}``, with one entry per pipeline stage. It may have
+    ``forward_share``, and ``fitted_with`` (see the function of that name), which must then equal
+    this configuration's.
+
+    A machine's file is ``{"machine": {"flops_per_s": ..., ...}, "measured_on": "..."}``.
     """
     path = pathlib.Path(path)
     path = path / "coefficients.json" if path.is_dir() else path

@@ -1,14 +1,17 @@
-"""Counts the bytes on one GPU of each pipeline stage: weights, reference, gradients, optimizer, activations, logits.
+"""The bytes on one GPU of each pipeline stage: weights, reference, gradients, optimizer, activations, logits.
 
-Weights are counted from the shape and equal those of the built model
-(tests/tools/test_simulate_cluster.py). Gradients lie in one buffer per rank in float32
-(``grad_reduce_in_fp32``) and are not sharded. AdamW keeps two float32 moments per parameter and,
-for bfloat16 weights, a float32 master, which ``optimizer.distributed`` shards over data and context
-parallel ranks. Beside adapters (``lora.rank``) the rest of the weights has neither. A critic on the
-same GPUs keeps its own; its updates and the policy's take turns, so that of their activations and
-logits the larger sum counts. Activations are the elements that autograd saves per token and layer
-with an attention that keeps no scores. The sum leaves out allocator fragments, communication
-buffers, and CUDA itself.
+- Weights are counted from the shape and equal those of the built model
+  (tests/tools/test_simulate_cluster.py).
+- Gradients lie in one float32 buffer per rank (``grad_reduce_in_fp32``) and are not sharded.
+- AdamW keeps two float32 moments per parameter and, for bfloat16 weights, a float32 master.
+  ``optimizer.distributed`` shards these over data and context parallel ranks. Under adapters
+  (``lora.rank``) the frozen weights have neither gradients nor optimizer state.
+- A critic on the same GPUs keeps its own state. Its updates and the policy's take turns, so that of
+  their activations and logits the larger sum counts.
+- Activations are the elements that autograd saves per token and layer with an attention that keeps
+  no scores.
+
+The sum leaves out allocator fragments, communication buffers, and CUDA itself.
 """
 
 from __future__ import annotations
@@ -31,12 +34,14 @@ class StageMemory:
     """Holds the bytes on a GPU of one pipeline stage.
 
     layers: the number of its layers, over all chunks.
-    reference: weights again if a reference is kept under ``reference.placement=device``, and a
-        teacher's weights.
-    optimizer: as the config shards it; the two after it with and without ``optimizer.distributed``.
-    activations: as the config recomputes them; the two after it without and with full recompute.
-    critic_weights, critic_state, critic_working: of a critic on the same GPU: its weights, its
-        gradients and optimizer state, and its activations and values while it is updated, when the
+    reference: a second copy of the weights if a reference is kept under
+        ``reference.placement=device``, and a teacher's weights.
+    optimizer: as the config shards it; the next two fields are with and without
+        ``optimizer.distributed``.
+    activations: as the config recomputes them; the next two fields are without and with full
+        recompute.
+    critic_weights, critic_state, critic_working: for a critic on the same GPU: its weights, its
+        gradients and optimizer state, and its activations and values during its update, when the
         policy has none.
     """
 
@@ -132,7 +137,7 @@ def stage_adapters(model: PlacedModel, stage: int) -> tuple[int, int]:
     shape, degrees = model.shape, model.degrees
     adapted, dense, experts = shape.with_adapters(model.lora), 0, 0
     for layer in layers_of(shape, degrees, stage):
-        for weight in target_entries(adapted, layer, shape.num_experts or 1):  # of the experts, one
+        for weight in target_entries(adapted, layer, shape.num_experts or 1):  # one expert's targets
             ranks = degrees.tensor_size if weight.expert is None else degrees.expert_tensor_size
             count = sum(math.prod(shard_size(entry, adapted, ranks)) for entry in pair_entries(weight))
             if weight.expert is None:
@@ -146,17 +151,21 @@ def kept_elements(model: PlacedModel, layer: int) -> float:
     """Return the elements that autograd saves per token of a rank in a layer, with torch's layers in float32.
 
     In bfloat16 on a GPU, and with Transformer Engine's layers, fused kernels keep less
-    (``fused_kept_elements``). Layers with norms behind them, bounded or other activations and
-    latents are counted as here. Both norms keep input, normalised and output (6 h, split by
-    sequence parallelism), and norms behind them input and normalised; attention keeps the
-    projection of which v is a part, q and k as rotated, its output, and the cosines and sines, and
-    under q/k norms their inputs, of which k's is a part of the projection, and the normalised too;
-    multi-latent attention, whose latents' norms are as the other norms, keeps q, k, v and its
-    output at q's width, and the output once more at v's; the MLP keeps gate and up, the activated
-    gate, up, their product. Bounds of gate and up keep three more: the bounded gate, its sigmoid
-    and the bounded up. An expert's tokens lie in memory before and after it, once per choice;
-    evenly routed, a rank's experts get its share of the choices: a tensor rank of sequence
-    parallelism sends its own tokens alone, expert-tensor ranks take the same.
+    (``fused_kept_elements``). Layers with norms after attention and MLP, with bounded or other
+    activations, or with latents are counted by this function.
+
+    - Each of the two norms keeps input, normalised values and output (6 h in all, split by sequence
+      parallelism). Norms after attention and MLP keep input and normalised values.
+    - Attention keeps the projection of which v is a part, q and k as rotated, its output, and the
+      cosines and sines. Norms of q and k also keep their inputs, of which k's is a part of the
+      projection, and the normalised values.
+    - Multi-latent attention keeps q, k, v and its output at q's width, and the output once more at
+      v's. Its latents' norms count like the other norms.
+    - The MLP keeps gate and up, the activated gate, up, and their product. Bounds of gate and up
+      keep three more: the bounded gate, its sigmoid and the bounded up.
+    - An expert's tokens lie in memory before and after it, once per choice. With even routing a
+      rank's experts get its share of the choices. Under sequence parallelism a tensor rank sends
+      only its own tokens; expert-tensor ranks take the same tokens.
     """
     shape, degrees = model.shape, model.degrees
     if model.dtype == "bfloat16" and takes_fused_kernels(shape):
@@ -187,10 +196,10 @@ def takes_fused_kernels(shape: ModelShape) -> bool:
 def fused_kept_elements(model: PlacedModel, layer: int) -> float:
     """Return the elements that autograd saves per token of a rank in a layer under fused norms and SwiGLU.
 
-    A norm keeps its input alone, its output is the next product's (4 h). SwiGLU keeps gate and up,
-    and the product after it their product. Norms of q and k keep q beside the projection. Cosines
-    and sines are the micro-batch's. An expert's SwiGLU takes the router's weights, so that its
-    output is not kept.
+    A norm keeps only its input; its output is kept by the next product (4 h). SwiGLU keeps gate and
+    up, and the product after it keeps their product. Norms of q and k keep q beside the projection.
+    Cosines and sines are kept once per micro-batch. An expert's SwiGLU takes the router's weights,
+    so that its output is not kept.
     """
     shape, degrees = model.shape, model.degrees
     tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
@@ -213,7 +222,7 @@ def in_flight(degrees: Degrees, stage: int, microbatches: int) -> float:
 def stage_memory(model: PlacedModel, stage: int, *, tokens: int, loss_tokens: int, microbatches: int) -> StageMemory:
     """Compute the memory of one pipeline stage.
 
-    tokens, loss_tokens: of the largest micro-batch.
+    tokens, loss_tokens: the counts of the largest micro-batch.
     microbatches: the most that a data-parallel rank runs.
     """
     # Parameters, and their optimizer state.
@@ -232,7 +241,7 @@ def stage_memory(model: PlacedModel, stage: int, *, tokens: int, loss_tokens: in
     # Activations of the micro-batches in flight, as autograd keeps them and under full recompute.
     own_tokens, flying = tokens / degrees.context_size, in_flight(degrees, stage, microbatches)
     each = [kept_elements(model, layer) for layer in layers_of(shape, degrees, stage)]
-    layer = own_tokens * max(each, default=0.0) * size  # of which recomputation keeps one whole
+    layer = own_tokens * max(each, default=0.0) * size  # recomputation keeps one such layer whole
     boundary = own_tokens * shape.hidden_size * size / model.sequence_shards
     at_once = model.recompute_layers
     all_kept = flying * own_tokens * sum(each) * size
@@ -258,7 +267,7 @@ def _logit_bytes(model: PlacedModel, loss_tokens: int) -> float:
     """Return the bytes of a chunk's logits on the last stage."""
     shape, degrees, size = model.shape, model.degrees, model.element_bytes
     columns = 1 if shape.value_head else shape.padded_vocab_size // degrees.tensor_size
-    # torch's CUDA builds, which the forecast is for, bring Triton
+    # torch's CUDA builds, for which the forecast is made, include Triton
     kernel = "triton" if model.logprob_kernel == "auto" else model.logprob_kernel
     rows = min(loss_tokens / degrees.context_size, default_chunk_tokens("cuda", columns, kernel, size))
     return rows * columns * bytes_per_logit(kernel, size)
@@ -273,10 +282,10 @@ def beside_teacher(stage: StageMemory, teacher: ModelShape, policy: PlacedModel)
 def beside_critic(
     policy: Sequence[StageMemory], critic: Sequence[StageMemory], num_ranks: int
 ) -> tuple[StageMemory, ...]:
-    """Return the policy's stages with the critic on the same ranks, whose pipeline may have another length.
+    """Return the policy's stages with a critic on the same ranks, whose pipeline may have another length.
 
-    Stages are blocks of successive ranks, so that a stage of the one meets some of the other: its
-    GPU of the greatest need counts.
+    A stage is a block of successive ranks, so that a policy's stage overlaps one or more of the
+    critic's. The GPU with the greatest need counts.
     """
     stages = []
     for number, stage in enumerate(policy):

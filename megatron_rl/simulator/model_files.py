@@ -1,7 +1,7 @@
-"""Counts what loading and exporting a model cost on paper: bytes, reads, files and messages of each rank, and seconds.
+"""The estimated cost of loading and exporting a model: bytes, reads, files and messages of each rank, and seconds.
 
 Pure: it takes a model's shape and a topology's degrees, and asks ``file_plan`` and ``mapping`` what
-the real load and export will do. Bytes are those of tensors; files' headers are not counted.
+the real load and export will do. Bytes are the tensors' bytes; files' headers are not counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class RankFiles:
     """Counts one rank's part: bytes of tensors, and calls or messages.
 
     read_bytes, num_reads: slices of the model's files, each read once.
-    written_bytes, num_files: of an export. sent_bytes, num_messages: to the owners in its groups.
+    written_bytes, num_files: of an export.
+    sent_bytes, num_messages: sent to the owners in its groups.
     """
 
     read_bytes: int
@@ -42,8 +43,9 @@ class RankFiles:
 class ModelFiles:
     """Counts a model's load and export.
 
-    ranks: in the order of global ranks. read_by_host: the bytes that the ranks of each host read
-        from storage, each once, if the host's page cache holds what its ranks share.
+    ranks: in the order of global ranks.
+    read_by_host: the bytes that the ranks of each host read from storage; shared bytes count once,
+        if the host's page cache holds them.
     num_files, largest_file_bytes: of the export.
 
     Example: 16 bytes, DP=2 on one host: each rank reads 16, the host 16, one rank writes 16.
@@ -93,7 +95,11 @@ class ModelFiles:
 
 
 def count_model_files(shape: ModelShape, degrees: Degrees, plan: FilePlan, ranks_per_host: int) -> ModelFiles:
-    """Count the load and the export of a model. plan: of its export; the files to load have as wide numbers."""
+    """Count the load and the export of a model.
+
+    plan: the plan of the export. The files to load are assumed to have numbers of the same width.
+    """
+    # Each rank's part.
     sent = _sent(plan, degrees)
     reads = _Reads(shape, degrees, plan.dtype)
     ranks = []
@@ -114,6 +120,7 @@ def count_model_files(shape: ModelShape, degrees: Degrees, plan: FilePlan, ranks
                 num_messages=num_messages,
             )
         )
+    # The sums over hosts and files.
     hosts = [range(i, min(i + ranks_per_host, len(ranks))) for i in range(0, len(ranks), ranks_per_host)]
     return ModelFiles(
         model_bytes=sum(file.num_bytes for file in plan.files),
@@ -140,10 +147,10 @@ def _sent(plan: FilePlan, degrees: Degrees) -> list[tuple[int, int]]:
 
 
 class _Reads:
-    """Counts the slices that ranks read, by what they hold: part of a stage's layers, part of its experts.
+    """Counts the slices that ranks read: a part of a stage's layers, and a part of its experts.
 
-    Counts are [bytes, calls] by (pipeline rank, tensor rank, whether an expert's): all
-    expert-parallel ranks read as much.
+    Counts are [bytes, calls] by (pipeline rank, tensor rank, whether an expert's); all
+    expert-parallel ranks read the same amount.
     """
 
     def __init__(self, shape: ModelShape, degrees: Degrees, dtype: torch.dtype) -> None:
@@ -186,7 +193,7 @@ class _Reads:
         return sum(x for x, _ in counts), sum(x for _, x in counts)
 
     def of_host(self, ranks: Sequence[int]) -> int:
-        """Return the bytes that a host's ranks read, what several of them read counted once."""
+        """Return the bytes that a host's ranks read; bytes that several of them read count once."""
         places = {place for rank in ranks for place in self._places(rank)}
         total = sum(self.counts.get(place[:3], [0, 0])[0] for place in places)
         alike: dict[tuple[int, bool, int], int] = {}
@@ -196,7 +203,7 @@ class _Reads:
 
 
 def words(figures: dict[str, Any]) -> list[str]:
-    """Say the figures in two lines, of the load and of an export."""
+    """Return the figures as two lines of text, for the load and for an export."""
     speed = f"at {figures['host_bytes_per_s'] / GB:g} GB/s a host (--host-gb-per-s)"
     return [
         f"load: {_gb(figures['model_bytes'])} in {figures['tensors']:,} tensors; a rank reads at most "

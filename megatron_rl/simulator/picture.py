@@ -1,4 +1,4 @@
-"""Draws a forecast as SVG: the pipeline's clock, the dense run above the skip run, on one axis of seconds.
+"""The picture of a forecast as SVG: the pipeline's clock, the dense run above the skip run, on one axis of seconds.
 
 Colours are those of the run report (observability/page/watch.css), light and dark. In the dense run
 the part of a micro-batch without signal is grey: the skip run lacks that part.
@@ -31,7 +31,7 @@ CSS = """
 
 
 def picture(forecast: Forecast, title: str) -> str:
-    """Draw the first mini-batch that runs, dense and skip, each on its slowest replica."""
+    """Return the picture of the first mini-batch that runs, dense and skip, each on its slowest replica."""
     panels = [
         (name, drawn)
         for name, drawn in (("dense", forecast.dense.drawn), ("skip", forecast.skip.drawn))
@@ -91,7 +91,7 @@ def _panel(kind: str, drawn: Drawn, top: int, rows: int, seconds: float) -> str:
 
 
 def _boxes(drawn: Drawn, rank: int, y: int, seconds: float, limit: int) -> str:
-    """Draw one box per operation of a rank, a hair apart, with a grey foot for its tokens without signal."""
+    """Return one box per operation of a rank, slightly apart, with a grey foot for its tokens without signal."""
     timeline, parts = drawn.timeline, []
     for css, starts, ends in (
         ("forward", timeline.forward_start, timeline.forward_end),

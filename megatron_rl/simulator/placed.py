@@ -15,9 +15,9 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedModel:
-    """Holds a model's shape and degrees of parallelism, and what its memory and time depend on beside them.
+    """Holds a model's shape and degrees of parallelism, and the other settings on which its memory and time depend.
 
-    recompute_layers: layers that are computed anew at a time, under full recompute.
+    recompute_layers: layers that are recomputed at a time, under full recompute.
     float32_gradients: whether gradients are float32 whatever the weights are.
     shards_optimizer: whether data-parallel ranks share the optimizer's state.
     keeps_reference: whether a reference policy's weights lie beside the policy's.
@@ -61,5 +61,5 @@ class PlacedModel:
 
     @property
     def sequence_shards(self) -> int:
-        """Return over how many tensor ranks the tokens outside the linears are split."""
+        """Return the number of tensor ranks over which the tokens outside the linears are split."""
         return self.degrees.tensor_size if self.sequence_parallel else 1

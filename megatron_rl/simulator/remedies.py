@@ -1,7 +1,7 @@
-"""Finds the settings under which a job fits on its GPUs: each is counted as the job itself was.
+"""The search for settings under which a job fits on its GPUs: each is counted as the job itself was.
 
-One setting of a kind is tried first, then other degrees of parallelism at the same number of GPUs,
-with the engine's share or width beside them where that is short too.
+First one setting of each kind is tried, then other degrees of parallelism on the same number of
+GPUs. The engine's share or width is changed with them if the engine is short of memory too.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ RECOMPUTE: Change = {
 BFLOAT16: Change = {"model.dtype": "bfloat16"}
 FACTORS = (2, 4, 8, 16)
 DEGREES = (1, *FACTORS)
-MOST_LAYOUTS, MOST_PLANNED = 3, 40  # that are named, and that are planned to find them
-ROUGHLY = 0.8  # of the usual largest micro-batch: that of other degrees is hardly smaller
+MOST_LAYOUTS, MOST_PLANNED = 3, 40  # layouts that are named; layouts that are planned in the search
+ROUGHLY = 0.8  # factor on the usual largest micro-batch: under other degrees it is hardly smaller
 
 
 def needs_of(job: Job, gpu_bytes: float) -> GpuNeeds:
-    """Return the bytes that a job needs on a GPU, by the dense run's plan. Raises ConfigError if it has none."""
+    """Return the bytes that a job needs on a GPU, by the dense run's plan. Raises ConfigError if there is no plan."""
     return _beside_engine(job, _trainer_memory(job), gpu_bytes)
 
 
@@ -41,7 +41,7 @@ Stages = tuple[StageMemory, ...]
 
 
 def _trainer_memory(job: Job) -> tuple[Stages, Stages]:
-    """Return the stages of the policy, and of a critic on ranks of its own, by the dense run's plan."""
+    """Return the stages of the policy, and of a critic on separate ranks, by the dense run's plan."""
     plan = job.plan(job.rules(), job.signal(), drops=False)
     separate = critic_memory(job.critic) if job.critic and job.config.critic.placement == "separate" else ()
     return memory_of(job, plan), separate
@@ -53,7 +53,7 @@ def _beside_engine(job: Job, memory: tuple[Stages, Stages], gpu_bytes: float) ->
 
 
 def _needs_at(job: Job, gpu_bytes: float, *, tokens: int, microbatches: int) -> GpuNeeds:
-    """Return what a job needs of a largest micro-batch of ``tokens`` without loss; 0: no activations."""
+    """Return the needs of a job whose largest micro-batch has ``tokens`` tokens without loss; 0: no activations."""
     size = {"tokens": tokens, "loss_tokens": 0, "microbatches": microbatches}
     stages = range(job.degrees.pipeline_size)
     memory = tuple(stage_memory(job.placed, stage, **size) for stage in stages)
@@ -63,11 +63,11 @@ def _needs_at(job: Job, gpu_bytes: float, *, tokens: int, microbatches: int) -> 
 def remedies(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: int) -> list[str]:
     """Return the changes under which the job fits, each with its largest need, the fewest settings first.
 
-    read_shape: gives a configuration's shape of the model (simulator/command.py).
+    read_shape: returns the shape of a configuration's model (simulator/command.py).
 
-    One setting of each kind is tried by itself, and if none is enough together with full recompute,
-    with bfloat16, and with both; the mildest value of each kind that fits is returned. If none is,
-    the mildest other degrees are.
+    One setting of each kind is tried by itself. If none is enough, it is tried with full recompute,
+    with bfloat16, and with both. The mildest value of each kind that fits is returned. If no value
+    fits, the mildest other degrees are returned.
     """
     families = list(_families(job, int(job.padded(job.rules()).whole.max(initial=1)), gpus_per_node))
     bases: list[Change] = [{}]
@@ -83,7 +83,7 @@ def remedies(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: i
 
 
 def _other_degrees(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: int) -> list[str]:
-    """Return the mildest degrees under which the job fits on as many GPUs, with what its engine needs beside them."""
+    """Return the mildest degrees under which the job fits on as many GPUs, with the engine's changes beside them."""
     ways, seen, planned = [], set(), 0
     engines: list[Change] = [{}, *_engine_changes(job, gpus_per_node)]
     usual = _largest_microbatch(job)
@@ -120,14 +120,17 @@ def _largest_microbatch(job: Job) -> int:
 
 
 def _rough_needs(job: Job, usual: int, gpu_bytes: float) -> GpuNeeds:
-    """Return about what a job needs where its largest micro-batch has most of ``usual`` tokens; it is not planned."""
+    """Return a job's approximate needs, without planning it.
+
+    Its largest micro-batch is assumed to have most of ``usual`` tokens.
+    """
     total = int(job.padded(job.rules()).whole.sum())
     many = max(1, total // max(1, usual * job.degrees.data_size))
     return _needs_at(job, gpu_bytes, tokens=round(ROUGHLY * usual), microbatches=many)
 
 
 def _without_engine(needs: GpuNeeds) -> GpuNeeds:
-    """Return the needs as beside an engine that takes nothing: its share is chosen later."""
+    """Return the needs without the engine's, whose share is chosen later."""
     none = dataclasses.replace(needs.engine, while_training=0, while_generating=0, needed=0)
     training, stage = needs.training
     return dataclasses.replace(
@@ -136,7 +139,7 @@ def _without_engine(needs: GpuNeeds) -> GpuNeeds:
 
 
 def _layouts(job: Job, gpus_per_node: int) -> list[Change]:
-    """Return changes of the degrees and of recompute: of the fewest settings first, then what splits least."""
+    """Return changes of the degrees and of recompute: fewest settings first, then the least splitting."""
     parallel, experts = job.config.parallel, job.shape.num_experts
     tensors = [n for n in DEGREES if parallel.tensor <= n <= gpus_per_node]
     widths = [n for n in range(parallel.expert, (experts or 1) + 1) if experts and experts % n == 0] or [1]
@@ -163,12 +166,12 @@ def _layouts(job: Job, gpus_per_node: int) -> list[Change]:
 
 
 def _freed_layout(parallel: ParallelConfig) -> Change:
-    """Return the change that goes with another number of stages: a stated layout is of so many as there are."""
+    """Return the change that another number of stages requires: a stated layout is removed."""
     return {"parallel.pipeline_layout": ()} if parallel.pipeline_layout else {}
 
 
 def _engine_changes(job: Job, gpus_per_node: int) -> Iterator[Change]:
-    """Yield changes of the engine's share and width, the mildest first; none for one that takes no share of a GPU."""
+    """Yield changes of the engine's share and width, the mildest first; none if the engine takes no share of a GPU."""
     rollout = job.config.rollout
     if rollout.engine != "vllm" or rollout.servers or not job.config.generates:
         return
@@ -212,19 +215,19 @@ def _families(job: Job, longest: int, gpus_per_node: int) -> Iterator[Sequence[C
 
 
 def _shares(current: float) -> list[int]:
-    """Return twentieths of a GPU, those nearest to the current share first."""
+    """Return twentieths of a GPU, nearest to the current share first."""
     return sorted(range(2, 19), key=lambda twentieths: abs(twentieths / 20 - current))
 
 
 def _mildest(family: Sequence[Change], job: Job, read_shape: ReadShape, gpu_bytes: float) -> str | None:
-    """Return the first change of a family under which the job fits, in words; None if none of them can."""
+    """Return the first change of a family under which the job fits, in words; None if there is none."""
     for change in family:
         other = _changed_job(job, change, read_shape)
         if other is None or _falls_short(other, _needs_at(other, gpu_bytes, tokens=0, microbatches=0), gpu_bytes):
-            continue  # without a plan, which takes seconds for a large rollout
+            continue  # skip it without a plan, which takes seconds for a large rollout
         try:
             needs = needs_of(other, gpu_bytes)
-        except ConfigError:  # a cap below a sample: no way out
+        except ConfigError:  # a cap below a sample's length: no way out
             continue
         if not _falls_short(other, needs, gpu_bytes):
             return _words(change, needs)
@@ -232,7 +235,7 @@ def _mildest(family: Sequence[Change], job: Job, read_shape: ReadShape, gpu_byte
 
 
 def _changed_job(job: Job, change: Change, read_shape: ReadShape) -> Job | None:
-    """Return a job under other settings; None where they cannot work, as a degree that does not divide."""
+    """Return a job under other settings; None if they cannot work, such as a degree that does not divide."""
     config = job.config
     try:
         for key, value in change.items():

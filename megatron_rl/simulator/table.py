@@ -1,4 +1,4 @@
-"""Turns a forecast into the figures that are written as JSON, and into their tables."""
+"""The figures of a forecast, for JSON and for the printed tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.simulator.model_files import words
 
 
 def short(value: float) -> str:
-    """Format a number for people: ``1.2M``, ``340``, ``0.05``, ``3e-05``."""
+    """Return a number as text for people: ``1.2M``, ``340``, ``0.05``, ``3e-05``."""
     for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{suffix}"
@@ -94,18 +94,18 @@ def _cell(value: Any, unit: str) -> str:
     return f"{short(value)} {unit}".rstrip() if isinstance(value, float) else f"{value:,} {unit}".rstrip()
 
 
-NEARLY = 0.9  # of a GPU's memory: what is not counted may take the rest
+NEARLY = 0.9  # share of a GPU's memory; what is not counted may take the rest
 
 
 def binding(content: dict[str, Any]) -> str:
-    """Say in words which limit keeps the update from being shorter."""
+    """Return in words which constraint lengthens the update most."""
     first = content["constraints"][0]
     share = first["saves_s"] / content["skip"]["update_s"] if content["skip"]["update_s"] else 0.0
     return f"{first['name']}: {100 * share:.1f} % of the skip run's update ({first['note']})"
 
 
 def gpu_words(content: dict[str, Any]) -> str:
-    """Say in words what a GPU needs in training and in generating, and the engine's part of each."""
+    """Return in words the bytes that a GPU needs in training and in generating, and the engine's part of each."""
     needs, whole = content["needs"], content["gpu_bytes"]
     parts = []
     for time in ("training", "generating") if content["generates"] else ("training",):

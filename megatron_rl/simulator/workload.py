@@ -1,17 +1,22 @@
-"""Holds a simulated job's lengths and rewards per sample, recorded by a run or drawn from a stated distribution.
+"""The workload of a simulated job: lengths and rewards per sample, recorded by a run or drawn from distributions.
 
-A trace is JSON lines. A run writes one rollout a line, a list over its samples each (``Recorder``
-in observability/trace.py):
+A trace is JSON lines. A run writes one rollout a line, with a list over its samples for each key
+(``Recorder`` in observability/trace.py):
 
     {"rollout": 3, "group": [17, 17], "prompt_tokens": [90, 90], "response_tokens": [41, 97],
      "loss_tokens": [41, 97], "response_inputs": [40, 96], "reward": [1, null]}
 
-A line may also be one sample, with a number each; ``rollout`` tells batches apart (one batch
-without it). ``loss_tokens`` (response tokens with loss) may be left out: all have loss. So may
-``response_inputs`` (response tokens that the model reads, those before the last loss token): all
-but the last. ``reward: null`` is a sample that was taken out of its group. ``reward_functions``, a
-list for each function by name, is needed by ``advantage.estimator=gdpo`` if there are several
-functions. Other keys are ignored.
+A line may also be one sample, with a number for each key. ``rollout`` tells batches apart; without
+it there is one batch. These keys have defaults or conditions:
+
+- ``loss_tokens``, the response tokens with loss, may be left out: all have loss.
+- ``response_inputs``, the response tokens that the model reads, may be left out: all but the last.
+  The model reads those before the last loss token.
+- ``reward: null`` is a sample that was excluded from its group.
+- ``reward_functions`` holds a list for each function by name. ``advantage.estimator=gdpo`` needs it
+  if there are several functions.
+
+Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ from megatron_rl.planning.tokens import SampleTokens
 log = logging.getLogger(__name__)
 
 TOKENS = ("group", "prompt_tokens", "response_tokens", "loss_tokens")
-MOST_BYTES = 1 << 30  # of a trace: a sample takes about 30
+MOST_BYTES = 1 << 30  # the most bytes of a trace: a sample takes about 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,10 +52,10 @@ class Workload:
 
     response_inputs: int64 [S], the response tokens that the model reads, those before the last loss
         token; None: all.
-    by_function: float64 [S] of each reward function by name, NaN if it did not apply; {} if only
+    by_function: float64 [S] for each reward function by name, NaN if it did not apply; {} if only
         their weighted sum is known.
-    supervised: whether they are the responses of one supervised step, which all train, and not a
-        rollout.
+    supervised: whether the samples are the responses of one supervised step, which all train, in
+        place of a rollout.
 
     Example: a group of two: ``prompt_tokens=[5, 5], response_tokens=[10, 12], loss_tokens=[10, 12],
     rewards=[1, 0], groups=[0, 0]``.
@@ -67,7 +72,7 @@ class Workload:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return [S] int64 tokens that run: of the prompt, and of the response those that the model reads."""
+        """Return [S] int64 tokens that run: the prompt's, and the response tokens that the model reads."""
         return self.prompt_tokens + self.read_response_tokens
 
     @property
@@ -76,7 +81,10 @@ class Workload:
         return self.response_tokens if self.response_inputs is None else self.response_inputs
 
     def tokens(self, *, share_prompts: bool, windows: tuple[int, ...] = ()) -> SampleTokens:
-        """Return the samples' tokens, without pads; a group's samples have one prompt. windows: the model's."""
+        """Return the samples' tokens, without pads; a group's samples have one prompt.
+
+        windows: the model's sliding windows.
+        """
         if not share_prompts:
             return SampleTokens.alone(self.lengths, windows)
         return SampleTokens(
@@ -93,7 +101,7 @@ class Workload:
         return 1 if self.supervised else train.epochs_per_rollout
 
     def signal(self, advantage: AdvantageConfig, reward: RewardConfig, *, epsilon: float) -> np.ndarray:
-        """Return [S] bool, True for a sample whose advantage, of rewards alone, is larger than ``epsilon``."""
+        """Return [S] bool, True for a sample whose advantage, by rewards alone, is larger than ``epsilon``."""
         rewards = self.rewards
         columns, weights = rewards[:, None], ()
         if advantage.estimator == "gdpo" and self.by_function:
@@ -128,7 +136,7 @@ class Workload:
 def read_trace(path: str | pathlib.Path) -> list[Workload]:
     """Read one Workload per rollout from a trace file, or from ``trace.jsonl`` in a run's folder.
 
-    Raises ConfigError ``<file>:<line>: ...``. An interrupted write leaves a last line without its
+    Raises ConfigError ``<file>:<line>: ...``. An interrupted write leaves a last line without a
     newline: that line is left out, with a warning in the log.
     """
     path = pathlib.Path(path)
@@ -203,7 +211,7 @@ def _workload(parts: list[dict]) -> Workload:
 def of_responses(responses: Sequence[Solution], rows_per_step: int, *, pairs: bool) -> list[Workload]:
     """Return the supervised steps on responses, in the order in which the data set gives them.
 
-    responses: one of each row, or of ``pairs`` (``preference``) chosen and rejected in turns.
+    responses: one per row, or for ``pairs`` (``preference``) chosen and rejected in alternation.
     """
     of_row = 2 if pairs else 1
     size, steps = rows_per_step * of_row, []
@@ -254,9 +262,9 @@ def draw(
     lengths: ``lognormal:MEAN,SIGMA`` of response tokens (MEAN in tokens, SIGMA of their logarithm),
         cut at rollout.max_response_tokens.
     pass_rate: ``beta:A,B`` of each prompt's chance of reward 1, else 0.
-    prompt_tokens: of each prompt, or of one prompt after the other, from the first again when they
-        are used up.
-    context_tokens: the model's, at which the responses of rows are cut too; None: they are not.
+    prompt_tokens: one number for all prompts, or one per prompt, repeated from the first if there
+        are too few.
+    context_tokens: the model's context, at which responses of rows are cut too; None: they are not.
     """
     supervised, limit = config.train.num_rollouts == 0, config.rollout.max_response_tokens
     prompts, size = config.train.prompts_per_rollout, config.rollout.samples_per_prompt

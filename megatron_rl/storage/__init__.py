@@ -1,1 +1,1 @@
-"""Files in object stores, by the URLs of fsspec: a run that names no URL imports nothing from here."""
+"""The files in object stores, by fsspec's URLs; a run without a URL imports nothing from here."""

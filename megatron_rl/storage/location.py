@@ -1,8 +1,8 @@
-"""Turns the text of a setting into a place of files: a ``pathlib.Path``, or a ``RemotePath`` for a URL.
+"""The place that a setting names: a ``pathlib.Path``, or a ``RemotePath`` for a URL.
 
 ``s3://bucket/folder``, ``gs://bucket/folder``, ``memory://folder`` and every other scheme that
-fsspec knows (2026.9 ``registry.py``). Credentials come from the driver's own environment variables
-and files alone: a URL that holds a password is refused, and no message repeats it.
+fsspec knows (2026.9 ``registry.py``). Credentials come only from the driver's own environment
+variables and files. A URL that holds a password is refused, and no message repeats it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def is_url(text: str) -> bool:
-    """Say whether a setting names a URL. Example: ``s3://b/f`` is one, ``C:/f`` and ``/a://b`` are none."""
+    """Return whether a setting names a URL. Example: ``s3://b/f`` does, ``C:/f`` and ``/a://b`` do not."""
     return SCHEME.match(text) is not None
 
 
 def location(text: str, key: str = "the path", *, answer_s: float = ANSWER_S) -> pathlib.Path | RemotePath:
-    """Return the place that a setting names; nothing is asked of a store yet.
+    """Return the place that a setting names; no request goes to a store yet.
 
-    key: of the setting, for messages. answer_s: seconds that a store may take for one request.
-    Raises ConfigError for a scheme that fsspec does not know, for one whose driver is not
-    installed (with the command that installs it), and for a URL with a password or a NUL in it.
+    key: the setting's name, for messages.
+    answer_s: seconds that a store may take for one request.
+
+    Raises ConfigError for a scheme that fsspec does not know, and for a URL with a password or a
+    NUL in it. For a scheme whose driver is not installed, the error names the command that installs
+    it.
     """
     match = SCHEME.match(text)
     if match is None:
@@ -71,9 +74,9 @@ def _remote(url: str, scheme: str, key: str, answer_s: float) -> RemotePath:
 
 
 def _options(scheme: str, answer_s: float) -> Mapping[str, object]:
-    """Return a driver's options: no listing is remembered, since other ranks write, and no socket waits for ever."""
+    """Return a driver's options: no cached listing, since other ranks write; a deadline for each socket."""
     if EXTRAS.get(scheme) == "s3":
-        # s3fs 2026.9 asks again after some errors, but not after a 503 without a body; botocore 1.43 does
+        # s3fs 2026.9 retries after some errors, but not after a 503 without a body; botocore 1.43 does.
         waits = {"connect_timeout": min(20.0, answer_s), "read_timeout": min(60.0, answer_s)}
         return {
             "use_listings_cache": False,

@@ -1,13 +1,15 @@
 """A file or folder of an object store, with the methods of ``pathlib.Path`` that this package calls.
 
-An object store has no folders, no rename and no append: an object appears whole when its upload
-ends, and a folder is there as long as an object's name begins with it. Every request is one call of
-fsspec's (2026.9 ``spec.py``: ``info``, ``ls``, ``find``, ``cat_file``, ``open``, ``rm``), made in a
-thread that is waited for at most ``answer_s``; every failure is an OSError with the URL and one
-sentence. No driver's cache is used: what another rank wrote is seen.
+An object store has no folders, no rename and no append. An object appears whole when its upload
+ends. A folder exists as long as an object's name begins with its name.
+
+Every request is one call of fsspec (2026.9 ``spec.py``: ``info``, ``ls``, ``find``, ``cat_file``,
+``open``, ``rm``), made in a thread. The caller waits for it at most ``answer_s``. Every failure is
+an OSError with the URL and one sentence. No driver's cache is used, so that other ranks' writes are
+seen.
 
 ``RemotePath`` is no ``pathlib.Path`` and has no ``__fspath__``: code that was not written for URLs
-fails by name.
+fails at the missing method.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from typing import TypeVar
 from megatron_rl.errors import StoreError, shortened
 
 ANSWER_S = 300.0
-LEAVE_S = 2.0  # of a request that clears up behind an error: the other ranks have raised it already
-READ_AHEAD_BYTES = 1 << 23  # fetched for a smaller read
+LEAVE_S = 2.0  # for a request that cleans up after an error: the other ranks have raised it already
+READ_AHEAD_BYTES = 1 << 23  # fetched even for a smaller read
 READ_BYTES = 1 << 26  # the largest range of one request
-WRITE_BYTES = 1 << 25  # of a part of an upload; S3 takes 10,000 of them: objects of up to 312 GiB
+WRITE_BYTES = 1 << 25  # one part of an upload; S3 takes 10,000 parts: objects of up to 312 GiB
 REASON_CHARS = 300
 
 T = TypeVar("T")
@@ -38,17 +40,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Holds an object's size in bytes, and its kind as ``os.stat`` tells it."""
+    """Holds an object's size in bytes, and its kind as ``os.stat`` gives it."""
 
     st_size: int
     st_mode: int = stat.S_IFREG
 
 
 class RemotePath:
-    """Names an object, or a folder of objects. Comparisons and ``/`` ask nothing of the store.
+    """Names an object, or a folder of objects. Comparisons and ``/`` send no request to the store.
 
-    system: fsspec's file system. scheme: of the URL. key: the name within the system, as the
-    system strips it. answer_s: seconds that the store may take for one request.
+    system: fsspec's file system.
+    scheme: the URL's scheme.
+    key: the name within the system, as the system strips it.
+    answer_s: seconds that the store may take for one request.
     """
 
     __slots__ = ("_size", "answer_s", "key", "scheme", "system")
@@ -92,7 +96,7 @@ class RemotePath:
         return self._at(posixpath.dirname(self.key.rstrip("/")))
 
     def within(self, answer_s: float) -> RemotePath:
-        """Return the same place for requests that may take ``answer_s`` seconds, or fewer where it had fewer."""
+        """Return the same place with a deadline of ``answer_s`` seconds a request, unless its own is shorter."""
         return RemotePath(self.system, self.scheme, self.key, answer_s=min(answer_s, self.answer_s))
 
     def bucket(self) -> RemotePath:
@@ -103,13 +107,13 @@ class RemotePath:
         return self.parent / name
 
     def _below(self, key: str) -> str:
-        """Return an object's name below this folder; drivers differ in the slash that they begin with."""
+        """Return an object's name below this folder; drivers differ in whether keys begin with a slash."""
         return key.lstrip("/").removeprefix(self.key.strip("/")).lstrip("/")
 
     # ---- what is there ---------------------------------------------------------------------------------------------
 
     def stat(self) -> Facts:
-        """Return the object's size. Raises FileNotFoundError where there is none: a folder has no facts."""
+        """Return the object's size. Raises FileNotFoundError if there is no object; a folder has no size."""
         if self._size is not None:
             return Facts(self._size)
         facts = self._ask(lambda: self.system.info(self.key))
@@ -118,7 +122,7 @@ class RemotePath:
         return Facts(int(facts["size"] or 0))
 
     def exists(self) -> bool:
-        """Say whether there is such an object, or an object below it."""
+        """Return whether there is an object of this name, or an object below it."""
         return self._ask(lambda: self.system.exists(self.key))
 
     def is_file(self) -> bool:
@@ -132,7 +136,7 @@ class RemotePath:
         return bool(self.children())
 
     def children(self) -> dict[str, int | None]:
-        """Return the names right below this folder with their bytes, None for a folder; {} where there is nothing."""
+        """Return the names right below this folder with their bytes, None for a folder; {} if there are none."""
         try:
             entries = self._ask(lambda: self.system.ls(self.key, detail=True))
         except (FileNotFoundError, NotADirectoryError):
@@ -145,7 +149,7 @@ class RemotePath:
             yield self._at((self / name).key, size)
 
     def files(self) -> dict[str, int]:
-        """Return every object below this folder by its relative name, with its bytes; {} where there is none."""
+        """Return the bytes of every object below this folder, by its relative name; {} if there is none."""
         try:
             found = self._ask(lambda: self.system.find(self.key, detail=True))
         except FileNotFoundError:
@@ -154,9 +158,9 @@ class RemotePath:
         return {name: sizes[name] for name in sorted(sizes) if name and not name.endswith("/")}
 
     def versions(self) -> dict[str, str]:
-        """Return every object below this folder by its relative name, with what changes if it does.
+        """Return a version text of every object below this folder, by its relative name; {} if there is none.
 
-        The object of this very name is ``""``; {} where there is nothing.
+        The text changes if the object does. The object of this very name has the name ``""``.
         """
         try:
             found = self._ask(lambda: self.system.find(self.key, detail=True))
@@ -165,12 +169,12 @@ class RemotePath:
         return {self._below(key): _version(found[key]) for key in sorted(found) if not key.endswith("/")}
 
     def matches(self) -> list[tuple[RemotePath, str]]:
-        """Return the objects that match this path as a pattern, in the order of their names, each with its version."""
+        """Return the objects that match this path as a pattern, by name, each with its version text."""
         found = self._ask(lambda: self.system.glob(self.key, detail=True))
         return [(self._at(key), _version(found[key])) for key in sorted(found) if found[key]["type"] == "file"]
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """Yield the objects right below this folder whose names match, their sizes known."""
+        """Yield the objects right below this folder whose names match; their sizes are known."""
         for path in self.iterdir():
             if path._size is not None and fnmatch.fnmatchcase(path.name, pattern):
                 yield path
@@ -178,10 +182,10 @@ class RemotePath:
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def open(self, mode: str = "rb") -> io.BufferedReader | io.BufferedWriter:
-        """Open to read ranges (``rb``), or to upload from the start (``wb``).
+        """Open for reading ranges (``rb``), or for an upload from the start (``wb``).
 
-        A reader holds READ_AHEAD_BYTES. An upload holds a few parts of WRITE_BYTES and appears when
-        it is closed; if its ``with`` block raises, it does not appear.
+        A reader holds READ_AHEAD_BYTES. An upload holds a few parts of WRITE_BYTES. Its object
+        appears when it is closed, and does not appear if its ``with`` block raises.
         """
         if mode == "rb":
             return io.BufferedReader(_Ranges(self, self.stat().st_size), READ_AHEAD_BYTES)
@@ -199,7 +203,7 @@ class RemotePath:
     # ---- writing ---------------------------------------------------------------------------------------------------
 
     def write_bytes(self, content: bytes) -> None:
-        """Write an object at once: a reader sees the old one or the new."""
+        """Write an object at once: a reader sees the old object or the new one."""
         self._ask(lambda: self.system.pipe_file(self.key, content))
 
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
@@ -216,9 +220,9 @@ class RemotePath:
                 raise
 
     def remove_tree(self) -> None:
-        """Remove every object below this folder, and one of its own name; it is no error if there is none."""
+        """Remove every object below this folder, and an object of its own name; no error if there is none."""
         if self.files() or self.is_file():
-            with contextlib.suppress(FileNotFoundError):  # another host was faster
+            with contextlib.suppress(FileNotFoundError):  # another host removed them first
                 self._ask(lambda: self.system.rm(self.key, recursive=True))
 
     def _ask(self, call: Callable[[], T]) -> T:
@@ -226,9 +230,9 @@ class RemotePath:
 
 
 def answered(call: Callable[[], T], path: RemotePath) -> T:
-    """Return what ``call`` returns, made in a thread. Raises OSError with the path's URL, also behind ``answer_s``.
+    """Return the result of ``call``, made in a thread. Raises OSError with the path's URL, also after ``answer_s``.
 
-    A thread that is given up is left to itself: no driver can be interrupted.
+    A thread that does not answer in time is left running: no driver can be interrupted.
     """
     results: list[T] = []
     raised: BaseException | None = None
@@ -251,7 +255,7 @@ def answered(call: Callable[[], T], path: RemotePath) -> T:
 
 
 def _named(error: BaseException, path: RemotePath) -> BaseException:
-    """Return an error of a driver as an OSError with the path's URL and one sentence."""
+    """Return a driver's error as an OSError with the path's URL and one sentence."""
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, "there is no such object, folder or bucket", str(path))
     words = " ".join(str(error.strerror if isinstance(error, OSError) and error.strerror else error).split())
@@ -264,13 +268,13 @@ def _named(error: BaseException, path: RemotePath) -> BaseException:
 
 
 def _version(facts: Mapping[str, object]) -> str:
-    """Return an object's size and the tags that drivers give it: an ETag, a digest, a time."""
+    """Return the version text of an object: its size and the tags that drivers give, an ETag, a digest, a time."""
     tags = ("ETag", "etag", "md5Hash", "generation", "LastModified", "updated", "mtime", "created")
     return " ".join(str(facts[name]) for name in ("size", *tags) if facts.get(name) is not None)
 
 
 class Window(io.RawIOBase):
-    """Shows ``length`` bytes as a file to seek and read in; a subclass reads at ``position``, and moves it."""
+    """Shows ``length`` bytes as a file to seek and read in; a subclass reads at ``position`` and advances it."""
 
     def __init__(self, length: int) -> None:
         self.length, self.position = length, 0
@@ -312,7 +316,7 @@ class _Ranges(Window):
 
 
 class Upload(io.BufferedWriter):
-    """Uploads one object in parts; leaving its ``with`` block by an error, or ``abort``, leaves no object."""
+    """Uploads one object in parts; an error in its ``with`` block, or ``abort``, leaves no object."""
 
     raw: _Parts
 
@@ -320,7 +324,7 @@ class Upload(io.BufferedWriter):
         super().__init__(_Parts(path), WRITE_BYTES)
 
     def digest(self) -> dict[str, object]:
-        """Return ``{"bytes": int, "sha256": hex}`` of what was uploaded; the file is closed."""
+        """Return ``{"bytes": int, "sha256": hex}`` of the uploaded bytes, after the file is closed."""
         return {"bytes": self.raw.position, "sha256": self.raw.sha.hexdigest()}
 
     def abort(self) -> None:
@@ -334,7 +338,7 @@ class Upload(io.BufferedWriter):
 
 
 class _Parts(io.RawIOBase):
-    """Hands parts of WRITE_BYTES to fsspec's file; after ``abort`` it takes bytes and drops them."""
+    """Hands parts of WRITE_BYTES to fsspec's file; after ``abort`` it accepts bytes and drops them."""
 
     def __init__(self, path: RemotePath) -> None:
         self.path, self.position, self.aborted = path, 0, False
@@ -360,11 +364,11 @@ class _Parts(io.RawIOBase):
         return len(part)
 
     def abort(self) -> None:
-        """Forget the upload. The parts on the store go too, if it answers."""
+        """Abort the upload. The parts in the store are removed too, if it answers."""
         if self.aborted:
             return
         self.aborted, file = True, self.file
-        with contextlib.suppress(OSError):  # the error that led here is the one to tell
+        with contextlib.suppress(OSError):  # the error that caused the abort is raised, not this one
             answered(lambda: _discard(file), self.path)
 
     def close(self) -> None:
@@ -385,7 +389,7 @@ def _discard(file) -> None:
     try:
         file.discard()
     finally:
-        if isinstance(file, io.BytesIO):  # memory://, where an object is there as soon as it is opened
+        if isinstance(file, io.BytesIO):  # memory://, whose object exists as soon as it is opened
             file.fs.store.pop(file.path, None)
         else:
             file.closed = True

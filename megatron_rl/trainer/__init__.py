@@ -1,1 +1,1 @@
-"""The trainer: the standing parts of a run, and its work on a rollout from advantages to evaluation."""
+"""The trainer: the parts of a run, and its work on a rollout from advantages to evaluation."""

@@ -1,4 +1,4 @@
-"""Says at a run's start what it runs on and by, and what of its settings may surprise."""
+"""The messages at a run's start: its devices and kernels, and the effects of settings that may surprise."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ log = logging.getLogger(__name__)
 def announce(
     config: Config, backend: TrainableModel, rule: SignalRule, reward: Reward | None, *, num_prompts: int
 ) -> None:
-    """Log the chosen topology, layers and kernels, and the consequences of settings that may surprise.
+    """Log the chosen topology, layers and kernels, and the effects of settings that may surprise.
 
-    num_prompts: of the training data.
+    num_prompts: the number of training prompts.
     """
     topology, shape = backend.topology, backend.shape
+    # The model, and the topology and kernels that it runs on.
     if ignored := ignored_fields(config.model.hf_path):
         said = ", ".join(f"{name}={quoted(value)}" for name, value in ignored.items())
         log.warning("%s/config.json sets fields that are not read here: %s", config.model.hf_path, said)
@@ -47,6 +48,7 @@ def announce(
     if len(set(shape.stage_layers)) > 1:
         chosen = "parallel.pipeline_layout" if config.parallel.pipeline_layout else "chosen to balance them"
         log.info("layers of each pipeline stage: %s (%s)", ", ".join(map(str, shape.stage_layers)), chosen)
+    # Settings whose effects may surprise.
     announce_gpu(config.model.dtype)
     for sentence in reward.recognised if reward is not None else ():
         log.info("%s", sentence)
@@ -81,7 +83,7 @@ def announce(
 
 
 def _announce_asked_again(train: TrainConfig, num_prompts: int) -> None:
-    """Warn of a rollout that is larger than the data."""
+    """Warn if a rollout asks for more prompts than the data has."""
     per_rollout = train.prompts_per_rollout
     if train.num_rollouts != 0 and per_rollout > num_prompts:
         log.warning(
@@ -95,7 +97,7 @@ def _announce_asked_again(train: TrainConfig, num_prompts: int) -> None:
 
 
 def announce_gpu(dtype: str) -> None:
-    """Log what a GPU alone has: variables that were set for it, and what makes it slower than it could be.
+    """Log the variables that were set for a GPU, and the causes of lower speed on it; log nothing on a CPU.
 
     dtype: ``model.dtype``.
     """

@@ -1,4 +1,4 @@
-"""Builds a run and all its parts, and takes them down in order."""
+"""The build of a run and all its parts, and their closing in order."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def build_run(config: Config) -> Iterator[Run]:
-    """Build a run and all its parts, restore the newest checkpoint if there is one, and take them down in order.
+    """Build a run and all its parts, restore the newest checkpoint if there is one, and close the parts in order.
 
-    However the run ends, its report is written from the metrics so far. Raises ConfigError where
-    the run's folder cannot be written or another run is in it.
+    However the run ends, its report is written from the metrics so far. Raises ConfigError if the
+    run's folder cannot be written or another run uses it.
     """
     with (
         joined_critic(config.separate_critic_ranks, config.run.deadline_s) as critic_link,
@@ -82,7 +82,7 @@ def build_run(config: Config) -> Iterator[Run]:
         )
         config = dataclasses.replace(config, model=settle_dtype(config.model, hf_config, on_gpu=HOST.is_cuda))
         tokenizer = load_tokenizer(config.model, hf_config.vocab_size)
-        # first, since the functions say which columns the data must have
+        # The reward functions come first: they say which columns the data must have.
         with opened_reward(config.reward, config.run.deadline_s, episodes=config.plays_episodes) as reward:
             prompts = load_prompts(
                 config.data,
@@ -103,7 +103,7 @@ def build_run(config: Config) -> Iterator[Run]:
 
 
 def _held_store(config: Config) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the run alone writes checkpoints to its object store; none without one."""
+    """Return a context that holds the lock of the run's object store; an empty context if the run needs no store."""
     root = config.checkpoint.root(config.run.path)
     if isinstance(root, pathlib.Path) or not config.saves_checkpoints:
         return contextlib.nullcontext()
@@ -114,9 +114,9 @@ def _held_store(config: Config) -> contextlib.AbstractContextManager[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunBuilder:
-    """Builds a run of data that are read, within its folder, with the reward's workers started.
+    """Builds a run from loaded data. The run's folder is locked and the reward workers are started before.
 
-    config:    with the settings that the model's files and the data decide.
+    config:    the settings, after the model's files and the data have decided the open ones.
     hf_config: the policy's Hugging Face config.
     reward:    None without reward functions.
     """
@@ -129,7 +129,7 @@ class RunBuilder:
 
     @contextlib.contextmanager
     def built(self, critic_link: PolicyCriticLink | None) -> Iterator[Run]:
-        """Build the run and take it down after the block. critic_link: to the ranks of a separate critic."""
+        """Build the run, and close it after the block. ``critic_link``: the link to a separate critic's ranks."""
         config, prompts = self.config, self.prompts
         rl_steps = total_rl_steps(config.train, config.rollout, config.skip, len(prompts))
         job = this_job(deadline_s=config.run.deadline_s)
@@ -149,6 +149,7 @@ class RunBuilder:
         resume_point = self._load_newest(checkpoints, backend)
         num_steps = config.sft.steps + rl_steps
         metrics_state = resume_point.state["metrics"] if resume_point else None
+        # These are closed in reverse order when the block ends.
         with (
             self._open_writer(num_steps, is_main, metrics_state) as writer,
             ProgressBar(
@@ -189,7 +190,7 @@ class RunBuilder:
 
     @contextlib.contextmanager
     def _closing(self, *, is_main: bool) -> Iterator[list[Run]]:
-        """End what belongs to the run that the block adds to the list, and write its report. Not a collective."""
+        """Close the run that the block adds to the list, and write its report. Not a collective."""
         opened: list[Run] = []
         try:
             yield opened
@@ -203,7 +204,7 @@ class RunBuilder:
                 report_run(self.config.run.path, config_to_yaml(hub.with_names(self.config)))
 
     def _model(self) -> TrainableModel:
-        """Build the policy, or the reward model that the run trains in its place. A collective."""
+        """Build the model that the run trains: the policy, or a reward model. A collective."""
         total_steps = self._moving_steps()
         if not self.config.trains_reward_model:
             return MegatronBackend(self.config, hf_config=self.hf_config, total_steps=total_steps)
@@ -216,9 +217,9 @@ class RunBuilder:
         return moving_rl_steps(config.train, config.rollout, config.skip, config.trained_critic, len(self.prompts))
 
     def _critic(self, rl_steps: int, link: PolicyCriticLink | None) -> Critic | RemoteCritic | None:
-        """Build the run's critic, after its policy; None for an estimator without one. A collective.
+        """Build the run's critic, after its policy; return None for an estimator without a critic. A collective.
 
-        link: to a separate critic's ranks; None where the policy's ranks hold the critic.
+        link: the link to a separate critic's ranks; None if the policy's ranks hold the critic.
         """
         config = self.config
         if not config.has_critic:
@@ -237,9 +238,9 @@ class RunBuilder:
         return open_watchdog(backend.topology, run.deadline_s, slow_stage_s=run.slow_stage_s, say=say)
 
     def _open_writer(self, num_steps: int, is_main: bool, resumed: Mapping[str, int | None] | None) -> MetricsWriter:
-        """Write config.yaml, and open the run's metrics and their sinks; all on the main rank. A collective.
+        """Write config.yaml, and open the run's metrics and their sinks, on the main rank alone. A collective.
 
-        Raises ConfigError on every rank where a file cannot be written, or a sink cannot be opened.
+        Raises ConfigError on every rank if a file cannot be written or a sink cannot be opened.
         """
         config, folder = self.config, self.config.run.path
         with on_every_rank(folder):
@@ -260,7 +261,7 @@ class RunBuilder:
 
                 start_supervised_optimizer(
                     backend, config.sft, config.optimizer
-                )  # which takes the checkpoint's moments
+                )  # its state is then loaded from the checkpoint
             elif broke_off:
                 backend.reset_optimizer(total_steps=self._moving_steps())
 
@@ -293,7 +294,10 @@ def _check_packed(data: bytes) -> None:
 
 
 def _profiled(run: Run, config: Config, critic: Critic | RemoteCritic | None, num_steps: int) -> Run:
-    """Return the run, or if ``profile.steps`` asks for it one that records them. num_steps: of the whole run."""
+    """Return the run; if ``profile.steps`` is set, return a run that records those steps.
+
+    num_steps: the optimizer steps of the whole run.
+    """
     if config.profile.steps is None:
         return run
     from megatron_rl.trainer.profiled_run import profiled
@@ -302,10 +306,11 @@ def _profiled(run: Run, config: Config, critic: Critic | RemoteCritic | None, nu
 
 
 def _assemble(standing: StandingParts, critic: Critic | RemoteCritic | None, watchdog: Watchdog) -> Run:
-    """Build the parts that need the standing ones, and the run of them all. Engines start here."""
+    """Build the parts that need the standing parts, and the run that holds them all. The engines start here."""
     config, backend, reward, prompts = standing.config, standing.backend, standing.reward, standing.prompts
     tokenizer, timer = standing.tokenizer, StepTimer(watchdog.stage, standing.writer.measured)
-    with watchdog.own_call("loss"):  # which the rule tries at a zero advantage
+    # The parts that the engines and the queue need.
+    with watchdog.own_call("loss"):  # the signal rule tries the user's loss at a zero advantage
         rule = signal_rule(config)
     if isinstance(backend, MegatronBackend):
         backend.objective.enter_own = watchdog.own_call
@@ -328,6 +333,7 @@ def _assemble(standing: StandingParts, critic: Critic | RemoteCritic | None, wat
     )
     if live is not None:
         live.queue = rollouts
+    # The parts that need the queue.
     planner, records = parts.planner(reference), standing.records(rollouts, reference)
     return Run(
         backend=backend,

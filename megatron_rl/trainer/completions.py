@@ -1,8 +1,8 @@
-"""Chooses the completions of a rollout or of an evaluation that are recorded.
+"""The choice of the completions of a rollout or an evaluation that are recorded.
 
-Completions are of prompts that this rank generated, so that nothing is sent for them; the first
-rank generates with every engine and every layout, and alone records them. Choosing them draws no
-random number and changes none of a run's.
+A rank chooses among the prompts that it generated itself, so that nothing is sent. Only the first
+rank records completions; it generates under every engine and every layout. The choice draws no
+random number.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron_rl.trainer.records import Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRules:
-    """Holds which completions are recorded.
+    """Holds the rules by which completions are chosen.
 
     functions:      the names of the reward functions, ``reward.functions``.
-    every_rollouts: of so many rollouts one is recorded.
-    count:          of each rollout or evaluation, ``metrics.log_completions``.
-    most_chars:     of each text.
+    every_rollouts: completions are recorded of every so many rollouts.
+    count:          completions per rollout or evaluation, ``metrics.log_completions``.
+    most_chars:     the most characters of each text.
     """
 
     functions: Sequence[str]
@@ -38,16 +38,16 @@ class CompletionRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedCompletions(Record):
-    """Records completions of the rollouts that are trained.
+    """Records completions of trained rollouts.
 
-    show: takes them (``Records.show``).
+    show: takes the chosen completions (``Records.show``).
     """
 
     rules: CompletionRules
     show: Callable[[Sequence[Completion]], None]
 
     def rollout(self, index: int, taken: TrainingBatch, result: AdvantageResult) -> Mapping[str, float]:
-        """Record some completions of rollout ``index``, if that is due."""
+        """Record some completions of rollout ``index`` if that is due."""
         self.show(of_training(self.rules, taken, result.advantages.of_sample, index))
         return {}
 
@@ -63,9 +63,9 @@ def completion_rules(metrics: MetricsConfig, functions: Sequence[str]) -> Comple
 
 
 def of_training(rules: CompletionRules, taken: TrainingBatch, advantages: np.ndarray, index: int) -> list[Completion]:
-    """Return completions of rollout ``index`` with the rewards and advantages that they are trained on.
+    """Return completions of rollout ``index`` with their rewards and advantages. Not a collective.
 
-    advantages: [S], of each sample. Not a collective.
+    advantages: [S], of each sample.
     """
     if index % rules.every_rollouts:
         return []
@@ -79,9 +79,9 @@ def of_training(rules: CompletionRules, taken: TrainingBatch, advantages: np.nda
 
 
 def of_evaluation(rules: CompletionRules, name: str, groups: Mapping[int, Group]) -> list[Completion]:
-    """Return completions of an evaluation set, by the reward functions alone. Not a collective.
+    """Return completions of an evaluation set with their rewards, without advantages. Not a collective.
 
-    name: as in the evaluation's metrics, ``eval/<set>``.
+    name: the set's name in the metrics, ``eval/<set>``.
     groups: this rank's groups of the set, by their places.
     """
 
@@ -100,7 +100,7 @@ def _chosen(
     source: str,
     number: int | None = None,
 ) -> list[Completion]:
-    """Record ``metrics.log_completions`` samples of the first groups: of each the best and the worst.
+    """Return the best and the worst samples of the first groups, ``metrics.log_completions`` of them in all.
 
     numbers: returns the rewards and the advantages of a place's group.
     """

@@ -1,8 +1,8 @@
-"""The decisions that need log-probs: importance weights, and the samples that they leave with signal.
+"""The decisions that need log-probs: importance weights, and the samples that still have signal after them.
 
 Semantics §5 and §7. They are made after the log-prob pass and before the training plan. Every rank
-holds the same log-probs, advantages and masks; still all take rank 0's weights, so that another
-CPU's rounding cannot give another plan.
+holds the same log-probs, advantages and masks. Still every rank takes rank 0's weights, since
+another CPU may round differently and would then plan differently.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_rl.types import Advantages
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CorrectedSignal:
-    """Holds the importance weights of a rollout, and the signal that they leave.
+    """Holds the importance weights of a rollout, and the samples that have signal under them.
 
     weights: float64 [T], flat over response tokens; None if no correction is configured (all 1).
     signal:  bool [S], the samples that are left to train on.
@@ -38,7 +38,7 @@ class CorrectedSignal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrections:
-    """Corrects a run's rollouts.
+    """Corrects the rollouts of a run by importance weights.
 
     advantage_epsilon: ``skip.advantage_epsilon``.
     """
@@ -48,9 +48,10 @@ class Corrections:
     advantage_epsilon: float
 
     def __call__(self, batch: Batch, decision: Decision, advantages: Advantages, old: np.ndarray) -> CorrectedSignal:
-        """Return a rollout's importance weights, and the trained samples that they leave. A collective.
+        """Return a rollout's importance weights, and the samples that have signal under them. A collective.
 
-        decision: by the advantages alone. old: [T] flat, log π_old of the samples that it runs.
+        decision: the decision by advantages alone.
+        old: [T] flat, log π_old of the samples that ``decision`` runs.
         """
         return apply_corrections(
             self.settings,
@@ -75,9 +76,10 @@ def apply_corrections(
     old_logprobs: np.ndarray | None,
     advantage_epsilon: float = 0.0,
 ) -> CorrectedSignal:
-    """Compute a rollout's importance weights, once for all its mini-batches and epochs, and drop the samples they mask.
+    """Compute a rollout's importance weights, and drop the samples whose every token they mask.
 
-    A collective where a correction is configured.
+    The weights hold for all mini-batches and epochs of the rollout. A collective if a correction is
+    configured.
 
     signal: bool [S], the samples with signal by advantage alone that are to be trained.
     passed: bool [S], the samples whose ``old_logprobs`` are known.

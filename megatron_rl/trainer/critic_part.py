@@ -1,4 +1,4 @@
-"""The critic as a part of a run: what the loop asks of it, and where a job has ranks of its own for it."""
+"""The critic as a part of a run: its methods for the loop, and the start of separate critic ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CriticPart(Protocol):
-    """Trains what gives a baseline of each token. Methods are collectives unless they say otherwise."""
+    """Trains the model that gives each token a baseline. Methods are collectives unless they say otherwise."""
 
     def begin(self, policy: MegatronBackend) -> None:
         """Prepare for RL's first rollout."""
@@ -40,9 +40,10 @@ class NoCritic:
 
 
 class TrainedCritic:
-    """Trains PPO's critic, on the policy's ranks or on ranks of its own.
+    """Trains PPO's critic, on the policy's ranks or on separate ranks.
 
-    starts_as_policy: whether it takes the policy's weights before RL (``critic.init=policy``).
+    starts_as_policy: whether the critic takes the policy's weights before RL
+        (``critic.init=policy``).
     """
 
     def __init__(self, critic: Critic | RemoteCritic, timer: StepTimer, *, starts_as_policy: bool) -> None:
@@ -58,7 +59,7 @@ class TrainedCritic:
 
 
 def models_here(policy: TrainableModel, critic: Critic | RemoteCritic | None) -> list[TrainableModel]:
-    """Return the models that this rank holds: the policy, and a critic that no other ranks hold."""
+    """Return the models that this rank holds: the policy, and the critic unless separate ranks hold it."""
     if critic is None:
         return [policy]
     from megatron_rl.critic import RemoteCritic
@@ -67,9 +68,10 @@ def models_here(policy: TrainableModel, critic: Critic | RemoteCritic | None) ->
 
 
 def serve_critic(config: Config) -> bool | None:
-    """Serve a separate critic if this process belongs to it; return whether it came to its end, else None.
+    """Serve a separate critic if this process belongs to it; return None for any other process.
 
-    Raises ConfigError for a separate critic outside a job of several ranks.
+    Returns whether the critic came to its regular end. Raises ConfigError for a separate critic
+    outside a job of several ranks.
     """
     if not config.separate_critic_ranks:
         return None
@@ -81,10 +83,10 @@ def serve_critic(config: Config) -> bool | None:
 
 @contextlib.contextmanager
 def joined_critic(num_critic: int, deadline_s: float) -> Iterator[PolicyCriticLink | None]:
-    """Join the policy's world and yield its link to a separate critic's; None if the job is one world.
+    """Join the policy's world and yield its link to the separate critic's world; None without separate ranks.
 
-    num_critic: the ranks of the separate critic; 0: there are none.
-    A failure within the block ends the other world's waits.
+    num_critic: the number of separate critic ranks; 0 for none. A failure within the block ends the
+        other world's waits.
     """
     if not num_critic:
         yield None

@@ -1,4 +1,4 @@
-"""The decision on a rollout's samples: who has signal, who is trained, who runs, and the plan that says so."""
+"""The decision on a rollout's samples: which have signal, which are trained, which run, and the plan of the steps."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from megatron_rl.types import BatchPlan, StepKind
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decision:
-    """Holds what each of a rollout's samples is to do, and the plan of its optimizer steps.
+    """Holds the decision on each sample of a rollout, and the plan of its optimizer steps.
 
-    signal:  bool [S], by advantages and importance weights; in a critic's warm-up too, which trains
-             none of it.
-    trained: bool [S], the samples whose gradient is asked for: ``signal``, or none while the policy
-        is held.
-    runs:    bool [S], the samples that the plan runs. Without ``plan.repack`` these include samples
-             without signal that share a micro-batch with one that has it; their KL term needs true
-             log-probs.
+    signal:  bool [S], the samples with signal by advantages and importance weights. In a critic's
+             warm-up it is set too, though no sample is trained.
+    trained: bool [S], the samples whose gradient is computed: ``signal``, or no sample while the
+        policy is held.
+    runs:    bool [S], the samples that the plan runs. Without ``plan.repack`` they include samples
+             without signal that share a micro-batch with a sample that has signal; their KL term
+             needs true log-probs.
 
-    Example: of four samples without repack, two to a micro-batch: signal (T, F, F, F), trained (T,
-    F, F, F), runs (T, T, F, F).
+    Example: four samples, two to a micro-batch, without repack: signal (T, F, F, F), trained (T, F,
+    F, F), runs (T, T, F, F).
     """
 
     signal: np.ndarray

@@ -1,4 +1,4 @@
-"""The dry run: all that a run checks before its first step, without a world or a model, and its forecast."""
+"""The dry run: a run's checks before its first step, and its forecast, without a world or a model."""
 
 from __future__ import annotations
 
@@ -64,16 +64,17 @@ from megatron_rl.weights.reader import HuggingFaceReader, check_tensors
 
 log = logging.getLogger(__name__)
 
-MAX_PROMPTS = 4096  # whose lengths the forecast takes
-ONLY_ON_GPUS = ("attention_dropout", "hidden_dropout")  # fields that the start refuses on a host without one
+MAX_PROMPTS = 4096  # the forecast takes the lengths of so many prompts
+ONLY_ON_GPUS = ("attention_dropout", "hidden_dropout")  # fields that a start on a host without a GPU refuses
 
 
 def dry_run(config: Config, arguments: argparse.Namespace) -> None:
-    """Check what a run checks before its first step, and print its forecast; join no world and build no model.
+    """Make the checks of a run before its first step, and print its forecast; join no world and build no model.
 
     arguments: the simulation's own arguments (simulator/arguments.py).
-    Raises ConfigError as training would, and where the job does not fit on its GPUs, with what
-    would make it fit.
+
+    Raises ConfigError as training would, and if the job does not fit on its GPUs; that error names
+    what would make it fit.
     """
     nodes, gpus_per_node = arguments.nodes, arguments.gpus_per_node
     size = say_if_assumed(job_size(config, nodes, gpus_per_node, host_gpus=torch.cuda.device_count()))
@@ -91,10 +92,11 @@ def dry_run(config: Config, arguments: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """Checks what a run's start checks. No method is a collective.
+    """Makes the checks of a run's start. No method is a collective.
 
-    size:      of the job.
-    elsewhere: whether it is to run on another machine, whose installation cannot be seen from here.
+    size:      the size of the job.
+    elsewhere: whether the job is to run on another machine, whose installation cannot be seen from
+        here.
     """
 
     config: Config
@@ -102,7 +104,7 @@ class DryRun:
     elsewhere: bool
 
     def check_engine(self) -> None:
-        """Check the rules of engines on the job's GPUs."""
+        """Check that the engine's settings fit the job's GPUs."""
         config = self.config
         ranks = policy_ranks(config.separate_critic_ranks, self.size.gpus)
         on_node, dtype = min(self.size.on_node, ranks), config.model.dtype
@@ -111,7 +113,8 @@ class DryRun:
     def check_inputs(self) -> tuple[list[int], list[Workload]]:
         """Check folder, model, tokenizer, data, rewards and environment as a run does.
 
-        Returns the tokens of its first prompts, and its supervised steps on each row once.
+        Returns the token counts of the run's first prompts, and the workloads of its supervised
+        steps, each row once.
         """
         config = self.config
         look_at_run_folder(config.run.path)
@@ -135,7 +138,7 @@ class DryRun:
         stop_tokens(config.model.hf_path, tokenizer, hf_config.vocab_size)
         if config.generates and config.rollout.engine == "vllm":
             check_served(config.model.hf_path, provider=config.model.provider)
-        # one worker speaks for all
+        # One reward worker stands for all of them.
         one_worker = dataclasses.replace(config.reward, num_workers=min(1, config.reward.num_workers))
         with opened_reward(one_worker, config.run.deadline_s, episodes=config.plays_episodes) as reward:
             required, recognised = (reward.required_columns, reward.recognised) if reward else ((), ())
@@ -157,7 +160,7 @@ class DryRun:
     def _check_data(
         self, prompts: PromptDataset, tokenizer, hf_config, required: Sequence[RequiredColumn]
     ) -> tuple[list[int], list[Workload]]:
-        """Check what is made of the training data and of the settings that they decide; see ``check_inputs``."""
+        """Check the values made of the training data, and the settings that the data decide; see ``check_inputs``."""
         config = self.config
         moving_rl_steps(config.train, config.rollout, config.skip, config.trained_critic, len(prompts))
         rl_steps = total_rl_steps(config.train, config.rollout, config.skip, len(prompts))
@@ -185,9 +188,9 @@ class DryRun:
         return lengths, of_responses(responses, config.sft.samples_per_step, pairs=config.preference.is_on)
 
     def _look_at_checkpoints(self, hf_config, prompts: PromptDataset) -> None:
-        """Raise ConfigError where the run's checkpoints end its start, and log the one that it would resume from.
+        """Raise ConfigError if the run's checkpoints would end its start; log the checkpoint that it would resume from.
 
-        prompts: the training data, whose cursor is then that of the checkpoint.
+        prompts: the training data; its cursor is set to the checkpoint's.
         """
         config = self.config
         shape = read_shape(hf_config, layer_spec="torch", provider=config.model.provider).with_adapters(config.lora)
@@ -206,7 +209,7 @@ class DryRun:
         refuse_finished(config.run.path, config.train, asked, prompts, point.folder, point.state)
 
     def check_models(self) -> None:
-        """Check what is checked when policy, critic and teacher are built."""
+        """Make the checks of building the policy, the critic and the teacher."""
         config, elsewhere = self.config, self.elsewhere
         ranks = policy_ranks(config.separate_critic_ranks, self.size.gpus)
         check_profile(config.profile, ranks, on_gpu=True)
@@ -223,7 +226,7 @@ class DryRun:
 
 
 def check_port(metrics: MetricsConfig) -> None:
-    """Check that the metrics can be served here: the package, the keys, the address and the port, which stays free."""
+    """Check that metrics can be served here: package, keys, address and port. The port stays free."""
     require_prometheus(metrics.prometheus_port)
     from prometheus_client import CollectorRegistry
 
@@ -248,7 +251,7 @@ def check_model(config: Config, degrees: Degrees, *, value_head: bool = False, e
     if config.model.init == "pretrained" and not lacks_weights(config.model.hf_path):
         reader = HuggingFaceReader(config.model.hf_path)
         check_tensors(reader, shape, allow_unread=config.model.allow_unread_tensors)
-    if config.model.provider == "native":  # another's is finished within process groups
+    if config.model.provider == "native":  # another provider's configuration is finished within process groups
         transformer_config(shape, hf_config, ModelSettings.of(config), degrees)
 
 
@@ -262,9 +265,10 @@ def check_engine(
     *,
     elsewhere: bool,
 ) -> None:
-    """Check the rules of engines on a job of GPUs.
+    """Check that the engine's settings fit a job on GPUs.
 
-    num_ranks, on_node: the ranks that hold the policy, and those of the first node.
+    num_ranks, on_node: the number of ranks that hold the policy, and how many of them the first
+        node has.
     elsewhere: whether the job is to run on another machine, whose installation cannot be seen from
         here.
     """

@@ -1,9 +1,9 @@
 """The evaluation on held-out prompts by the current weights: mean@k and pass@k of each named set.
 
-Nothing that is trained depends on it. A set's prompts are called ``eval/<set>/<row>@0``, as no
-training prompt is. The seed of a sample derives from that name, its index and the weight version
-(rollout/engines/engine.py): the same weights give the same samples, on any layout and after any
-draws for training.
+Training does not depend on it. A set's prompts have ids ``eval/<set>/<row>@0``, which no training
+prompt has. A sample's seed derives from its prompt's id, its index and the weight version
+(rollout/engines/engine.py). So the same weights give the same samples, on any layout and after any
+number of training samples.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcomes:
-    """Holds the rewards of one set: P prompts, k samples each.
+    """Holds the rewards of one set of P prompts with k samples each.
 
-    totals:      float64 [P, k], the total reward; NaN where the sample is excluded (it has none).
-    by_function: float64 [P, k, F], the reward of each function; NaN where it did not apply.
-    response_tokens: the number of response tokens of all samples together.
-    truncated:   the number of samples that were cut off at their most tokens.
+    totals:      float64 [P, k], the total reward; NaN for an excluded sample, which has none.
+    by_function: float64 [P, k, F], the reward of each function; NaN if the function did not apply.
+    response_tokens: the response tokens of all samples together.
+    truncated:   the number of samples that were cut off at the token limit.
     errors:      the samples whose reward failed.
 
-    Example: two prompts of one sample each, the second of which broke its reward function under
+    Example: two prompts of one sample each; the second sample broke its reward function under
     ``reward.on_error=drop``: ``totals=[[1.0], [nan]], by_function=[[[1.0]], [[nan]]],
     response_tokens=9, truncated=0``.
     """
@@ -59,21 +59,21 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """Holds the metrics ``eval/*`` of all sets, and the completions that this rank records of its own share."""
+    """Holds the metrics ``eval/*`` of all sets, and the completions that this rank records of its own prompts."""
 
     metrics: Mapping[str, float]
     completions: Sequence[Completion]
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Return the chance that at least one of k samples passed, drawn from a prompt's n samples of which c passed.
+    """Return the chance that at least one of k samples passed: k drawn from n samples, of which c passed.
 
         pass@k = 1 − C(n − c, k) / C(n, k)
 
     Chen et al. 2021 (arXiv:2107.03374), equation 1: unbiased for k independent samples, n ≥ k.
     Computed in integers, rounded once.
 
-    Example: n = 4, c = 1, k = 2. Of the C(4, 2) = 6 pairs C(3, 2) = 3 miss the one that passed:
+    Example: n = 4, c = 1, k = 2. Of the C(4, 2) = 6 pairs C(3, 2) = 3 miss the passed sample:
     pass@2 = 1 − 3/6 = 0.5.
     """
     if not (1 <= k <= num_samples and 0 <= num_passed <= num_samples):
@@ -91,15 +91,16 @@ def powers_of_two(limit: int) -> list[int]:
 
 
 def standard_error(totals: np.ndarray) -> float | None:
-    """Return the standard error of the mean of all samples, as prompts drawn anew would scatter it.
+    """Return the standard error of the mean over all samples, for prompts drawn at random.
 
     totals: float64 [P, k]; NaN is in no mean.
 
-    Samples of one prompt depend on each other, so each prompt is a cluster: with n_p included
-    samples of prompt p, s_p their sum and m the mean of all N, sqrt(P / (P − 1) · Σ_p (s_p − n_p
-    m)²) / N (clustered standard errors, Miller 2024, arXiv:2411.00640, with the factor for a small
-    number of clusters). Where no sample is excluded that is the standard deviation of the prompts'
-    means over √P. None where fewer than two prompts have a sample.
+    Samples of one prompt depend on each other, so each prompt is a cluster. Let n_p be the number
+    of included samples of prompt p, s_p their sum, and m the mean of all N included samples. The
+    error is sqrt(P / (P − 1) · Σ_p (s_p − n_p m)²) / N. These are clustered standard errors (Miller
+    2024, arXiv:2411.00640) with the factor for a small number of clusters. If no sample is
+    excluded, that is the standard deviation of the prompts' means over √P. None if fewer than two
+    prompts have an included sample.
     """
     included = ~np.isnan(totals)
     n = included.sum(axis=1)
@@ -115,10 +116,10 @@ def set_metrics(name: str, outcomes: Outcomes, functions: Sequence[str], *, thre
     """Return the metrics ``eval/<name>/*`` of one set.
 
     functions: [F], the names of the reward functions.
-    threshold: the total reward that a sample must have to count as passed.
+    threshold: the total reward from which a sample counts as passed.
 
-    An excluded sample has not passed and counts in no mean; if all are excluded, there is no mean.
-    A set on which no reward failed has no ``errors``.
+    An excluded sample has not passed and is in no mean; if all are excluded, there is no mean. A
+    set without a failed reward has no ``errors``.
     """
     totals = outcomes.totals
     num_prompts, num_samples = totals.shape
@@ -126,7 +127,7 @@ def set_metrics(name: str, outcomes: Outcomes, functions: Sequence[str], *, thre
     metrics = {f"mean@{num_samples}": float(totals[included].mean())} if included.any() else {}
     if (error := standard_error(totals)) is not None:
         metrics[f"mean@{num_samples}_se"] = error
-    passed_P = np.count_nonzero(totals >= threshold, axis=1).tolist()  # NaN is not
+    passed_P = np.count_nonzero(totals >= threshold, axis=1).tolist()  # NaN has not passed
     for k in powers_of_two(num_samples):
         metrics[f"pass@{k}"] = math.fsum(pass_at_k(num_samples, num_passed, k) for num_passed in passed_P) / num_prompts
     for index, function in enumerate(functions):
@@ -145,11 +146,11 @@ class Evaluation:
     """Evaluates the held-out sets of ``eval.sets`` and ``eval.path``.
 
     context_tokens: the model's context length.
-    vocab_size: the number of tokens that the model knows, None for no limit.
+    vocab_size: the number of tokens that the model knows; None for no limit.
     required: the columns that every row must have.
 
-    All prompts are tokenized when it is built, so that a bad row ends the run at its start:
-    ConfigError, with the set's key.
+    The constructor tokenizes all prompts, so that a bad row ends the run at its start. It raises
+    ConfigError with the set's key then.
     """
 
     def __init__(
@@ -179,11 +180,11 @@ class Evaluation:
         return [dataclasses.replace(prompt, prompt_id=f"eval/{name}/{prompt.prompt_id}") for prompt in drawn]
 
     def due_at_start(self) -> bool:
-        """Return whether to evaluate before RL's first step, which is the end of a run without RL."""
+        """Return whether to evaluate before RL's first step; without RL that evaluation is the run's last."""
         return self.config.eval.at_start or self.config.train.num_rollouts == 0
 
     def due(self, num_rollouts: int, *, last: bool) -> bool:
-        """Return whether to evaluate: after the last rollout, and after every ``eval.every_rollouts``-th."""
+        """Return whether to evaluate now: after every ``eval.every_rollouts`` rollouts, and after the last."""
         every = self.config.eval.every_rollouts
         return last or (every is not None and num_rollouts % every == 0)
 
@@ -191,8 +192,7 @@ class Evaluation:
         """Evaluate all sets by the current weights, generated in one call; its time is a metric. A collective.
 
         step: the optimizer step that the log names.
-        suffix: ends every metric's name, and those of the evaluations that completions are recorded
-            of.
+        suffix: is appended to the metrics' names, and to the set's name in recorded completions.
         """
         started, settings = time.perf_counter(), self.config.eval
         prompts = [prompt for members in self.sets.values() for prompt in members]
@@ -222,10 +222,12 @@ class Evaluation:
     def _outcomes(self, job: RolloutJob) -> dict[str, Outcomes]:
         """Return every set's outcomes, on every rank. ``job``: this rank's share of the prompts, set after set."""
         size, functions = job.samples_per_prompt, self.config.reward.functions
+        # The rewards of all prompts, gathered from every rank.
         places = [number * size + index for number in job.mine for index in range(size)]
         scores = [score for number in job.mine for score in job.scores[number]]
         names = [rollout.sample_id for number in job.mine for rollout in job.rollouts[number]]
         totals, by_function = batch_exchange.gather_scores(scores, places, len(functions), sample_ids=names)
+        # This rank's response tokens, truncated samples and errors per set, then summed over ranks.
         ends = np.cumsum([len(members) for members in self.sets.values()])
         local = np.zeros((2, len(ends)), dtype=np.int64)
         for place in job.mine:
@@ -239,6 +241,7 @@ class Evaluation:
             for name, groups in self._groups(job).items()
         }
         tokens, truncated = np.sum(collectives.gather_json(local.tolist()), axis=0)
+        # Cut the rewards into sets.
         shape = (int(ends[-1]), size)
         totals_of = np.split(totals.reshape(shape), ends[:-1])
         by_function_of = np.split(by_function.reshape(*shape, len(functions)), ends[:-1])

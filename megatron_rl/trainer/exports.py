@@ -1,4 +1,4 @@
-"""Exports of a run's policy as Hugging Face directories, in its folder."""
+"""The exports of a run's policy as Hugging Face directories, in its folder or its object store."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ log = logging.getLogger(__name__)
 class Exports:
     """Writes the policy as ``step_<n>/hf`` under a root.
 
-    root:     ``checkpoints`` of the run's folder, or ``checkpoint.dir`` if that is a URL.
+    root:     the folder ``checkpoints`` of the run's folder, or ``checkpoint.dir`` if that is a
+              URL.
     settings: ``export_every_rollouts`` and ``export_last`` of the section ``train``.
-    queue:    says which rollout is the last.
+    queue:    knows which rollout is the last.
     """
 
     backend: TrainableModel
@@ -35,7 +36,7 @@ class Exports:
     timer: StepTimer
 
     def write_if_due(self, num_rollouts: int) -> None:
-        """Write the policy if the configuration asks for it after so many rollouts. A collective."""
+        """Write the policy if the settings ask for an export after ``num_rollouts`` rollouts. A collective."""
         is_last, every = not self.queue.has(num_rollouts), self.settings.export_every_rollouts
         if not ((is_last and self.settings.export_last) or (every and num_rollouts % every == 0)):
             return

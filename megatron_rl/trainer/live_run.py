@@ -1,7 +1,7 @@
-"""A run's state between two steps, read from its parts by a thread that serves its metrics.
+"""The state of a run between two steps, read by the thread that serves its metrics.
 
-Nothing here waits or takes a lock of the run: the main thread writes while it is read, so a value
-may be a moment old, and two values may be of two moments.
+No method waits or takes a lock of the run. The main thread writes during a read, so a value may be
+a moment old, and two values may stem from two moments.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from megatron_rl.rollout.queue import RolloutQueue
 
 @dataclass(kw_only=True, eq=False)
 class LiveRun:
-    """Reads the values of now (observability/prometheus/live.py); a call returns them.
+    """Returns the current values (observability/prometheus/live.py) at each call.
 
     facts: see ``LiveValues``.
-    rank: of this process.
-    resumed_at: seconds since 1970 of the checkpoint that the run goes on from; None: it begins.
-    queue: of rollouts; None while engines start.
+    rank: this process's rank.
+    resumed_at: when the checkpoint that the run resumed from was saved, in seconds since 1970; None
+        if the run did not resume.
+    queue: the queue of rollouts; None while engines start.
     """
 
     facts: Mapping[str, str]
@@ -45,7 +46,7 @@ class LiveRun:
         checkpoints: CheckpointManager,
         resume_point: ResumePoint | None,
     ) -> LiveRun:
-        """Make it for the parts that a run has before its engines start."""
+        """Make a LiveRun from the parts that a run has before its engines start."""
         return cls(
             facts=facts_of(config, backend),
             rank=backend.topology.rank,
@@ -55,7 +56,7 @@ class LiveRun:
         )
 
     def __call__(self) -> LiveValues:
-        """Return the values of now."""
+        """Return the current values."""
         stage, seconds = self.watchdog.doing
         values = LiveValues(
             facts=self.facts,
@@ -82,7 +83,7 @@ class LiveRun:
         )
 
     def _engines(self, queue: RolloutQueue) -> Iterator[tuple[int, EngineReading]]:
-        """Yield every known engine by its number: this rank's as they are now, over those of the last rollout's end."""
+        """Yield each known engine and its number: this rank's as of now, the others as of the last rollout's end."""
         for rank, engines in enumerate(queue.manager.metrics.engines):
             for reading in engines:
                 number = rank if reading["number"] is None else reading["number"]
@@ -92,7 +93,7 @@ class LiveRun:
 
 
 def facts_of(config: Config, backend: TrainableModel) -> dict[str, str]:
-    """Return what stays the same during a run, as labels of its info metric."""
+    """Return the facts that stay the same during a run, as labels of its info metric."""
     topology = backend.topology
     engine = "none" if not config.generates else "servers" if config.rollout.servers else config.rollout.engine
     return {

@@ -1,4 +1,4 @@
-"""Chooses the parts of a run that its loop calls, by its configuration, and imports those alone."""
+"""The choice of the parts that a run's loop calls: by its configuration, importing only the chosen parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartChooser:
-    """Chooses parts for one run. Methods are collectives."""
+    """Chooses the parts of one run. Methods are collectives."""
 
     config: Config
     backend: MegatronBackend
@@ -38,7 +38,7 @@ class PartChooser:
     watchdog: Watchdog
 
     def reference(self) -> Reference:
-        """Return what a KL is measured against. Raises ConfigError for settings that do not go together."""
+        """Return the reference that a KL is measured against. Raises ConfigError for settings that clash."""
         config = self.config
         validate_config(config, objective.reference)
         if config.loss.kl_coefficient == 0:
@@ -48,7 +48,7 @@ class PartChooser:
         return ReferencePolicy(config.loss, config.reference, self.backend)
 
     def critic(self, critic: Critic | RemoteCritic | None) -> CriticPart:
-        """Return the part of a critic that was built; None: of a run without one."""
+        """Return the part for a critic that was built; None gives the part of a run without a critic."""
         if critic is None:
             return NoCritic()
         return TrainedCritic(critic, self.timer, starts_as_policy=self.config.critic.init == "policy")
@@ -56,7 +56,7 @@ class PartChooser:
     def passes(
         self, critic: Critic | RemoteCritic | None, reference: Reference, old: OldLogProbPass
     ) -> PassesOfAdvantages:
-        """Return the passes that advantages are made of; a teacher's weights are read here."""
+        """Return the passes that the advantages need. A teacher's weights are loaded here."""
         config, timer = self.config, self.timer
         chosen: list[Pass] = []
         if config.kl_in_reward:
@@ -79,7 +79,7 @@ class PartChooser:
         return PassesOfAdvantages(passes=tuple(chosen))
 
     def advantages(self, reference: Reference) -> AdvantageSource:
-        """Return the source of advantages by ``advantage.estimator``."""
+        """Return the source of advantages for ``advantage.estimator``."""
         config = self.config
         kl = self._kl_in_reward(reference)
         match config.advantage.estimator:
@@ -114,13 +114,13 @@ class PartChooser:
         )
 
     def planner(self, reference: Reference) -> UpdatePlanner:
-        """Return the planner of updates, with the log-prob passes and checks that they need."""
+        """Return the planner of updates, with the log-prob passes and the checks that it needs."""
         config, rule, gap, correct = self.config, self.rule, self._gap_check(), None
         old_rules = OldPassRules(
             needed_by=needs_old_logprobs(config),
             takes_engines=config.correction.old_logprobs == "rollout",
             recomputes_replayed=config.replay.recompute_logprobs,
-            drops=rule.drops_logprob_passes and not config.rollout.bitwise,  # which compares every sample
+            drops=rule.drops_logprob_passes and not config.rollout.bitwise,  # a bitwise run compares every sample
             dense_every_rollouts=config.metrics.dense_every_rollouts,
             dense_samples=config.metrics.dense_samples,
         )
@@ -152,5 +152,5 @@ class PartChooser:
 
 
 def _measured(timer: StepTimer, stage: str) -> Callable:
-    """Return a function that returns the context which measures a stage."""
+    """Return a function that makes the context which measures the stage ``stage``."""
     return lambda: timer.measure(stage)

@@ -1,11 +1,13 @@
-"""Steps on preference pairs: two forward-only passes, a loss of all pairs at once, and the linear loss that follows.
+"""The steps on preference pairs: two passes without a gradient, a loss over all pairs, and a linear loss.
 
-The policy's log-probs, or a reward model's scores, come from a pass at the weights of the step;
-``preference.loss`` makes of them a coefficient for each response (algorithm/preference_loss.py),
-and the schedule runs the token sum −Σ c_i · log π with the same gradient
-(algorithm/linear_loss.py). The halves of a pair lie on any ranks and in any micro-batches. A
-response whose coefficient is 0, as under ``hinge`` beyond the margin, has no signal and is dropped
-like a zero advantage; the mean counts every pair, dropped or not.
+The policy's log-probs, or a reward model's scores, come from a pass at the weights of the step.
+``preference.loss`` turns them into a coefficient for each response (algorithm/preference_loss.py).
+The schedule runs the token sum −Σ c_i · log π, which has the same gradient
+(algorithm/linear_loss.py). The two responses of a pair may lie on any ranks and in any
+micro-batches.
+
+A response with the coefficient 0 has no signal and is dropped like a zero advantage: under
+``hinge``, one beyond the margin. The mean counts every pair, dropped or not.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from megatron_rl.trainer.supervised import (
 )
 from megatron_rl.types import StepResult
 
-HALVES = 2  # responses of a pair: chosen and rejected, in turns
+HALVES = 2  # responses of a pair: chosen and rejected, in alternation
 
 
 def compare_pairs(
@@ -50,7 +52,7 @@ def compare_pairs(
 
 
 def _sums(backend: MegatronBackend | RewardModel, batch: Batch) -> np.ndarray:
-    """Return float64 [S]: each response's summed log-probs, or its score, under the weights that are in place."""
+    """Return each response's summed log-probs, or its score, float64 [S], under the model's current weights."""
     everything = np.ones(batch.facts.num_samples, dtype=bool)
     is_judge = isinstance(backend, RewardModel)
     flat = backend.scores(batch, everything) if is_judge else backend.logprobs(batch, everything).flat
@@ -65,7 +67,7 @@ def prepare_pairs(
     The mean is over all P pairs, counted before the drop.
     """
     facts = batch.facts
-    # Every rank holds the same numbers; where exp or log took part, all take rank 0's.
+    # exp or log may round differently on another CPU: every rank takes rank 0's numbers.
     coefficients = collectives.broadcast_from_rank0(outcome.coefficients)
     signal = has_signal(
         coefficients, facts.loss_tokens, advantage_epsilon=rule.advantage_epsilon, sample_ids=facts.sample_ids
@@ -102,7 +104,7 @@ class Comparison:
         return result, {**metrics, "train/loss": metrics["preference/loss"]}
 
     def evaluate(self, *, suffix: str = "") -> dict[str, float]:
-        """Return ``preference/eval_*``: the means over the held-out pairs; {} where none are held out."""
+        """Return ``preference/eval_*``, the means over the held-out pairs; {} if no pairs are held out."""
         held_out, size, pairs = self.responses.held_out, self.responses.size, self.responses.pairs
         if not held_out:
             return {}

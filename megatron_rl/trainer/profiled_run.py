@@ -1,8 +1,8 @@
 """A run that records the steps of ``profile.steps``: when a recording begins and ends, on every rank alike.
 
-1. A recording of an RL step begins before its rollout is taken, and of a supervised step before its
-   first stage.
-2. Steps in a row make one recording. It ends before a step that is not asked for, after the
+1. For an RL step a recording begins before the step's rollout is taken. For a supervised step it
+   begins before the step's first stage.
+2. Consecutive steps make one recording. It ends before a step that is not recorded, after the
    rollout's checkpoint, or with the run.
 3. All ranks meet before it begins and before it ends; the ranks that do not record wait.
 """
@@ -33,7 +33,7 @@ from megatron_rl.validate import beyond_the_end
 
 log = logging.getLogger(__name__)
 
-STEP_STAGES = ("logprob", "plan", "update")  # of a supervised step; others lie between two of them
+STEP_STAGES = ("logprob", "plan", "update")  # the stages of a supervised step; other stages lie between two steps
 
 
 class Profile:
@@ -41,7 +41,7 @@ class Profile:
 
     models: this rank's policy, and its critic if it holds one.
     recording: None on a rank that does not record.
-    timer: of the step; the seconds of beginning and writing are left out of it.
+    timer: the step's timer; the seconds of beginning and writing a recording are left out of it.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Profile:
     ) -> None:
         self.first, self.last = settings.steps
         self._models, self._manager, self._recording, self._timer = models, manager, recording, timer
-        self._enter = timer.enter  # without a range
-        self._began_at: int | None = None  # the step before which the recording under way began
+        self._enter = timer.enter  # the timer's own, which sets no range
+        self._began_at: int | None = None  # the step before which the current recording began
         self._ranges: Ranges | None = None
 
     @property
@@ -73,7 +73,7 @@ class Profile:
         return first <= self.last and last >= self.first
 
     def record(self, wanted: bool) -> None:
-        """Begin or end a recording where that is due: whether what comes next is ``wanted``."""
+        """Begin a recording if ``wanted`` and none is on; end it if not ``wanted`` and one is on."""
         if wanted == self.is_on:
             return
         began_s = time.perf_counter()
@@ -92,7 +92,7 @@ class Profile:
         self._timer.started += time.perf_counter() - began_s
 
     def end(self) -> None:
-        """End the recording under way, if there is one, and write it. Not a collective."""
+        """End the current recording, if there is one, and write it. Not a collective."""
         self._take_ranges_off()
         began_at, self._began_at = self._began_at, None
         if began_at is not None and self._recording is not None:
@@ -104,7 +104,7 @@ class Profile:
             self._ranges = None
 
     def mark(self, name: str) -> AbstractContextManager[None]:
-        """Return a range around a block; nothing is done while nothing is recorded. Not a collective."""
+        """Return a context that marks a range; it does nothing while nothing is recorded. Not a collective."""
         return contextlib.nullcontext() if self._ranges is None else self._ranges.mark(name)
 
     def _put_ranges(self, recording: Recording) -> Ranges:
@@ -120,7 +120,7 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileEnd(Record):
-    """Ends the recording that a run has under way as it ends, by an error too."""
+    """Ends the current recording when the run ends, also by an error."""
 
     profile: Profile
 
@@ -131,7 +131,7 @@ class ProfileEnd(Record):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class ProfiledRun(Run):
-    """Is a run whose profile follows its rollouts and steps."""
+    """Records a profile of chosen rollouts and steps of a run, and is otherwise a Run."""
 
     profile: Profile
 
@@ -142,7 +142,7 @@ class ProfiledRun(Run):
 
     @contextlib.contextmanager
     def _stage(self, stage: str, enter: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
-        """Enter a stage of the step's timer within a range of its name."""
+        """Enter a stage of the step's timer within a range of the same name."""
         if stage == "update" or self._supervised:
             step, begins = self.profile.next_step, stage in STEP_STAGES
             self.profile.record(self.profile.covers(step, step) and (begins or self.profile.is_on))
@@ -150,7 +150,7 @@ class ProfiledRun(Run):
             yield
 
     def begin(self) -> bool:
-        """Begin as a run does, and record the supervised steps that are asked for."""
+        """Begin as a run does, and record those supervised steps that are asked for."""
         self._supervised = self.start is not None
         left = super().begin()
         self._supervised = False
@@ -158,13 +158,13 @@ class ProfiledRun(Run):
         return left
 
     def take(self, index: int) -> TrainingBatch:
-        """Take a rollout, and record that if one of its steps is asked for."""
+        """Take a rollout, and record it if one of its steps is asked for."""
         first = self.profile.next_step
         self.profile.record(self.profile.covers(first, first + self.queue.settings.steps_per_rollout - 1))
         return super().take(index)
 
     def save_if_due(self, num_rollouts: int) -> bool:
-        """Save as a run does; the recording of a rollout ends then, unless the next step is asked for too."""
+        """Save as a run does, then end the rollout's recording unless the next step is to be recorded too."""
         left = super().save_if_due(num_rollouts)
         step = self.profile.next_step
         if left or not (self.profile.covers(step, step) and self.queue.has(num_rollouts)):
@@ -175,11 +175,11 @@ class ProfiledRun(Run):
 def profiled(
     run: Run, settings: ProfileConfig, models: Sequence[TrainableModel], folder: pathlib.Path, num_steps: int
 ) -> ProfiledRun:
-    """Return a run that is recorded, in place of one that is not. Not a collective.
+    """Return a run that records its profile, made of the parts of ``run``. Not a collective.
 
     models: this rank's policy, and its critic if it holds one.
-    folder: of the run.
-    num_steps: of the whole run, as far as that is known.
+    folder: the run's folder.
+    num_steps: the optimizer steps of the whole run, as far as known.
     """
     topology = run.backend.topology
     if topology.is_main and (warning := beyond_the_end(settings, num_steps)):

@@ -1,4 +1,4 @@
-"""The records of a run: its rows of metrics.jsonl, and all that is written down beside them."""
+"""The records of a run: its rows of metrics.jsonl, and everything else that is written during it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from megatron_rl.types import StepResult
 if TYPE_CHECKING:
     from megatron_rl.observability.completions import Completion
 
-_OF_RL = ("train/clip_ratio", "train/ratio", "train/kl")  # which no supervised step measures
+_OF_RL = ("train/clip_ratio", "train/ratio", "train/kl")  # a supervised step does not measure these
 
 
 class Record(Protocol):
-    """Writes down what happens in a run. Every rank calls each method, in this order; none is a collective.
+    """Writes down the events of a run. Every rank calls each method, in this order; none is a collective.
 
     A record overrides the methods that it needs.
     """
 
     def resume(self, restored: RestoredRun) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
 
     def rollout(self, index: int, taken: TrainingBatch, result: AdvantageResult) -> Mapping[str, float]:
         """Record rollout ``index`` with its advantages; return metrics that join the next row."""
@@ -38,17 +38,17 @@ class Record(Protocol):
         return {}
 
     def row(self, row: Row) -> None:
-        """Record one optimizer step, of the supervised start too, by its row as written."""
+        """Record one optimizer step, also of the supervised start, by its written row."""
 
     def end(self) -> None:
-        """Record that the run ends, however it ends."""
+        """Record the run's end, whatever its cause."""
 
 
 class Records:
-    """Writes the rows of metrics.jsonl, and hands what happens to all other records. No method is a collective.
+    """Writes the rows of metrics.jsonl, and passes each event on to all other records. No method is a collective.
 
-    others: called in their order.
-    num_rollouts: recorded so far, of the run that this one goes on with too.
+    others: the other records, in the order of their calls.
+    num_rollouts: the rollouts recorded so far, those before a resume included.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Records:
         self._next_row |= metrics
 
     def show(self, completions: Sequence[Completion]) -> None:
-        """Record completions of this rank with the next row; they are written on the main rank alone."""
+        """Record completions of this rank with the next row; only the main rank writes them."""
         if self.backend.topology.is_main:
             self._sampled += completions
 
     def resume(self, restored: RestoredRun) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         self.num_rollouts = restored.trace_rollouts
         for record in self.others:
             record.resume(restored)
@@ -92,7 +92,7 @@ class Records:
             self.add(record.update(update))
 
     def write(self, phase: str, result: StepResult, values: Mapping[str, float]) -> None:
-        """Write one optimizer step's row: its own metrics, those added since the last row, and ``values``."""
+        """Write one optimizer step's row: its metrics, the metrics added since the last row, and ``values``."""
         row = {"step": self.backend.step_index, "step_kind": result.kind, "phase": phase, **step_metrics(result)}
         row |= {**self._next_row, **values, "weight_version": self.backend.weight_version}
         sampled, self._next_row, self._sampled = self._sampled, {}, []

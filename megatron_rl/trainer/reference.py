@@ -1,4 +1,4 @@
-"""The seam of the reference policy: what a run asks of it, and the part of a run without a KL."""
+"""The seam of the reference policy: its methods for a run, and the part of a run without a KL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Reference(Protocol):
 
     @property
     def coefficient(self) -> float:
-        """Return β of the rollout that is trained now, or next. Not a collective."""
+        """Return β of the rollout that is trained now, or of the next one. Not a collective."""
         ...
 
     @property
@@ -43,9 +43,10 @@ class Reference(Protocol):
         ...
 
     def after_rollout(self, index: int, num_samples: int, kl: MeasuredKL | None = None) -> None:
-        """Move the coefficient by rollout ``index`` of so many samples, and renew the reference if that is due.
+        """Adjust the coefficient after rollout ``index``, and renew the reference if that is due.
 
-        kl: of a KL in the reward; None without one, and for a rollout that does not train the
+        num_samples: the rollout's samples, dropped ones too.
+        kl: the KL in the reward; None without one, and for a rollout that does not train the
             policy.
         """
         ...
@@ -60,7 +61,7 @@ class Reference(Protocol):
 
 
 class NoReference:
-    """Stands for the reference of a run without a KL: it keeps nothing and moves nothing."""
+    """Stands for the reference of a run without a KL: it keeps no weights and changes no coefficient."""
 
     is_needed, coefficient, loss_coefficient = False, 0.0, 0.0
 

@@ -21,8 +21,8 @@ from megatron_rl.types import StepResult
 class ReferencePolicy:
     """Manages the policy that a run's KL is measured against. Methods are collectives unless they say otherwise.
 
-    One coefficient holds for a whole rollout, all its mini-batches and epochs; an adaptive one
-    moves once per rollout.
+    One coefficient holds for a whole rollout, all its mini-batches and epochs; an adaptive
+    coefficient changes once per rollout.
     """
 
     def __init__(self, loss: LossConfig, settings: ReferenceConfig, backend: MegatronBackend) -> None:
@@ -40,16 +40,16 @@ class ReferencePolicy:
 
     @property
     def coefficient(self) -> float:
-        """Return β of the rollout that is trained now, or next. Not a collective."""
+        """Return β of the rollout that is trained now, or of the next one. Not a collective."""
         return self._controller.value
 
     @property
     def loss_coefficient(self) -> float:
-        """Return β where the KL is in the loss, 0 where it is in the reward. Not a collective."""
+        """Return β if the KL is in the loss, 0 if it is in the reward. Not a collective."""
         return self.coefficient if self.in_loss else 0.0
 
     def keep(self) -> None:
-        """Make the policy's current weights the reference; do nothing where no KL is measured."""
+        """Make the policy's current weights the reference; do nothing if no KL is measured."""
         if self.is_needed:
             self.backend.keep_reference()
 
@@ -64,35 +64,36 @@ class ReferencePolicy:
     # ---- the coefficient -------------------------------------------------------------------------------------------
 
     def measure(self, result: StepResult) -> None:
-        """Count one optimizer step's KL, of all ranks, where the KL is in the loss. Not a collective.
+        """Count one optimizer step's KL, over all ranks, if the KL is in the loss. Not a collective.
 
-        A step that was not applied, its gradient not finite, counts nothing, nor does a ghost.
+        A ghost counts nothing, nor does a step that was not applied since its gradient was not
+        finite.
         """
         if self.is_needed and self.in_loss and result.applied:
             self.count(result.sums["kl"], result.sums["tokens"])
 
     def count(self, kl: float, tokens: float) -> None:
-        """Add a KL, in nats and summed over ``tokens`` tokens of all ranks, to this rollout's. Not a collective."""
+        """Add a KL in nats, summed over ``tokens`` tokens of all ranks, to the rollout's KL. Not a collective."""
         self._kl += kl
         self._tokens += tokens
 
     def observe(self, kl_per_token: float, num_samples: int) -> None:
-        """Move an adaptive coefficient by one rollout's KL, in nats per token.
+        """Adjust an adaptive coefficient by one rollout's KL, in nats per token.
 
-        Not a collective, but every rank must call it alike. Raises ValueError for a KL of NaN
+        Not a collective, but every rank must make the same call. Raises ValueError if the KL is NaN
         (KLCoefficient.updated).
         """
         self._controller = self._controller.updated(kl_per_token, num_samples)
 
     def after_rollout(self, index: int, num_samples: int, kl: MeasuredKL | None = None) -> None:
-        """Move the coefficient by the KL of rollout ``index``, after its last step, and renew the reference if due.
+        """Adjust the coefficient by the KL of rollout ``index``, after its last step, and renew the reference if due.
 
         index: counted from 0.
         num_samples: the rollout's samples, dropped ones too.
-        kl: of a KL in the reward; None without one, and for a rollout that does not train the
+        kl: the KL in the reward; None without one, and for a rollout that does not train the
             policy.
 
-        A rollout without a measured token moves no coefficient.
+        A rollout without a measured token leaves the coefficient as it is.
         """
         if kl is not None:
             self.count(kl.kl, kl.tokens)
@@ -105,13 +106,13 @@ class ReferencePolicy:
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, float | None]:
-        """Return a checkpoint's state, between rollouts, as JSON-able values; a fixed coefficient is not part of it."""
+        """Return a checkpoint's state, between rollouts, as JSON-able values; a fixed coefficient is not in it."""
         return {"coefficient": self.coefficient if self.is_adaptive else None}
 
     def load_state(self, state: Mapping[str, float | None]) -> None:
         """Take over a checkpoint's state, after the backend was loaded.
 
-        Raises CheckpointError if the checkpoint was taken without the reference that is needed now.
+        Raises CheckpointError if the reference is needed now and the checkpoint has none.
         """
         if self.is_needed and self.backend.reference is None:
             raise CheckpointError(

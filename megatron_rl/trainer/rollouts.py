@@ -1,4 +1,4 @@
-"""Builds a run's rollouts: this rank's engine and worker, the manager over all ranks, and the queue."""
+"""The build of a run's rollouts: this rank's engine and worker, the manager over all ranks, and the queue."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def build_queue(
     passes_parts: bool,
     passes_all: bool,
 ) -> RolloutQueue:
-    """Build the queue of rollouts. passes_parts, passes_all: see QueueSettings."""
+    """Build the queue of rollouts. ``passes_parts``, ``passes_all``: see QueueSettings."""
     scorer = GroupScorer(Scoring.of(config.reward, config.advantage, config.rollout, config.loss), backend)
     groups = GroupSettings(
         dynamic_sampling=config.rollout.dynamic_sampling,
@@ -75,11 +75,13 @@ def build_manager(
     *,
     models: Sequence[DeviceShare],
 ) -> RolloutManager:
-    """Build this rank's engine, which starts here, and the manager of the rollouts.
+    """Build and start this rank's engine, and build the manager of the rollouts.
 
-    models: the trainer's on this rank's device, which they leave if the engine shares it.
+    models: the trainer's models on this rank's device; they leave the device in turn if the engine
+        shares it.
     """
     refuse_mixture(config.weight_sync, backend.shape.num_experts)
+    # This rank's engine.
     if config.generates:
         engine, share, shared = place_engine(
             config,
@@ -97,6 +99,7 @@ def build_manager(
     engine, take_counts = _with_episodes(
         engine, config.rollout, config.environment, config.data, backend, tokenizer, watchdog
     )
+    # The worker that drives it, and the manager over all ranks.
     worker = RolloutWorker(
         engine,
         _scorer(reward, watchdog) if reward else unscored,
@@ -120,7 +123,7 @@ def build_manager(
 
 
 def _weight_source(settings: WeightSyncConfig, backend: MegatronBackend) -> WeightSource:
-    bucket_bytes = settings.bucket_bytes // 2  # the other half is the sender's
+    bucket_bytes = settings.bucket_bytes // 2  # the sender holds the other half
     match settings.adapters:
         case "alone":
             return AdapterWeights(backend, bucket_bytes)
@@ -137,12 +140,15 @@ def _with_episodes(
     tokenizer,
     watchdog: Watchdog,
 ) -> tuple[Engine, TakeCounts]:
-    """Return the engine that plays the episodes of an environment or an agent, if there is one, and its counts."""
+    """Return the engine that plays an environment's or an agent's episodes, and a function that takes its counts.
+
+    Without an environment and an agent it is the given engine, and the counts are empty.
+    """
     take_counts = dict
     if environment.name is not None:
         from megatron_rl.rollout.engines.multi_turn import with_environment
 
-        with watchdog.own_call("environment"):  # is imported
+        with watchdog.own_call("environment"):  # importing the environment is the user's code
             engine = with_environment(
                 engine,
                 environment,
@@ -153,7 +159,7 @@ def _with_episodes(
     if rollout.endpoint.agent is not None:
         from megatron_rl.rollout.endpoint.agents import with_agents
 
-        with watchdog.own_call("environment"):  # the agent is imported
+        with watchdog.own_call("environment"):  # so is importing the agent
             engine = with_agents(
                 engine,
                 rollout,
@@ -170,7 +176,7 @@ def _with_episodes(
 def _location(num_critic: int, topology: Topology) -> RankLocation:
     rank, local_rank = topology.rank, int(os.environ.get("LOCAL_RANK", topology.rank))
     on_node = int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
-    if num_critic:  # ranks of a separate one, which may be of this node
+    if num_critic:  # a separate critic's ranks may be on this node
         from megatron_rl.critic.link import local_policy_ranks
 
         on_node = local_policy_ranks(num_critic, rank, local_rank, on_node)
@@ -178,14 +184,14 @@ def _location(num_critic: int, topology: Topology) -> RankLocation:
 
 
 def unscored(rollouts: Sequence[Rollout]) -> list[Score]:
-    """Return a total of 0 for each rollout of a run without rewards; none for one that its environment gave up."""
+    """Return a total of 0 for each rollout of a run without rewards; a total of None if its environment excluded it."""
     return [Score(total=None if rollout.excluded else 0.0, by_function=()) for rollout in rollouts]
 
 
 def _scorer(reward: Reward, watchdog: Watchdog) -> Callable[[Sequence[Rollout]], list[Score]]:
-    """Return a function that scores in any thread; the watchdog records its stage in the main thread alone.
+    """Return a function that scores rollouts in any thread; its stage is recorded in the main thread only.
 
-    Calls in workers have deadlines of their own; one in this process is bounded by the watchdog.
+    Calls in workers have deadlines of their own. The watchdog bounds a call in this process.
     """
     stage = watchdog.stage if reward.runs_apart else watchdog.own_code
 

@@ -1,4 +1,4 @@
-"""A run: its standing parts, which the loop in train.py calls by name."""
+"""A run: its parts, which the loop in train.py calls by name."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ class Start(Protocol):
 class Run:
     """Holds all parts of a run (``trainer.build.build_run``). Methods are collectives unless they say otherwise.
 
-    passes:        those that advantages are made of.
-    evaluation:    of held-out prompts; None if nothing is held out, or without rewards.
-    checkpoints:   None if the run saves none and goes on from none.
-    start:         None without a supervised start, and after it.
+    passes:        the passes that advantages are made of.
+    evaluation:    the evaluation of held-out prompts; None without held-out prompts or without
+                   rewards.
+    checkpoints:   None if the run neither saves a checkpoint nor resumes from one.
+    start:         the supervised start; None without one, and after it.
     evaluates_first: whether ``evaluation`` runs before the first rollout.
-    rollouts_done: rollouts that a checkpoint has trained; None if the run did not resume, or
-        resumed before RL.
+    rollouts_done: the rollouts trained before the checkpoint that the run resumed from; None if the
+        run did not resume, or resumed before RL.
     """
 
     backend: TrainableModel
@@ -63,9 +64,9 @@ class Run:
     rollouts_done: int | None = None
 
     def begin(self) -> bool:
-        """Take the supervised start, evaluate, and prepare for RL's first rollout, as far as that is not done.
+        """Do the work before RL's first rollout that is not done yet: supervised start, evaluation, preparation.
 
-        Returns whether the run was told to leave, with a checkpoint saved.
+        Returns whether the run was told to leave; a checkpoint is saved then.
         """
         if self.start is not None and self.start.take(self):
             return True
@@ -89,7 +90,7 @@ class Run:
         return taken
 
     def end_step(self, update: Update, step: UpdateStep, result: StepResult) -> None:
-        """Write an optimizer step's row; after the rollout's last one evaluate if that is due."""
+        """Write an optimizer step's row; after the rollout's last step, evaluate first if that is due."""
         self.reference.measure(result)
         facts, backend = update.batch.facts, self.backend
         self.records.add(self.planner.gap_metrics(update, step, result))

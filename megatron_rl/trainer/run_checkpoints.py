@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what they hold beside the models, when they are saved, and how a run goes on from one."""
+"""The checkpoints of a run: their content beside the models, when they are saved, and the restoring of a run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megatron_rl.trainer.reference import Reference
 class RunCheckpoints:
     """Saves the run's parts in checkpoints, and restores them. Methods are collectives.
 
-    saves:  whether checkpoints are saved; a run that only goes on from one may save none.
-    folder: of the run.
+    saves:  whether checkpoints are saved; a run that resumes from one may save none.
+    folder: the run's folder.
     """
 
     manager: CheckpointManager
@@ -35,7 +35,7 @@ class RunCheckpoints:
     is_main: bool
 
     def restore(self, restored: RestoredRun) -> None:
-        """Restore the run's parts from a checkpoint; model, critic and random states are restored already."""
+        """Restore the run's parts from a checkpoint, after the model, the critic and the random states."""
         self.reference.load_state(restored.reference)
         self.prompts.load_state(restored.prompts)
         queue_state.restore(self.queue, restored.queue, restored.queue_rows)

@@ -1,4 +1,4 @@
-"""The run's folder: it can be written, one run at a time uses it, and its records can be gone on with."""
+"""The run's folder: checks that it can be written, its lock for one run at a time, and the repair of its records."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.observability.metrics import METRICS_FILE, Row, read_metrics
 
 log = logging.getLogger(__name__)
-AUTO_DTYPE = ("model.dtype", "auto")  # of a dry run, which does not know the device that the run's record knew
-# settings that may differ between a finished run and the command that starts it again
+# A dry run cannot settle ``auto``: it does not know the run's device.
+AUTO_DTYPE = ("model.dtype", "auto")
+# Settings in which a finished run and the command that starts it again may differ.
 OF_THE_RECORD = ("run.dir", "run.name", "run.deadline_s", "metrics.", "checkpoint.")
 
 
 def check_run_folder(path: pathlib.Path, *, make: bool = True) -> None:
-    """Make the run's folder; raise ConfigError where it cannot be made or written. Not a collective: every rank asks.
+    """Make the run's folder; raise ConfigError if it cannot be made or written. Not a collective: every rank asks.
 
     Every rank raises by itself, before the job's world is made, so that none waits for another.
 
-    make: False only looks, and leaves the folder unmade.
+    make: False looks only, and makes no folder.
     """
     way_out = "name a folder that can be written by run.dir (or --run-dir)"
     try:
@@ -48,7 +49,7 @@ def check_run_folder(path: pathlib.Path, *, make: bool = True) -> None:
 
 
 def _exists(path: pathlib.Path) -> bool:
-    """Tell whether a folder is there; raise OSError as making it would, as far as permissions and names say."""
+    """Return whether the folder exists; raise the OSError that making it would raise for permissions or names."""
     try:
         path.stat()
     except FileNotFoundError:
@@ -63,7 +64,7 @@ def _exists(path: pathlib.Path) -> bool:
 
 
 def look_at_run_folder(folder: pathlib.Path) -> None:
-    """Raise ConfigError as `held_run_folder` would, and make, lock and write nothing."""
+    """Raise ConfigError as `held_run_folder` would; make, lock and write nothing."""
     check_run_folder(folder, make=False)
     try:
         RunLock(folder).check_free()
@@ -76,8 +77,10 @@ def held_run_folder(folder: pathlib.Path, deadline_s: float) -> Iterator[None]:
     """Hold the lock of the run's folder within the block, on the job's first rank. Not a collective.
 
     deadline_s: ``run.deadline_s``, for which the ranks wait for each other.
-    Raises ConfigError where the folder cannot be written or another run holds it: before the ranks
-    of the job agree to start (distributed/agreement.py), so that it ends all.
+
+    Raises ConfigError if the folder cannot be written or another run holds the lock. It does so
+    before the ranks of the job agree to start (distributed/agreement.py), so that the error ends
+    all ranks.
     """
     check_run_folder(folder)
     if this_job(deadline_s=deadline_s).rank:
@@ -100,9 +103,9 @@ def unwritable(folder: pathlib.Path, error: OSError) -> str:
 
 @contextlib.contextmanager
 def on_every_rank(folder: pathlib.Path) -> Iterator[None]:
-    """Raise on every rank, as a ConfigError, what one rank meets in the block: a ConfigError or an OSError.
+    """Raise one rank's ConfigError or OSError of the block on every rank, as a ConfigError.
 
-    A collective, unlike the block's own work.
+    The context is a collective; the block itself is none.
     """
     error: Exception | None = None
     message = None
@@ -118,7 +121,7 @@ def on_every_rank(folder: pathlib.Path) -> Iterator[None]:
 
 
 def repair_records(folder: pathlib.Path) -> None:
-    """Remove what an interrupted write left at the end of the run's records, so that lines can be added. Main rank.
+    """Cut off the incomplete line that an interrupted write left in the run's records. Main rank only.
 
     Raises ConfigError for a metrics.jsonl with any other malformed line, which the run's report
     could not read.
@@ -138,7 +141,7 @@ def repair_records(folder: pathlib.Path) -> None:
 
 
 def drop_unfinished_line(path: pathlib.Path) -> int:
-    """Cut a file behind its last newline; return the bytes removed."""
+    """Cut a file after its last newline; return the number of bytes removed."""
     with path.open("r+b") as file:
         size = end = file.seek(0, os.SEEK_END)
         while end:
@@ -162,9 +165,9 @@ def refuse_finished(
     folder: pathlib.Path,
     state: Mapping,
 ) -> None:
-    """Raise ConfigError where a run has ended and the command asks for other settings, which would train nothing.
+    """Raise ConfigError if the run has ended and the command has other settings, which would train nothing.
 
-    settings: the command's, as ``config_to_dict`` gives them.
+    settings: the command's settings, as ``config_to_dict`` gives them.
     folder, state: the checkpoint to resume from, and its state.json. Not a collective.
     """
     if state.get("supervised_steps") is not None or state["feed"]["jobs"]:
@@ -189,7 +192,7 @@ def refuse_finished(
 
 
 def report_run(folder: pathlib.Path, config_yaml: str) -> None:
-    """Write report.html from the metrics so far; a report that cannot be written is said and fails nothing."""
+    """Write report.html from the metrics so far; log an error if it cannot be written, and raise nothing."""
     try:
         if (folder / METRICS_FILE).stat().st_size:
             from megatron_rl.observability.report import write_report
@@ -200,7 +203,7 @@ def report_run(folder: pathlib.Path, config_yaml: str) -> None:
 
 
 def written_rows(folder: pathlib.Path) -> list[Row]:
-    """Return the run's rows for its last table; none, with a word in the log, where they cannot be read."""
+    """Return the run's rows for its last table; log an error and return [] if they cannot be read."""
     try:
         return read_metrics(folder / METRICS_FILE)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The records of every run beside its metrics: the queue's feed, the trace, progress and the warning of a stall."""
+"""The records of every run beside its metrics: the queue's buffers, the trace, progress and the stall warning."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatron_rl.trainer.update import Update
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRecord(Record):
-    """Writes trace.jsonl and coefficients.json, which a simulation reads."""
+    """Writes trace.jsonl and coefficients.json, which the simulator reads."""
 
     recorder: Recorder
 
     def resume(self, restored: RestoredRun) -> None:
-        """Number rollouts on from the checkpoint's."""
+        """Continue the numbers of rollouts from the checkpoint's."""
         self.recorder.num_rollouts = restored.trace_rollouts
 
     def rollout(self, index: int, taken: TrainingBatch, result: AdvantageResult) -> Mapping[str, float]:
@@ -34,13 +34,13 @@ class TraceRecord(Record):
         return {}
 
     def row(self, row: Row) -> None:
-        """Fit the simulator's coefficients anew."""
+        """Fit the simulator's coefficients again."""
         self.recorder.fit()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueRecord(Record):
-    """Feeds the queue's replay buffer, and counts what queue and engine did."""
+    """Fills the queue's replay buffer, and returns the counts of queue and engine."""
 
     queue: RolloutQueue
 
@@ -55,10 +55,11 @@ class QueueRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallRecord(Record):
-    """Warns of a run that trains nothing.
+    """Warns if a run trains nothing.
 
-    folder:  of the run.
-    is_main: of the rank that alone has the file of rows, and alone warns of those before a resume.
+    folder:  the run's folder.
+    is_main: whether this is the main rank. It alone has the file of rows, so it alone counts the
+        steps before a resume.
     """
 
     watch: StallWarning
@@ -66,7 +67,7 @@ class StallRecord(Record):
     is_main: bool
 
     def resume(self, restored: RestoredRun) -> None:
-        """Count the steps that the run took before."""
+        """Count the steps that the run took before it resumed."""
         if self.is_main:
             self.watch.resume(read_metrics(self.folder / METRICS_FILE))
 
@@ -75,7 +76,7 @@ class StallRecord(Record):
         self.watch.observe(row)
 
     def end(self) -> None:
-        """Warn of a run whose steps trained nothing."""
+        """Warn if the run's steps trained nothing."""
         self.watch.end()
 
 
@@ -94,7 +95,7 @@ class ProgressRecord(Record):
 class PlanRecord(Record):
     """Saves each rollout's plan as ``plans/rollout_<n>.json`` (``metrics.save_plans``), on the main rank.
 
-    folder: of the run.
+    folder: the run's folder.
     """
 
     folder: pathlib.Path

@@ -1,4 +1,4 @@
-"""Saves whole rollouts for later reading (``metrics.save_rollouts``, observability/saved_rollouts.py)."""
+"""The record that saves whole rollouts (``metrics.save_rollouts``, observability/saved_rollouts.py)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron_rl.types import Advantages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRollouts(Record):
-    """Saves whole rollouts: each rank the groups that it generated.
+    """Saves whole rollouts: each rank saves the groups that it generated.
 
-    folder:         of the run.
+    folder:         the run's folder.
     functions:      the names of the reward functions, ``reward.functions``.
-    every_rollouts: of so many rollouts one is saved.
+    every_rollouts: every so many rollouts one is saved.
     """
 
     folder: pathlib.Path
@@ -44,7 +44,7 @@ class SavedRollouts(Record):
 
 
 def saved_groups(taken: TrainingBatch, advantages: Advantages) -> tuple[list[dict[str, object]], set[int]]:
-    """Return this rank's groups as a saved rollout holds them, and the token ids that occur in their responses."""
+    """Return this rank's groups in the form of a saved rollout, and the token ids that occur in their responses."""
     facts, totals = taken.facts, taken.scored.rewards.totals
     ends = np.cumsum(facts.response_tokens)
     groups, seen = [], set()
@@ -52,10 +52,11 @@ def saved_groups(taken: TrainingBatch, advantages: Advantages) -> tuple[list[dic
         group, samples = taken.groups[place], []
         for member, row in enumerate(np.flatnonzero(facts.groups == place).tolist()):
             rollout = group.rollouts[member]
+            # The advantages of the response's tokens, if they differ.
             of_token = None
             if advantages.of_token is not None:
                 of_token = advantages.of_token[ends[row] - facts.response_tokens[row] : ends[row]].tolist()
-            elif rollout.loss_mask is not None:  # the environment's tokens have none
+            elif rollout.loss_mask is not None:  # tokens of the environment have no advantage
                 of_token = (advantages.of_sample[row] * np.array(rollout.loss_mask)).tolist()
             seen.update(rollout.response_ids)
             samples.append(

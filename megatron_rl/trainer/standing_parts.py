@@ -1,4 +1,4 @@
-"""Chooses the parts of a run around its loop: evaluation, records, exports, checkpoints and the supervised start."""
+"""The choice of the parts around a run's loop: evaluation, records, exports, checkpoints and the supervised start."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandingParts:
-    """Holds what a run has before its engines start, and chooses the parts that are made of it.
+    """Holds the parts that a run has before its engines start, and chooses the parts that are made of them.
 
-    resume_point: the checkpoint that the run goes on from; None: it begins.
+    resume_point: the checkpoint that the run resumes from; None if it starts at the beginning.
     """
 
     config: Config
@@ -54,22 +54,22 @@ class StandingParts:
 
     @property
     def supervised_steps_done(self) -> int:
-        """Return the supervised steps that a checkpoint within the start has taken; else 0."""
+        """Return the supervised steps before the checkpoint; 0 unless it lies within the supervised start."""
         return self.resume_point.supervised_steps or 0 if self.resume_point is not None else 0
 
     @property
     def rollouts_done(self) -> int | None:
-        """Return the rollouts that a checkpoint has trained; None if the run begins, or goes on before RL."""
+        """Return the rollouts trained before the checkpoint; None if there is no checkpoint, or none after RL began."""
         point = self.resume_point
         return None if point is None or point.supervised_steps is not None else point.rollouts
 
     @property
     def evaluates_first(self) -> bool:
-        """Return whether no rollout was trained, and no supervised start ends in an evaluation."""
+        """Return whether to evaluate first: no rollout is trained, and no supervised start ends in an evaluation."""
         return not (self.config.sft.steps or self.rollouts_done)
 
     def evaluation(self) -> Evaluation | None:
-        """Return the evaluation of held-out prompts; None without any, or without rewards.
+        """Return the evaluation of held-out prompts; None without held-out prompts, or without rewards.
 
         Raises ConfigError for a row that cannot be evaluated.
         """
@@ -83,7 +83,7 @@ class StandingParts:
         return None if self.reward is None else evaluation
 
     def live(self, watchdog: Watchdog) -> LiveRun | None:
-        """Return what gives the run's values between two steps, handed to its sinks; None where nobody asks for it."""
+        """Return the reader of the run's current values, after handing it to the sinks; None if no sink needs it."""
         if self.config.metrics.prometheus_port is None or not self.backend.topology.is_main:
             return None
         from megatron_rl.trainer.live_run import LiveRun
@@ -93,7 +93,7 @@ class StandingParts:
         return live
 
     def records(self, queue: RolloutQueue, reference: Reference) -> Records:
-        """Return all that is written down of the run."""
+        """Return the records of the run."""
         config, topology, folder = self.config, self.backend.topology, self.config.run.path
         records = Records(self.backend, reference, self.writer)
         chosen: list[Record] = [QueueRecord(queue=queue)]
@@ -128,7 +128,7 @@ class StandingParts:
     def run_checkpoints(
         self, queue: RolloutQueue, reference: Reference, records: Records, timer: StepTimer
     ) -> RunCheckpoints | None:
-        """Return the run's checkpoints; None if it saves none and goes on from none."""
+        """Return the run's checkpoints; None if it neither saves a checkpoint nor resumes from one."""
         if not self.config.saves_checkpoints and self.resume_point is None:
             return None
         from megatron_rl.trainer.run_checkpoints import RunCheckpoints
@@ -148,13 +148,14 @@ class StandingParts:
     def start(self, rule: SignalRule, timer: StepTimer) -> Start | None:
         """Return the supervised start; None without one, and after it.
 
-        Raises ConfigError for a held-out row that cannot be evaluated, after it too.
+        Raises ConfigError for a held-out row that cannot be evaluated, even after the start.
         """
         config, done = self.config, self.supervised_steps_done
         if not (config.sft.is_on or done):
             return None
         from megatron_rl.trainer.supervised import Imitation, Responses, SupervisedStart, held_out_responses
 
+        # Even after the start the held-out rows are read, so that a bad row is an error.
         backend, pairs = self.backend, config.preference
         most_tokens = context_tokens(pairs, backend.hf_config)
         responses = Responses(
@@ -174,6 +175,7 @@ class StandingParts:
         )
         if self.rollouts_done is not None:
             return None
+        # The task of the steps that are left.
         if pairs.is_on:
             from megatron_rl.trainer.preference import Comparison
 
@@ -195,7 +197,7 @@ class StandingParts:
 def saved_rollouts(
     metrics: MetricsConfig, functions: Sequence[str], folder: pathlib.Path, tokenizer: object, rank: int
 ) -> list[Record]:
-    """Return the record that saves whole rollouts in the run's folder, if ``metrics.save_rollouts`` asks for it."""
+    """Return the record that saves whole rollouts in the run's folder; [] unless ``metrics.save_rollouts`` is set."""
     if not metrics.save_rollouts:
         return []
     from megatron_rl.trainer.saved_rollouts import SavedRollouts

@@ -1,7 +1,7 @@
 """The supervised start: optimizer steps on the data set's own responses, by the same plan and schedule as RL's.
 
-They imitate solutions, or train on preference pairs (``preference.loss``, trainer/preference.py);
-they come before RL or are the whole run.
+Its steps imitate solutions, or train on preference pairs (``preference.loss``,
+trainer/preference.py). They precede RL, or are the whole run.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from megatron_rl.trainer.run import Run
 from megatron_rl.trainer.training_data import response_columns
 from megatron_rl.types import LossInputs, Rollout, StepPlan, StepResult
 
-PURPOSE = "imitate"  # of the plans of steps on solutions
+PURPOSE = "imitate"  # names the plans of steps on solutions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ResponseUpdate:
     """Holds all values that the optimizer step on a batch of S responses reads.
 
-    batch: with the rows that this rank's micro-batches need.
-    signal: bool [S], the responses that the loss reads with a coefficient other than 0.
-    inputs: of the linear loss −Σ_i w_i Σ_t log π(t): its weights [S], of any sign.
+    batch: the batch, with the rows that this rank's micro-batches need.
+    signal: bool [S], the responses whose coefficient in the loss is not 0.
+    inputs: the inputs of the linear loss −Σ_i w_i Σ_t log π(t); its weights are [S], of any sign.
     """
 
     batch: Batch
@@ -59,7 +59,7 @@ class ResponseUpdate:
 class SupervisedTask(Protocol):
     """Trains and evaluates the model on the data set's responses. Methods are collectives.
 
-    phase: of its rows in metrics.jsonl.
+    phase: the phase in the task's rows of metrics.jsonl.
     """
 
     phase: str
@@ -69,12 +69,12 @@ class SupervisedTask(Protocol):
         ...
 
     def evaluate(self, *, suffix: str = "") -> dict[str, float]:
-        """Return the metrics of the held-out rows, ``suffix`` behind their names; {} where none are held out."""
+        """Return the metrics of the held-out rows, ``suffix`` appended to their names; {} if no rows are held out."""
         ...
 
 
 def next_responses(prompts: PromptDataset, rows: int, pairs: PreferenceConfig) -> list[Solution]:
-    """Return the responses of the next rows: one of each, or under ``preference`` chosen and rejected in turns."""
+    """Return the responses of the next rows: one per row, or a pair's chosen and rejected one after the other."""
     if not pairs.is_on:
         return prompts.next_solutions(rows)
     return _in_turns(prompts.next_pairs(rows, pairs.chosen_key, pairs.rejected_key), pairs)
@@ -93,8 +93,9 @@ def held_out_responses(
     """Return the responses that ``sft.eval_path`` or ``sft.eval_share`` holds out; [] without supervised steps.
 
     seed: ``run.seed``.
-    prompts: the training data, which hold the share.
-    context_tokens, vocab_size: the model's.
+    prompts: the training data, which contain the share of ``sft.eval_share``.
+    context_tokens, vocab_size: the model's context length and vocabulary size.
+
     Raises ConfigError for a row that cannot be evaluated.
     """
     path = sft.eval_path
@@ -121,19 +122,19 @@ def _in_turns(rows: Sequence[tuple[Solution, Solution]], pairs: PreferenceConfig
 def start_supervised_optimizer(backend: TrainableModel, sft: SftConfig, of_rl: OptimizerConfig) -> None:
     """Start AdamW anew under the rates and the schedule of ``sft``. A collective.
 
-    of_rl: the optimizer of RL's steps, whose other settings it takes.
+    of_rl: RL's optimizer settings; those that ``sft`` does not set are taken from it.
     """
     backend.reset_optimizer(total_steps=sft.steps, settings=sft.optimizer(of_rl))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedStart:
-    """Takes the steps of ``sft.steps`` that are left, then starts a fresh optimizer for RL.
+    """Takes the remaining steps of ``sft.steps``, then starts a fresh optimizer for RL.
 
-    optimizer:      of RL.
-    done:           steps that a checkpoint within the start has taken; else 0.
-    total_rl_steps: optimizer steps of RL that may move the policy; its learning rate's schedule
-        ends after them.
+    optimizer:      RL's optimizer settings.
+    done:           the steps taken before a checkpoint within the start; else 0.
+    total_rl_steps: the optimizer steps of RL that may move the policy; the schedule of RL's
+        learning rate ends after them.
     keeps_reference: whether the task compares with the policy before the first step.
     """
 
@@ -147,10 +148,10 @@ class SupervisedStart:
     def take(self, run: Run) -> bool:
         """Take the steps; return whether the run was told to leave between two of them. A collective.
 
-        A checkpoint is saved then.
+        If it was told to leave, a checkpoint is saved.
         """
         settings, backend, task = self.settings, run.backend, self.task
-        if not self.done:  # a checkpoint has brought its optimizer, and the reference
+        if not self.done:  # else the checkpoint has brought optimizer and reference
             start_supervised_optimizer(backend, settings, self.optimizer)
             if self.keeps_reference:
                 backend.keep_reference()
@@ -174,9 +175,9 @@ class SupervisedStart:
 class Responses:
     """Holds the responses of a task.
 
-    size:     rows of each step, ``sft.samples_per_step``.
-    pairs:    whether and how a row has two responses.
-    held_out: solutions, or chosen and rejected responses in turns.
+    size:     rows per step, ``sft.samples_per_step``.
+    pairs:    the settings of pairs: whether each row has two responses, and their columns.
+    held_out: solutions, or chosen and rejected responses in alternation.
     """
 
     prompts: PromptDataset
@@ -190,7 +191,7 @@ class Responses:
 
 
 class Imitation:
-    """Trains the policy to say the data set's solutions: −log π of each loss token, the mean over the step's tokens."""
+    """Trains the policy to imitate the data set's solutions, by the mean of −log π over a step's loss tokens."""
 
     def __init__(self, backend: MegatronBackend, responses: Responses, timer: StepTimer, *, precedes_rl: bool) -> None:
         self.backend, self.responses, self.timer = backend, responses, timer
@@ -207,7 +208,7 @@ class Imitation:
         return result, metrics | step_times(timer, update.batch.facts)
 
     def evaluate(self, *, suffix: str = "") -> dict[str, float]:
-        """Return the held-out solutions' loss, −log π per loss token, as ``sft/eval_loss``."""
+        """Return the loss of held-out solutions, −log π per loss token, as ``sft/eval_loss``."""
         held_out, sums, num_tokens = self.responses.held_out, [], 0
         if not held_out:
             return {}
@@ -232,8 +233,9 @@ def plan_update(
 ) -> ResponseUpdate:
     """Plan the one optimizer step on a batch of S responses. A collective.
 
-    weights: float64 [S], of the linear loss. signal: bool [S]. purpose, drops: as ``plan_steps``
-        takes them.
+    weights: float64 [S], of the linear loss.
+    signal: bool [S].
+    purpose, drops: see ``plan_steps``.
     """
     facts = batch.facts
     tokens = tokens_of(facts, share_prompts=backend.rules.share_prompts)
@@ -250,13 +252,13 @@ def plan_update(
 def response_batches(
     backend: TrainableModel, responses: Sequence[Solution], size: int, *, of_row: int = 1
 ) -> Iterator[Batch]:
-    """Yield batches of ``size`` rows, ``of_row`` responses each. Collectives."""
+    """Yield batches of ``size`` rows with ``of_row`` responses each. Each batch is a collective."""
     for first in range(0, len(responses), size * of_row):
         yield response_batch(backend, responses[first : first + size * of_row], of_row=of_row)
 
 
 def response_batch(backend: TrainableModel, responses: Sequence[Solution], *, of_row: int = 1) -> Batch:
-    """Make a batch of responses, ``of_row`` of each group, spread over all ranks. A collective."""
+    """Make a batch of responses, ``of_row`` in each group, spread over all ranks. A collective."""
     topology, version = backend.topology, backend.weight_version
     mine = list(range(topology.rank, len(responses), topology.world_size))
     samples = []

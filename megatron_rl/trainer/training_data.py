@@ -41,7 +41,7 @@ def load_prompts(
 
 
 def context_tokens(pairs: PreferenceConfig, hf_config) -> int:
-    """Return the most tokens of a row: the model's context, less the place that a reward model's score is read at."""
+    """Return the most tokens of a row: the context, less one position if a reward model's score is read there."""
     return hf_config.max_position_embeddings - int(pairs.trains_reward_model)
 
 

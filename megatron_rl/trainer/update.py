@@ -1,8 +1,8 @@
-"""The update of a rollout: decides signal, log-probs, importance weights and the plan of its optimizer steps.
+"""The update of a rollout: its signal, log-probs, importance weights and the plan of its optimizer steps.
 
-They are decided nowhere else, and in a fixed order. Signal by advantage alone plans the log-prob
-pass; its log-probs give importance weights, which may take signal away (never give it), and the
-samples that are left are planned anew. Every rank decides from the same numbers.
+All four are decided here alone, in a fixed order. Signal by advantage alone plans the log-prob
+pass. Its log-probs give importance weights, which may take signal away but never give it. The
+samples that still have signal are planned anew. Every rank decides from the same numbers.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Correct = Callable[[Batch, Decision, Advantages, np.ndarray], "CorrectedSignal"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRules:
-    """Holds the settings that make a rollout's update.
+    """Holds the settings of a rollout's update.
 
     max_response_tokens: ``rollout.max_response_tokens``, a denominator of
         ``loss.reduction=sequence_sum_norm``.
     epochs:              times that each rollout is trained.
-    held_rollouts:       the first so many rollouts hold the policy, while a critic warms up.
+    held_rollouts:       while a critic warms up, so many first rollouts hold the policy.
     """
 
     signal: SignalRule
@@ -55,8 +55,8 @@ class UpdateRules:
 class UpdateStep:
     """Holds one optimizer step of a rollout.
 
-    number:  within the rollout, from 0.
-    is_last: whether the rollout has no later one.
+    number:  the step's number within the rollout, from 0.
+    is_last: whether it is the rollout's last step.
     """
 
     plan: StepPlan
@@ -69,17 +69,17 @@ class UpdateStep:
 class Update:
     """Holds all values that a rollout's optimizer steps read.
 
-    index:      of the rollout, from 0.
-    batch:      with the rows that this rank's micro-batches need.
+    index:      the rollout's index, from 0.
+    batch:      the batch, with the rows that this rank's micro-batches need.
     steps:      each optimizer step: mini-batches in order, epoch after epoch.
     old:        log π_old.
     is_fresh:   whether the engine sampled by the weights of the first step.
     reference:  float32 [T] flat, log π_ref; None if the loss does not read it.
-    importance: float64 [T] flat, the correction's weights; None: all are 1.
+    importance: float64 [T] flat, the correction's weights; None if all are 1.
     kl_coefficient: β of the loss.
-    kl:         of a KL in the reward; None without one, and if the policy is held.
-    targets:    of the critic; None without one.
-    metrics:    of advantages, log-prob passes and corrections.
+    kl:         the KL in the reward; None without one, and if the policy is held.
+    targets:    the critic's targets; None without a critic.
+    metrics:    the metrics of advantages, log-prob passes and corrections.
     """
 
     rules: UpdateRules
@@ -120,10 +120,10 @@ class Update:
 class UpdatePlanner:
     """Prepares updates. Methods are collectives unless they say otherwise.
 
-    old, reference: the passes that are left to the update.
+    old, reference: the passes that the update makes itself.
     gap:            the check of log π_old, and of the steps.
-    correct:        finds the importance weights, and the samples that they leave; None: all weights
-                    are 1.
+    correct:        finds the importance weights, and the samples that have signal under them; None:
+                    all weights are 1.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class UpdatePlanner:
             if self.correct is not None:
                 verdict = self.correct(batch, decision, result.advantages, old.flat)
                 weights, corrected = verdict.weights, verdict.metrics
-                # Where masks took samples away, plan anew: fewer run, and none that was not passed.
+                # If masks took samples away, plan anew: fewer run, and none that was not passed.
                 if not np.array_equal(verdict.signal, decision.trained):
                     decision = self._decide(batch, verdict.signal, kind)
             reference = passes.reference
@@ -200,12 +200,12 @@ class UpdatePlanner:
         return decide(self.backend, batch, signal, kind, drops=self.rules.signal.drops)
 
     def gap_metrics(self, update: Update, step: UpdateStep, result: StepResult) -> dict[str, float]:
-        """Return the metrics of a step that has measured its gap to the engine's log-probs. Not a collective."""
+        """Return the metrics of a step that measured its own gap to the engine; else {}. Not a collective."""
         return self.gap.of_step(update.old, step.plan, result, number=step.number, fresh=update.is_fresh)
 
 
 def steps_of(plan: BatchPlan, epochs: int) -> tuple[UpdateStep, ...]:
-    """Return the optimizer steps of a rollout that is trained so many times."""
+    """Return the optimizer steps of a rollout that is trained ``epochs`` times."""
     planned = [*zip(plan.mini_batches, plan.fingerprints(), strict=True)] * epochs
     return tuple(
         UpdateStep(plan=step, fingerprint=fingerprint, number=number, is_last=number == len(planned) - 1)

@@ -1,4 +1,4 @@
-"""Start the page: ``megatron-rl watch RUN [--port N]``."""
+"""The command that serves the page: ``megatron-rl watch RUN [--port N]``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         server = WatchServer(RunFolder(options.run), options.port)
-    except (ConfigError, OSError) as error:  # the latter of a path that cannot be looked at
+    except (ConfigError, OSError) as error:  # OSError: of a path that cannot be read
         print(f"megatron_rl: {error}", file=sys.stderr)
         return EXIT_CONFIG
     with server:

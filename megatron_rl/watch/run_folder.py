@@ -1,4 +1,4 @@
-"""Reads a run's folder while the run writes to it."""
+"""The reader of a run's folder while the run writes to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_rl.observability.run_status import RunState, read_status
 from megatron_rl.observability.saved_rollouts import read_rollout, saved_numbers
 
 METRICS = "metrics.jsonl"
-MOST_BYTES = 1 << 22  # of one answer's rows; the page asks again until it has them all
+MOST_BYTES = 1 << 22  # the most bytes of one answer's rows; the page asks again until it has them all
 
 MOST_COMPLETIONS_BYTES = 1 << 28
 
@@ -28,7 +28,7 @@ class RunFolder:
             raise ConfigError(f"{path} holds no run: neither {METRICS} nor config.yaml is there; name a run's folder")
 
     def facts(self) -> dict[str, object]:
-        """Return the run's name, how far it is, its configuration's text, and the numbers of its saved rollouts."""
+        """Return the run's name, its state, its configuration's text, and the numbers of its saved rollouts."""
         return {
             "name": self.path.resolve().name,
             "state": self._state(),
@@ -40,10 +40,11 @@ class RunFolder:
     def _state(self) -> dict[str, object]:
         """Return the run's state, its total of optimizer steps if known, and a time in seconds since 1970, or null.
 
-        running: its lock is held. ended, preempted, stopped, failed: it said so, at that time.
-            silent: it was killed,
-        and gave its last sign then. unknown: the folder has no status, as a Tinker model's, or a
-        malformed one, which ``fault`` names; its last row is of then.
+        running: its lock is held. ended, preempted, stopped, failed: its status says so, at that
+            time.
+        silent: it was killed; the time is its last sign.
+        unknown: the folder has no status, as a Tinker model's, or a malformed one, which ``fault``
+            names; the time is its last row's.
         """
         status, fault = None, None
         try:
@@ -69,10 +70,11 @@ class RunFolder:
         return read_bytes(file, "text", most_bytes=MOST_BYTES, error=ValueError).decode("utf-8", "replace")
 
     def rows(self, offset: int) -> dict[str, object]:
-        """Return whole rows of metrics.jsonl from byte ``offset`` on, and the offset behind them.
+        """Return whole rows of metrics.jsonl from byte ``offset`` on, and the offset after them.
 
-        ``restarted`` says that the file is shorter than ``offset``: a run went on from a checkpoint, whose rows begin
-        at 0 again. Raises ValueError for a line that is no object.
+        ``restarted`` says that the file is shorter than ``offset``: the run resumed from a
+        checkpoint and cut its rows, so that the page reads from 0 again. Raises ValueError for a
+        line that is no object.
         """
         file = self.path / METRICS
         size = file.stat().st_size if file.is_file() else 0
@@ -97,7 +99,7 @@ class RunFolder:
         return read_rollout(self.path, number)
 
     def completions(self) -> dict[str, object]:
-        """Return the recorded completions, which a run has that saves no rollouts."""
+        """Return the recorded completions, for a run that saves no whole rollouts."""
         file = self.path / FILE_NAME
         if file.is_file() and (size := file.stat().st_size) > MOST_COMPLETIONS_BYTES:
             raise ValueError(f"{file} has {size} bytes; the page shows at most {MOST_COMPLETIONS_BYTES}")

@@ -1,4 +1,4 @@
-"""Serves the page and the run's files to a browser on this host: ``megatron-rl watch RUN``."""
+"""The server of the page and of the run's files to a browser on this host: ``megatron-rl watch RUN``."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src '
 
 
 class WatchServer(http.server.ThreadingHTTPServer):
-    """Listens on this host alone. ``port`` 0 takes a free one. Raises ConfigError where it is taken."""
+    """Listens on this host alone. ``port`` 0 takes a free one. Raises ConfigError if the port is taken."""
 
     daemon_threads = True
-    request_queue_size = 128  # of connections that are not accepted yet; the default, 5, drops a burst
+    request_queue_size = 128  # connections that are not accepted yet; the default, 5, drops a burst
     most_connections = 64
 
     def __init__(self, run: RunFolder, port: int) -> None:
         self.run = run
-        self.reader = threading.Lock()  # one answer from the run's files is made at a time: each may take much memory
-        self._open: dict[socket.socket, None] = {}  # the connection that was used last stands last
+        self.reader = threading.Lock()  # makes one answer from the run's files at a time: each may take much memory
+        self._open: dict[socket.socket, None] = {}  # the most recently used connection is last
         self._guard = threading.Lock()
         try:
             super().__init__((HOST, port), WatchHandler)
@@ -40,7 +40,7 @@ class WatchServer(http.server.ThreadingHTTPServer):
             ) from error
 
     def process_request(self, request: socket.socket, client_address: object) -> None:
-        """Answer in a thread; beyond ``most_connections`` the one that has been idle the longest is closed."""
+        """Answer in a thread; beyond ``most_connections`` the connection that has been idle the longest is closed."""
         with self._guard:
             self._open[request] = None
             oldest = next(iter(self._open)) if len(self._open) > self.most_connections else None
@@ -62,7 +62,7 @@ class WatchServer(http.server.ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Pass over a browser that closed its page; print any other error of an answer, and go on."""
+        """Ignore a browser that closed its page; print any other error of an answer, and go on."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -82,7 +82,7 @@ class WatchHandler(http.server.BaseHTTPRequestHandler):
         self.server.is_used(self.connection)
         hosts = [name.rsplit(":", 1)[0] for name in self.headers.get_all("Host", [])]
         if hosts not in ([HOST], ["localhost"]):
-            # a page from elsewhere whose name was pointed at this host would read the run
+            # A page from elsewhere whose name was pointed at this host could read the run.
             self._answer(http.HTTPStatus.FORBIDDEN, f"this server is {self.server.address}".encode(), "text/plain")
             return
         try:

@@ -1,14 +1,14 @@
-"""A checksum of tensors' raw bytes, to tell whether tensors arrived bit for bit; alike on a CPU and a GPU.
+"""A checksum of tensors' raw bytes, to tell whether tensors arrived bit for bit; the same on a CPU and a GPU.
 
-The bytes are read as int64 words in a grid of ROW_WORDS columns, zeros after the last. Each row is
-summed and each column, modulo 2⁶⁴; the checksum is Σᵢ mix(i, vᵢ) over the vector v of column sums,
+The bytes are read as int64 words in a grid of ROW_WORDS columns, padded with zeros. Each row and
+each column is summed modulo 2⁶⁴. The checksum is Σᵢ mix(i, vᵢ) over the vector v of column sums,
 row sums and the number of bytes, with splitmix64 as mix. The sums run on the tensor's device at its
-memory's speed, without memory of the tensor's size; a word's value shows in the sums of its row and
+memory's speed, without memory of the tensor's size. A word's value shows in the sums of its row and
 its column, and so does its position.
 
-The checksum sees every change of one word, every swap of two words that differ, and any other
-change but one whose differences cancel in each row and in each column (four words at the corners of
-a rectangle, say), or a collision of mix (2⁻⁶⁴). It is no defence against an adversary.
+The checksum sees every change of one word, and every swap of two words that differ. It misses a
+change whose differences cancel in each row and in each column (four words at the corners of a
+rectangle, say), or a collision of mix (2⁻⁶⁴). It is no defence against an adversary.
 
 This module imports torch alone: an engine's process, which has no Megatron-Core, computes the
 checksum too. It needs a little-endian host.
@@ -23,16 +23,15 @@ import torch
 
 ROW_WORDS = 4096
 ROW_BYTES = 8 * ROW_WORDS
-# A slab is read twice, and the second time from a CPU's cache: 1 to 4 MiB was fastest there. A GPU
-# wants larger ones.
+# A slab is read twice, the second time from a CPU's cache: 1 to 4 MiB was fastest on a CPU. A GPU needs larger slabs.
 SLAB_BYTES = {"cpu": 2**22, "cuda": 2**25}  # multiples of ROW_BYTES; no checksum depends on them
 
 
 def checksum(tensor: torch.Tensor) -> int:
     """Return the checksum, 0 ≤ checksum < 2⁶⁴, of a tensor's bytes in the order of its elements.
 
-    Strides, dtype and shape do not enter it. Waits for the device. Takes at most a slab or two of
-    memory, and only for a tensor that is not contiguous.
+    Strides, dtype and shape do not enter it. Waits for the device. Takes at most one or two slabs
+    of memory, and only if the tensor is not contiguous.
     """
     return int(_digest(tensor)) & (2**64 - 1)
 
@@ -53,11 +52,11 @@ class Checksum:
         return len(self._parts)
 
     def update(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one tensor more; its memory may be used again afterwards."""
+        """Add one tensor; its memory may be reused afterwards."""
         self._parts.append((repr((name, str(tensor.dtype), tuple(tensor.shape))).encode(), _digest(tensor)))
 
     def extend(self, other: Checksum) -> None:
-        """Take the tensors of ``other`` (a bucket's, say) in their order, without reading them again."""
+        """Add the tensors of ``other`` (a bucket's, say) in their order, without reading them again."""
         self._parts.extend(other._parts)
 
     def value(self) -> str:
@@ -72,8 +71,7 @@ class Checksum:
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
     """Return the checksum as a 0-dimensional int64 tensor on the tensor's device."""
     num_bytes = tensor.numel() * tensor.element_size()
-    # one vector from the start: small tensors kept between a slab's temporaries would leave glibc's
-    # heap full of holes
+    # One vector from the start: small tensors between a slab's temporaries would fragment glibc's heap.
     vector = torch.zeros(ROW_WORDS + -(-num_bytes // ROW_BYTES) + 1, dtype=torch.int64, device=tensor.device)
     columns, rows = vector[:ROW_WORDS], vector[ROW_WORDS:-1]
     vector[-1] = num_bytes
@@ -103,7 +101,7 @@ def mix_words(values: torch.Tensor, first: int = 1) -> torch.Tensor:
 
 
 def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift to the right with zeros from the left, for torch's >> repeats the sign."""
+    """Shift to the right and fill with zeros, since torch's >> repeats the sign."""
     return (values >> bits) & (2 ** (64 - bits) - 1)
 
 
@@ -112,7 +110,7 @@ def _signed(word: int) -> int:
 
 
 def _slabs(tensor: torch.Tensor, slab_bytes: int) -> Iterator[torch.Tensor]:
-    """Yield the bytes in order, uint8, in slabs of slab_bytes but for the last, each aligned for words."""
+    """Yield the bytes in order, uint8, in slabs of ``slab_bytes``, the last shorter, each aligned to words."""
     if tensor.is_contiguous():
         flat = _bytes_of(tensor)
         if flat.storage_offset() % 8 == 0:

@@ -1,4 +1,4 @@
-"""A model folder's config.json and generation_config.json, checked field by field before a model is built."""
+"""The check of a model folder's config.json and generation_config.json, field by field, before a model is built."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from megatron_rl.weights.reader import (
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MOST_CONFIG_BYTES = 16 * 2**20
-# Random weights of so many parameters at most (8 GiB in float32) are drawn on a GPU. The bound is
-# no share of the memory that is free: ranks would choose differently, and draw other weights.
+# A GPU draws random weights of at most so many parameters (8 GiB in float32). The bound does not depend on free memory:
+# ranks would then choose differently, and draw different weights.
 DRAWN_ON_DEVICE = 2**31
-# The fields that are numbers, with the bounds that any model keeps; null leaves the family's
-# default, but for SIZES.
+# The fields that are numbers, with bounds that any model keeps. null leaves the family's default, but is refused for
+# SIZES.
 RANGES: dict[str, tuple[type, float, float]] = {
     "num_hidden_layers": (int, 1, 10_000),
     "hidden_size": (int, 1, 2**20),
@@ -72,13 +72,12 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "original_max_position_embeddings": (int, 1, 2**40),
     "num_labels": (int, 0, 2**16),  # transformers makes a name for each
 }
-# What a config.json must say: transformers' own defaults are the sizes of a model of 7,000,000,000 parameters.
+# Fields that a config.json must have: transformers' own defaults are the sizes of a model of 7,000,000,000 parameters.
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 OF_MIXTURES = {"num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"}
 OF_MIXTURES |= {"first_k_dense_replace"}
-MOST_EXPERTS = 2**20  # of all layers together: each is a tensor by name
-# Fields by which transformers would take another config, other fields or other code for the model
-# of the folder.
+MOST_EXPERTS = 2**20  # in all layers together: each expert is a tensor with a name
+# Fields by which transformers would take another config, other fields or other code for the folder's model.
 NESTED = ("text_config", "text_encoder", "decoder", "generator")
 REPLACING = {"attribute_map", "per_layer_config"}
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
@@ -88,12 +87,12 @@ ROPE_NUMBERS = {
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("rope_theta", "factor", "original_max_position_embeddings"),
 }
-# Those that any of them may have.
+# Numbers that rope_parameters of any of these types may have.
 ROPE_OPTIONS = {
     "partial_rotary_factor": (1e-3, 1.0),
     **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"), (0.0, 1e6)),
 }
-# The fields that the model built here, its checks or transformers' own config classes settle.
+# The fields that the model built here, its checks or transformers' own config classes read.
 _READ = {
     *RANGES,
     *("model_type", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "layer_types"),
@@ -106,17 +105,17 @@ _READ = {
     *("max_window_layers", "quantization_config", "compression_config", "eos_token_id", "bos_token_id", "pad_token_id"),
     *("original_max_position_embeddings", "resid_pdrop", "embd_pdrop"),
 }
-# Those that count whether or not transformers' class of the family has them.
+# Fields that are read whether or not transformers' class of the family has them.
 _ANYWHERE = {
     *("model_type", "rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"),
     *("head_dim", "is_causal", "quantization_config", "compression_config", "num_labels"),
-    "max_window_layers",  # Qwen's mixtures write it, for windows that are off
+    "max_window_layers",  # Qwen's mixtures write it even if windows are off
 }
-# The fields that say nothing of the numbers that a forward pass gives.
+# Fields that do not change the numbers of a forward pass.
 _NEUTRAL = {
     *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"),
     *("id2label", "label2id", "problem_type", "pretraining_tp", "output_router_logits"),
-    *("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim"),  # the last is the sum of its parts
+    *("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim"),  # qk_head_dim is the sum of its parts
     *("router_aux_loss_coef", "chunk_size_feed_forward", "return_dict", "output_attentions", "output_hidden_states"),
 }
 
@@ -126,9 +125,9 @@ def parse_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> A
 
     key: the setting that names the folder, for messages.
 
-    A ``quantization_config`` that is read (block FP8, MXFP4) is taken out, since the weights in
-    memory are full ones. Raises ConfigError, naming the file, for a config.json that is missing, no
-    JSON, refused by transformers, or quantised in another way.
+    A ``quantization_config`` of a supported kind (block FP8, MXFP4) is removed from the config,
+    since the weights in memory are full ones. Raises ConfigError, naming the file, if config.json
+    is missing, is no JSON, is refused by transformers, or is quantised in another way.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -155,9 +154,9 @@ def parse_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> A
 
 
 def read_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, provider: str = "native") -> Any:
-    """Return ``parse_hf_config``'s config, of a family that is built here and with every number in its range.
+    """Return ``parse_hf_config``'s config, after a check of its family and of the range of every number.
 
-    provider: ``model.provider``; under ``bridge`` a family of any name is read.
+    provider: ``model.provider``; ``bridge`` accepts any family.
 
     Raises ConfigError, naming the file and the field.
     """
@@ -166,7 +165,7 @@ def read_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, pr
     if provider == "native":
         check_family(fields.get("model_type"), str(path))
         _check_own(fields, str(path))
-    for name, (kind, least, most) in RANGES.items():  # before transformers makes a list of num_hidden_layers
+    for name, (kind, least, most) in RANGES.items():  # checked before transformers makes a list of num_hidden_layers
         if fields.get(name) is not None:
             check(fields[name], f"{path}: {name}", kind, least=least, most=most)
     config = parse_hf_config(folder, key)
@@ -175,7 +174,7 @@ def read_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, pr
 
 
 def _check_own(fields: Mapping[str, object], where: str) -> None:
-    """Raise ConfigError for a config.json of a family built here that lacks a size, or holds another model or code."""
+    """Raise ConfigError if a config.json of a family built here lacks a size, or holds another model or code."""
     from transformers import CONFIG_MAPPING
 
     family = family_of(fields["model_type"])
@@ -203,9 +202,11 @@ def load_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, pr
 
 
 def transformers_model(config: Any, folder: str | pathlib.Path, **settings: object) -> Any:
-    """Return transformers' own causal model of a config, its weights not read; raise ConfigError where it makes none.
+    """Return transformers' own causal model of a config, without reading weights.
 
     settings: further arguments of ``AutoModelForCausalLM.from_config``.
+
+    Raises ConfigError if transformers can make no model of the config.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -225,14 +226,14 @@ def transformers_model(config: Any, folder: str | pathlib.Path, **settings: obje
 def random_state(
     config: Any, shape: ModelShape, folder: str | pathlib.Path, *, seed: int, device: Any
 ) -> dict[str, Any]:
-    """Return the state dict of ``transformers_model`` with weights drawn by ``seed``; raise ConfigError as it does.
+    """Return the state dict of ``transformers_model`` with weights drawn by ``seed``.
 
-    It raises it before it draws anything, too, where the weights would not fit in the host's
-    memory.
-    shape: the config's, of the same family.
-    device: a torch.device. A GPU draws those of a small model itself, other ones than the host
-        would, in a tenth of its
-    time; the host draws all others.
+    shape: the config's shape, of the same family.
+    device: a torch.device. A GPU draws a small model's weights itself, in a tenth of the host's
+        time; they differ from the host's. The host draws all others.
+
+    Raises ConfigError as ``transformers_model`` does, and before drawing if the weights would not
+    fit in the host's memory.
     """
     import torch
 
@@ -249,9 +250,9 @@ def random_state(
 
 
 def settle_tying(config: Any, folder: str | pathlib.Path) -> None:
-    """Set ``tie_word_embeddings`` to false where the folder's files hold an LM head of other values than the embedding.
+    """Set ``tie_word_embeddings`` to false if the folder's LM head differs from its embedding.
 
-    So does transformers (5.19 ``PreTrainedModel.tie_weights``).
+    transformers does the same (5.19 ``PreTrainedModel.tie_weights``).
     """
     if config.tie_word_embeddings and has_weights(folder):
         reader = HuggingFaceReader(folder)
@@ -261,7 +262,7 @@ def settle_tying(config: Any, folder: str | pathlib.Path) -> None:
 
 
 def read_fields(folder: str | pathlib.Path, key: str = "model.hf_path") -> dict[str, object]:
-    """Return the fields of a folder's config.json as they stand there, or raise ConfigError."""
+    """Return the fields of a folder's config.json unchanged, or raise ConfigError."""
     path = pathlib.Path(folder) / CONFIG
     if not path.is_file():
         raise ConfigError(f"{key}={str(folder)!r} holds no config.json; give a local Hugging Face directory")
@@ -269,7 +270,7 @@ def read_fields(folder: str | pathlib.Path, key: str = "model.hf_path") -> dict[
 
 
 def _check_sizes(config: Any, where: str) -> None:
-    """Raise ConfigError for a size that another one contradicts, and for a rotary embedding's number out of range."""
+    """Raise ConfigError for a size that contradicts another size, or a number of the rotary embedding out of range."""
     family, fields = family_of(config.model_type), config.to_dict()
     if family is not None:
         own = class_fields(type(config)) | {"head_dim"}
@@ -320,7 +321,7 @@ def _check_rope(rope: dict, where: str) -> None:
 def ignored_fields(folder: str | pathlib.Path) -> dict[str, object]:
     """Return the fields of config.json that are set and that the model built here does not read.
 
-    Such are dropout, and another family's fields: transformers' class does not have them.
+    Dropout is one, and so are another family's fields, which transformers' class does not have.
     """
     from transformers import CONFIG_MAPPING
 
@@ -335,7 +336,7 @@ def ignored_fields(folder: str | pathlib.Path) -> dict[str, object]:
 
 
 def check_served(folder: str | pathlib.Path, *, provider: str = "native") -> None:
-    """Raise ConfigError for a folder that a vLLM engine, which reads config.json itself, would build otherwise."""
+    """Raise ConfigError for a folder of which vLLM, reading config.json itself, would build another model."""
     path = pathlib.Path(folder) / CONFIG
     fields = read_fields(folder)
     if is_quantized(fields):
@@ -353,10 +354,10 @@ def check_served(folder: str | pathlib.Path, *, provider: str = "native") -> Non
 
 
 def stop_ids(folder: str | pathlib.Path) -> list[int]:
-    """Return ``eos_token_id`` of generation_config.json, or of config.json where that file is missing, as a list.
+    """Return ``eos_token_id`` of generation_config.json as a list; of config.json if that file is missing.
 
-    Raises ConfigError for a file that is no JSON object and for a value that is neither a token id,
-    a list of such, nor null.
+    Raises ConfigError for a file that is no JSON object, and for a value that is neither a token
+    id, a list of token ids, nor null.
     """
     path = pathlib.Path(folder) / GENERATION
     if path.exists():

@@ -1,17 +1,17 @@
-"""Difference of two buckets of weights: the words whose bits changed, as positions and values.
+"""The difference of two buckets of weights: the words whose bits changed, as positions and values.
 
-Between two optimizer steps most bfloat16 weights keep their bits, since a small update rounds to
-nothing. A bucket's bytes are read as words of its tensors' smallest element, bits alone are
-compared (−0.0 is not 0.0, and a NaN is equal to itself), and the changed words are written as
+Between two optimizer steps most bfloat16 weights keep their bits, since a small update is rounded
+away. A bucket's bytes are read as words of its tensors' smallest element. Only bits are compared:
+−0.0 differs from 0.0, and a NaN is equal to itself. The changed words are written as
 
     codes | zeros up to a multiple of 4 bytes | the new words, in the order of their positions
 
-where the codes are the cheapest of three: a bit for each word, or the number of unchanged words
-before each changed one, in 1 byte or in 2. In a byte the code 255 means "255 unchanged words, and
-none changed yet", so any gap has a code: 600 unchanged words and a changed one are 255, 255, 90. In
-2 bytes 65535 does the same.
+The codes are the cheapest of three: a bit for each word, or the number of unchanged words before
+each changed one, in 1 byte or in 2. In a byte the code 255 means "255 unchanged words, and none
+changed yet", so any gap has a code: 600 unchanged words and a changed one are 255, 255, 90. In 2
+bytes 65535 does the same.
 
-Where that takes as many bytes as the bucket, there is no difference and the bucket travels itself.
+If that takes as many bytes as the bucket, there is no difference, and the bucket itself is sent.
 Pure: torch alone, as weights/bucket_digest.py; on a CPU and a GPU alike; little-endian.
 """
 
@@ -22,22 +22,22 @@ from dataclasses import dataclass
 
 import torch
 
-WORDS = {2: torch.int16, 4: torch.int32}  # by their bytes
+WORDS = {2: torch.int16, 4: torch.int32}  # by their number of bytes
 CODES = {1: torch.uint8, 2: torch.int16}
 PADDING = 4  # bytes; the values start at a multiple of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Says how to read a payload.
+    """Describes how to read a payload.
 
-    word_bytes: of a word, 2 or 4.
-    code_bytes: of a gap, 1 or 2; 0 where the codes are a bit for each word.
-    num_codes: bytes of the bits, or gaps.
-    num_changed: words.
+    word_bytes: bytes of a word, 2 or 4.
+    code_bytes: bytes of a gap, 1 or 2; 0 if the codes are a bit for each word.
+    num_codes: the number of gaps, or the bytes of the bits.
+    num_changed: the number of changed words.
 
-    Example: 3 of 1,000 bfloat16 words changed → ``word_bytes=2, code_bytes=1, num_codes=5,
-    num_changed=3`` where two of the gaps are above 254; the payload has 5 + 3 + 6 bytes.
+    Example: 3 of 1,000 bfloat16 words changed, and two of the gaps are above 254 → ``word_bytes=2,
+    code_bytes=1, num_codes=5, num_changed=3``; the payload has 5 + 3 + 6 bytes.
     """
 
     word_bytes: int
@@ -55,7 +55,7 @@ class Difference:
 
 
 def word_bytes_of(dtypes: Sequence[str]) -> int:
-    """Return the bytes of a bucket's words: those of its smallest element, 2 at least and 4 at most.
+    """Return the bytes of a bucket's words: the bytes of its smallest element, at least 2 and at most 4.
 
     dtypes: the tensors' dtypes by their names in torch.
     """
@@ -78,8 +78,8 @@ def compare(
 ) -> tuple[int, tuple[Difference, torch.Tensor] | None]:
     """Return the number of changed words, and the difference and payload as ``encode`` gives them.
 
-    Where even a bit for each word, or a byte for each changed one, is too much, no position is
-    written down.
+    If even the smallest codes would make the payload too large, no position is computed, and the
+    second value is None.
     """
     changed = changed_words(old, new, word_bytes)
     count = int(torch.count_nonzero(changed))
@@ -88,7 +88,7 @@ def compare(
 
 
 def encode(changed: torch.Tensor, new: torch.Tensor, word_bytes: int) -> tuple[Difference, torch.Tensor] | None:
-    """Return the difference and its payload, uint8 on the device of ``new``; None where the bucket is no larger.
+    """Return the difference and its payload, uint8 on the device of ``new``; None if the bucket is no larger.
 
     changed: bool [words], as ``changed_words`` gives it.
     new: the bucket's bytes, uint8.
@@ -115,9 +115,9 @@ def encode(changed: torch.Tensor, new: torch.Tensor, word_bytes: int) -> tuple[D
 
 
 def apply(packed: torch.Tensor, difference: Difference, payload: torch.Tensor) -> None:
-    """Write the changed words into ``packed``, uint8, in place. Raises ValueError for a payload that does not fit it.
+    """Write the changed words into ``packed``, uint8, in place. Raises ValueError for a payload that does not fit.
 
-    payload: uint8 on the same device, from a multiple of 4 bytes on.
+    payload: uint8 on the same device, aligned to 4 bytes.
     """
     if len(payload) != difference.num_bytes:
         raise ValueError(f"{difference} has {difference.num_bytes:,} bytes and its payload {len(payload):,}")
@@ -132,7 +132,7 @@ def apply(packed: torch.Tensor, difference: Difference, payload: torch.Tensor) -
 
 
 def difference_of(fields: Mapping[str, int]) -> Difference:
-    """Return a message's difference. Raises ValueError for numbers that describe none."""
+    """Return the difference that a message describes. Raises ValueError for numbers that describe none."""
     difference = Difference(**fields)
     known = difference.word_bytes in WORDS and difference.code_bytes in (0, *CODES)
     if not known or min(difference.num_codes, difference.num_changed) < 0:

@@ -1,27 +1,28 @@
-"""One Megatron-Core parameter and the Hugging Face tensors that it is made of.
+"""The entry: one Megatron-Core parameter and the Hugging Face tensors that it is made of.
 
-A layout says how they lie in it, and how it is split over ranks:
+A layout says how the tensors lie in the parameter, and how the parameter is split over ranks:
 
 - ``REPLICATED``: the same on every tensor rank (norms).
-- ``ROWS``:       split by rows over tensor ranks (embeddings, LM head); rows past the vocabulary are zeros.
+- ``ROWS``:       split by rows over tensor ranks (embeddings, LM head); rows past the vocabulary
+                  are zeros.
 - ``COLUMNS``:    split by columns (o_proj, down_proj).
-- ``QKV``:        q, k and v interleaved by query group: [group, (heads per group + 2) · head_dim, …], groups split over
-                  ranks (read, megatron-core 0.16.1 ``transformer/attention.py``
-                  SelfAttention.get_query_key_value_tensors).
-- ``GATE_UP``:    each rank's rows of gate, then its rows of up (0.16.1 ``transformer/mlp.py``); where there is one
-                  tensor, each rank's rows of it.
+- ``QKV``:        q, k and v interleaved by query group: [group, (heads per group + 2) · head_dim,
+                  …], groups split over ranks (read, megatron-core 0.16.1
+                  ``transformer/attention.py`` SelfAttention.get_query_key_value_tensors).
+- ``GATE_UP``: each rank's rows of gate, then its rows of up (0.16.1 ``transformer/mlp.py``); of a
+               single tensor, each rank's rows of it.
 - ``SPLIT``:      one vector, each rank's share of it (a norm over all heads of q or k, sinks).
-- ``INTERLEAVED``: as ``GATE_UP`` in Megatron-Core; in the one Hugging Face tensor, which is the
-                  transpose, gate and up take turns: columns 0, 2, … are gate's, 1, 3, … up's. A
-                  bias likewise, and has no transpose.
+- ``INTERLEAVED``: as ``GATE_UP`` in Megatron-Core. The one Hugging Face tensor is the transpose,
+                   and its columns alternate: 0, 2, … are gate's, 1, 3, … up's. A bias alternates
+                   likewise, and has no transpose.
 - ``TRANSPOSED``: as ``COLUMNS`` in Megatron-Core; the Hugging Face tensor is the transpose.
 
 A family may hold q, k and v, or gate and up, in one Hugging Face tensor, one part after the other
 (``joined``).
 
 Hugging Face names are those of the checkpoint's **files**: transformers 5 keeps a layer's experts
-fused in memory (weights/fused.py). A file's tensor that stacks all experts (gpt_oss) has a name per
-expert here, with its number before the last part: ``…experts.3.down_proj`` is
+fused in memory (weights/fused.py). If a file stacks all experts in one tensor (gpt_oss), each
+expert has a name here, with its number before the last part: ``…experts.3.down_proj`` is
 ``…experts.down_proj[3]`` (weights/stacked.py).
 """
 
@@ -33,7 +34,8 @@ from enum import Enum
 
 from megatron_rl.weights.model_shape import ModelShape
 
-ROUTER_BIAS = "mlp.router.expert_bias"  # Megatron-Core's buffer, of a router that adds it to scores for the choice
+# a buffer of Megatron-Core's router, added to the scores for the choice of experts only
+ROUTER_BIAS = "mlp.router.expert_bias"
 
 
 class Layout(Enum):
@@ -51,13 +53,13 @@ class Layout(Enum):
 class Entry:
     """Describes one Megatron parameter and its Hugging Face tensors, in the order of the layout.
 
-    joined: True where one Hugging Face tensor holds the parts of ``QKV`` ([q; k; v]) or ``GATE_UP``
+    joined: True if one Hugging Face tensor holds the parts of ``QKV`` ([q; k; v]) or ``GATE_UP``
         ([gate; up]).
-    expert: for an expert's parameter, the expert's number among this rank's experts; ``{expert}``
-            in its Hugging Face names stands for the number among all, which ``held_by`` fills in.
-            Such a parameter is split over expert tensor ranks, any other over tensor ranks.
-    frozen: True for a buffer, float32 whatever the dtype of the parameters: it is loaded, kept as
-            it is and exported, and has no gradient.
+    expert: for an expert's parameter, the expert's number among this rank's experts. ``{expert}``
+        in its Hugging Face names stands for the number among all experts, which ``held_by`` fills
+        in. Such a parameter is split over expert tensor ranks, any other over tensor ranks.
+    frozen: True for a buffer, float32 whatever the dtype of the parameters. It is loaded, kept as
+        it is and exported, and has no gradient.
     """
 
     megatron: str

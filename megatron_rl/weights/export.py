@@ -1,4 +1,4 @@
-"""Weights from Hugging Face files into each rank's shard, and out under Hugging Face names from any TP, PP and EP."""
+"""The import of weights from Hugging Face files into each rank's shard, and their export from any TP, PP and EP."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from megatron_rl.weights.reader import WeightReader, check_finite, whole_tensors
 
 BUCKET_BYTES = 512 * 2**20
 StageEntries = Callable[[ModelShape, int, int], Iterator[Entry]]
-"""(shape, stage, expert-parallel ranks) → that stage's entries, alike on all ranks."""
+"""Maps (shape, stage, expert-parallel ranks) to the stage's entries, the same on all ranks."""
 
 
 @torch.no_grad()
 def load_weights(
     chunks: Sequence[torch.nn.Module], shape: ModelShape, topology: Topology, reader: WeightReader
 ) -> None:
-    """Fill this rank's chunks. Raise where a tensor is missing, has another shape, or a parameter is left over."""
+    """Fill this rank's chunks. Raise if a tensor is missing or has another shape, or a parameter is left unfilled."""
     for number, chunk in enumerate(chunks):
         _load_chunk(chunk, number * topology.pipeline_size + topology.pipeline_rank, shape, topology, reader)
 
@@ -69,7 +69,7 @@ def _load_chunk(
 
 
 def named_weights(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a chunk's parameters by name, and the buffers that a checkpoint holds too (``Entry.frozen``)."""
+    """Return a chunk's parameters by name, and the buffers that a checkpoint also holds (``Entry.frozen``)."""
     buffers = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS)}
     return dict(chunk.named_parameters()) | buffers
 
@@ -81,9 +81,9 @@ class Bucket:
     sizes: the shape of one rank's shard of each entry.
     ranks: tensor ranks (for an expert, expert tensor ranks) that one entry is split over.
     holders: ``ranks`` times the expert-parallel ranks.
-    gathered_elements: those of all holders' shards, 0 where nothing has to travel.
-    copied_elements: those of the largest Hugging Face tensor whose elements do not lie in order
-        among the shards.
+    gathered_elements: the elements of all holders' shards; 0 if nothing is gathered.
+    copied_elements: the elements of the largest Hugging Face tensor that has to be copied, since
+        its elements do not lie in order among the shards.
 
     Example: o_proj [64, 64] at TP 2, alone: one size (64, 32), 2 holders, 4096 elements gathered
     and 4096 copied.
@@ -110,7 +110,7 @@ class Bucket:
         return self.gathered_elements + self.copied_elements
 
     def takes(self, other: Bucket) -> bool:
-        """Return whether both can travel together. A vocabulary's table travels alone, to be exported uncopied."""
+        """Return whether both can be gathered together. A vocabulary's table goes alone, to be exported uncopied."""
         alone = any(entry.layout is Layout.ROWS for entry in self.entries + other.entries)
         kinds = ((x.stage, x.of_experts, x.frozen) for x in (self, other))
         return len(set(kinds)) == 1 and not alone
@@ -148,8 +148,8 @@ def cut_buckets(
 ) -> list[Bucket]:
     """Return buckets that hold every entry of every stage once, in the order of the stages.
 
-    They follow from the config alone, so all ranks have the same. A bucket takes neighbours as long
-    as it stays within ``most_elements``; an entry above that has a bucket of its own.
+    They follow from the config alone, so all ranks have the same. A bucket takes the next entries
+    as long as it stays within ``most_elements``; an entry above that has its own bucket.
     """
     buckets: list[Bucket] = []
     for stage in range(shape.num_stages):
@@ -175,22 +175,21 @@ def export_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor under its Hugging Face name, whole, on every rank.
 
-    A collective over the model-parallel group and the experts': bucket after bucket is handed over
-    the pipeline and gathered over the ranks that hold its shards. The iterator must be run to its
-    end on all ranks, with the same bucket_bytes, which does not change the order of the tensors.
+    A collective over the model-parallel group and the experts' group. One bucket after the other is
+    broadcast over the pipeline and gathered over the ranks that hold its shards. The iterator must
+    be run to its end on all ranks, with the same bucket_bytes. The order of the tensors does not
+    depend on bucket_bytes.
 
-    A tensor is valid until the next is asked for: copy it out before (and do not write to it). It
-    is a view of the export's memory, which the next tensor overwrites, or of the parameter itself
-    where nothing is gathered.
+    A tensor is valid until the next is asked for: copy it out before, and do not write to it. It is
+    a view of the export's memory, which the next tensor overwrites, or of the parameter itself if
+    nothing is gathered.
 
     chunks: this rank's parameters and frozen buffers by Megatron name, chunk by chunk, or tensors
-            of the same shapes (gradients). Parameters must be gathered before (backend.export
-            does).
-    bucket_bytes: the most memory that this takes beside the chunks: all shards of a bucket and one
-            tensor laid out from them, allocated once. Only a parameter that needs more by itself (a
-            vocabulary's table: its size; another: its size and that of its largest Hugging Face
-            tensor) takes more: it has a bucket of its own. A mapping that makes each tensor on
-            request takes that tensor's memory too.
+        of the same shapes (gradients). Parameters must be gathered before (backend.export does it).
+    bucket_bytes: the most memory taken beside the chunks: all shards of a bucket and one tensor
+        laid out from them, allocated once. A parameter that needs more by itself has its own bucket
+        and takes more: a vocabulary's table its size, another its size and its largest Hugging Face
+        tensor's. A mapping that makes each tensor on request takes that tensor's memory too.
     entries: the entries to export: the model's parameters, or its adapters
         (``mapping.adapter_entries``).
     """
@@ -206,8 +205,8 @@ def export_weights(
         gathered = _gather(bucket, chunks, memory, topology)
         spare = memory[bucket.gathered_elements :]
         for entry, of_holders in zip(bucket.entries, gathered, strict=True):
-            # the expert group counts an expert's tensor ranks first: rows e·ranks to (e + 1)·ranks
-            # are expert-parallel rank e's
+            # The expert group counts an expert's tensor ranks first: rows e·ranks to (e + 1)·ranks belong to
+            # expert-parallel rank e.
             for expert_rank, shards in enumerate(of_holders.split(bucket.ranks)):
                 for name, parts in hf_parts(entry.held_by(expert_rank, shape, topology.expert_size), shape, shards):
                     yield name, laid_out(parts, hf_size(shape, name), spare)
@@ -216,9 +215,9 @@ def export_weights(
 def _gather(
     bucket: Bucket, chunks: Sequence[Mapping[str, torch.Tensor]], memory: torch.Tensor, topology: Topology
 ) -> Iterator[torch.Tensor]:
-    """Return an iterator over the entries: the shards of each one's holders, [holders, *shard], in ``memory``.
+    """Return an iterator over the entries' shards, [holders, *shard] each, which lie in ``memory``.
 
-    Where nothing has to travel, each parameter is handed out itself.
+    If nothing has to be gathered, the iterator yields each parameter itself.
     """
     chunk, owner = divmod(bucket.stage, topology.pipeline_size)
     if not bucket.gathered_elements:
@@ -237,13 +236,12 @@ def _gather(
                 f"{size}"
             )
             shard[own_row].copy_(parameter)
-    if topology.pipeline_size > 1:  # before the gather, so that one shard crosses the pipeline and not all of them
+    if topology.pipeline_size > 1:  # before the gather, so that only one shard crosses the pipeline
         dist.broadcast(
             rows[own_row], dist.get_global_rank(topology.pipeline_group, owner), group=topology.pipeline_group
         )
-    # A broadcast per holder moves the bytes of an all-gather; gloo's all-gather holds a second
-    # buffer of the whole output (measured, torch 2.13: 130 MB more for an output of 128 MB,
-    # broadcasts 0.2 MB).
+    # One broadcast per holder moves the bytes of an all-gather. gloo's all-gather holds a second buffer of the whole
+    # output (measured, torch 2.13: 130 MB more for an output of 128 MB; broadcasts 0.2 MB).
     if bucket.holders > 1:
         broadcasts = [
             dist.broadcast(row, rank, group=group, async_op=True)

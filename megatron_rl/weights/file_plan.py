@@ -1,9 +1,9 @@
-"""Plans an export's files from sizes alone: which rank writes which tensors, so that all ranks write at once.
+"""The plan of an export's files from sizes alone: which rank writes which tensors, so that all ranks write at once.
 
-Every parameter of a pipeline stage has one owner, a rank of that stage, that writes all its Hugging
-Face tensors. So shards travel to the owner within its own group: its tensor ranks, or those that
-share an expert. Only a file's tensor that stacks all experts of a layer meets at its owner from all
-expert-parallel ranks. Data-parallel replicas hold equal shards, and share out the parameters.
+Every parameter of a pipeline stage has one owner, a rank of the same stage, which writes all its
+Hugging Face tensors. So shards go to the owner within its own group: its tensor ranks, or the ranks
+that share an expert. One kind of tensor comes from all expert-parallel ranks: a file's stack of all
+experts of a layer. Data-parallel replicas hold equal shards, and divide the parameters among them.
 
 Invariants (tests/unit/weights/test_file_plan.py):
 
@@ -12,7 +12,7 @@ Invariants (tests/unit/weights/test_file_plan.py):
 3. The plan follows from shape, sizes, dtype and limits: all ranks make the same.
 4. A stage's ranks write equal bytes to within the stage's largest parameter, unless
    ``FileSizes.least_bytes`` leaves some without work.
-5. A shard that is not split travels from the first rank that holds it, or not at all.
+5. A shard that is not split is sent by the first rank that holds it, or not sent at all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_rl.weights.shards import Planned, cut_shards, file_name
 
 
 class Sizes(Protocol):
-    """Holds a topology's degrees; a ``Topology`` and the simulator's ``Degrees`` do."""
+    """Holds the sizes of a topology's groups; a ``Topology`` and the simulator's ``Degrees`` do."""
 
     world_size: int
     tensor_size: int
@@ -44,10 +44,10 @@ class Sizes(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSizes:
-    """Bounds an export's files.
+    """Bounds the sizes of an export's files.
 
-    most_bytes: of a file; a larger tensor has a file of its own.
-    least_bytes: below so many for each rank, a stage's parameters go to fewer ranks.
+    most_bytes: the most bytes of a file; a larger tensor has its own file.
+    least_bytes: if a stage's ranks would write fewer bytes each, fewer of them write.
     """
 
     most_bytes: int = 5 * 10**9
@@ -58,12 +58,13 @@ class FileSizes:
 class Piece:
     """Describes one Megatron parameter on its way to its owner.
 
-    entry: an expert's stands for that of every expert-parallel rank (``Entry.held_by``).
-    pipeline_rank, chunk: where it is. expert_rank: the expert-parallel rank that holds it; None for
-        any but an expert's.
-    size: the shape of one shard. num_shards: those that the owner needs: 1 if the ranks hold
-        copies.
-    dtype: of the shards and the tensors.
+    entry: an expert's entry stands for the same entry of every expert-parallel rank
+        (``Entry.held_by``).
+    pipeline_rank, chunk: the place of the parameter.
+    expert_rank: the expert-parallel rank that holds it; None unless it is an expert's.
+    size: the shape of one shard.
+    num_shards: the shards that the owner needs; 1 if the ranks hold copies.
+    dtype: the dtype of the shards and the tensors.
     """
 
     entry: Entry
@@ -75,7 +76,7 @@ class Piece:
     dtype: torch.dtype
 
     def sources(self, owner: int, sizes: Sizes) -> range:
-        """Return the global ranks that hold the shards, in their order, in the owner's own replica."""
+        """Return the global ranks that hold the shards, in the shards' order, within the owner's replica."""
         span = sizes.tensor_size if self.expert_rank is None else sizes.expert_size * sizes.expert_tensor_size
         first = owner // span * span + (self.expert_rank or 0) * sizes.expert_tensor_size
         return range(first, first + self.num_shards)
@@ -85,7 +86,7 @@ class Piece:
 class Unit:
     """Holds the pieces of tensors that must be written by one rank, in the order in which they come.
 
-    num_bytes: of the tensors.
+    num_bytes: the bytes of the tensors.
 
     Example: q, k and v of a layer, of one piece; a stack of 8 experts' down_proj, of 8 pieces.
     """
@@ -109,17 +110,18 @@ class PlannedFile:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of its tensors, without the header's."""
+        """Return the bytes of the file's tensors, without the header."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePlan:
-    """Says what each rank writes.
+    """Holds the files and pieces that each rank writes.
 
-    dtype: of the tensors, frozen buffers aside. files: in the order of their numbers.
-    pieces: of each rank that writes, what it collects in the order of its files: those of the
-        layers that all tokens pass, then experts'.
+    dtype: the tensors' dtype, except of frozen buffers.
+    files: in the order of their numbers.
+    pieces: for each rank that writes, the pieces that it collects, in the order of its files: first
+        of layers that all tokens pass, then of experts.
     """
 
     dtype: torch.dtype
@@ -131,12 +133,12 @@ class FilePlan:
         return [(file.name, file.tensors) for file in self.files if file.owner == rank]
 
     def collected(self, rank: int, *, of_experts: bool) -> tuple[Piece, ...]:
-        """Return the pieces that a rank collects, experts' or the others."""
+        """Return the pieces that a rank collects, of experts or of the other layers."""
         return tuple(x for x in self.pieces.get(rank, ()) if (x.expert_rank is not None) == of_experts)
 
 
 def plan_files(shape: ModelShape, sizes: Sizes, dtype: torch.dtype, limits: FileSizes) -> FilePlan:
-    """Share a model's tensors out over the ranks, and each rank's over files. dtype: of all but frozen buffers."""
+    """Divide a model's tensors among the ranks, and each rank's among files. ``dtype``: of all but frozen buffers."""
     if limits.most_bytes < 1 or limits.least_bytes < 1:
         raise ValueError(f"{limits} must be at least 1 byte each")
     shares: dict[int, list[Unit]] = {}
@@ -172,7 +174,8 @@ def _units(shape: ModelShape, sizes: Sizes, pipeline_rank: int, dtype: torch.dty
     for parts in stacks.values():
         from megatron_rl.weights.stacked import joined_plan
 
-        parts.sort(key=lambda part: (part[0].expert_rank, part[0].entry.expert))  # the number among all experts
+        # the order of the numbers among all experts
+        parts.sort(key=lambda part: (part[0].expert_rank, part[0].entry.expert))
         joined = joined_plan([tensor for _, tensors in parts for tensor in tensors], shape.family)
         num_bytes = sum(tensor.num_bytes for tensor in joined)
         units.append(Unit(pieces=tuple(piece for piece, _ in parts), tensors=tuple(joined), num_bytes=num_bytes))
@@ -214,10 +217,10 @@ def _pieces(
 
 
 def _shared_out(units: Sequence[Unit], sizes: Sizes, pipeline_rank: int, limits: FileSizes) -> dict[int, list[Unit]]:
-    """Return each rank's units, the largest given first to the rank with the least.
+    """Return each rank's units; the largest unit goes first, to the rank with the least.
 
-    A stack of experts goes to any rank of the stage, an expert's tensors to one that shares the
-    expert, a copy that all tensor ranks hold to the first of them.
+    A stack of experts goes to any rank of the stage. An expert's tensors go to a rank that shares
+    the expert. A copy that all tensor ranks hold goes to the first of them.
     """
     num_ranks = sizes.world_size // sizes.pipeline_size
     first = pipeline_rank * num_ranks
@@ -240,12 +243,14 @@ def _shared_out(units: Sequence[Unit], sizes: Sizes, pipeline_rank: int, limits:
         kinds.setdefault(_kind(unit), []).append(number)
     give(kinds.pop("copy", []), [rank for rank in owners if rank % sizes.tensor_size == 0])
     give(kinds.pop("any", []), owners)
-    for expert_rank, numbers in kinds.items():  # last: their many small tensors level what the large ones left
+    # Last, since their many small tensors level what the large ones left uneven.
+    for expert_rank, numbers in kinds.items():
         sharing = [x for x in loads if x // sizes.expert_tensor_size % sizes.expert_size == expert_rank]
         give(numbers, _spread(sharing, sum(units[x].num_bytes for x in numbers), limits))
     shares: dict[int, list[Unit]] = {rank: [] for rank in loads}
     for of_experts in (False, True):
-        for number, unit in sorted(enumerate(units), key=lambda x: -x[1].num_bytes):  # so that rounds are even
+        # largest first, so that rounds are even
+        for number, unit in sorted(enumerate(units), key=lambda x: -x[1].num_bytes):
             if unit.of_experts == of_experts:
                 shares[chosen[number]].append(unit)
     return shares
@@ -261,6 +266,6 @@ def _kind(unit: Unit) -> int | str:
 
 
 def _spread(ranks: Sequence[int], num_bytes: int, limits: FileSizes) -> list[int]:
-    """Return as many of ``ranks`` as have enough to write, evenly over all of them and so over hosts."""
+    """Return the ranks among ``ranks`` that get enough to write, spread evenly over all of them and so over hosts."""
     count = min(len(ranks), max(1, num_bytes // limits.least_bytes))
     return [ranks[i * len(ranks) // count] for i in range(count)]

@@ -1,9 +1,9 @@
-"""Experts fused in memory ↔ one tensor per expert in files: transformers 5 fuses them, checkpoints do not.
+"""The conversion from experts fused in memory to one tensor per expert in files: transformers 5 fuses experts.
 
 In memory ``…mlp.experts.gate_up_proj`` is [experts, 2 · ffn, hidden] (gate's rows, then up's) and
-``…mlp.experts.down_proj`` [experts, hidden, ffn]; transformers converts while it loads and saves
+``…mlp.experts.down_proj`` [experts, hidden, ffn]. transformers converts when it loads and saves
 (5.19 ``conversion_mapping.py``, "mixtral" and "qwen2_moe"). Its own ``revert_weight_conversion``
-makes copies; here the tensors are views, so that an engine fills its parameters through them.
+makes copies. Here the tensors are views, so that an engine fills its parameters through them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, 
     """Return views of a model's tensors (weights or gradients) under the names of a checkpoint's files.
 
     tensors: by their names in memory.
-    family: the config's ``model_type``. Any other than a mixture that is built here has the same
-        names in both places; one whose files stack experts too has a name per expert
-        (weights/stacked.py).
+    family: the config's ``model_type``. A mixture that is built here has other names in files; any
+        other model has the same names. A mixture whose files stack experts also gets a name per
+        expert (weights/stacked.py).
 
     Example: ``model.layers.0.mlp.experts.down_proj`` of a mixtral →
     ``model.layers.0.block_sparse_moe.experts.{0…E−1}.w2.weight``.

@@ -1,4 +1,4 @@
-"""Megatron-Core names ↔ Hugging Face names of a whole model, by its family's table; shards ↔ whole tensors."""
+"""The mapping between Megatron-Core and Hugging Face: names by the family's table, and shards to whole tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FINAL_NORM = Entry(megatron="decoder.final_layernorm.weight", hf=("model.norm.we
 
 
 def layer_entries(shape: ModelShape, layer: int) -> tuple[Entry, ...]:
-    """Return the entries of the model's decoder layer ``layer``, its experts' aside.
+    """Return the entries of the model's decoder layer ``layer``, except its experts'.
 
     Megatron names are relative to ``decoder.layers.<local>.``, Hugging Face's to
     ``model.layers.<layer>.``.
@@ -50,10 +50,9 @@ def stage_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator[E
     stage: counts chunks in the order of the layers: chunk c of pipeline rank r is stage c · PP + r
         of PP · VPP.
 
-    An expert's entry stands for the i-th expert of every expert-parallel rank.
-
-    A tied output layer on another stage than the embedding is a copy: it is loaded, and never
-    exported twice (``export`` skips it).
+    An expert's entry stands for the i-th expert of every expert-parallel rank. A tied output layer
+    on another stage than the embedding is a copy: it is loaded, but not exported (``export`` skips
+    it).
     """
     if stage == 0:
         yield EMBEDDING
@@ -82,17 +81,17 @@ def trained_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator
 
 
 def target_entries(shape: ModelShape, layer: int, expert_size: int) -> tuple[Entry, ...]:
-    """Return the entries of a layer's weights that ``lora.targets`` names: of its own, and of this rank's experts.
+    """Return the entries of a layer's weights that ``lora.targets`` names, this rank's experts included.
 
-    Names are as in ``layer_entries``. A target is every linear layer of that name: linear_fc1 is
-    that of a dense MLP, of a shared expert and of each routed one.
+    Names are as in ``layer_entries``. A target is every linear layer of its name: linear_fc1 is in
+    a dense MLP, in a shared expert and in each routed expert.
     """
     experts = (entry for entries in own_experts(shape, expert_size, layer) for entry in entries)
     return tuple(x for x in (*layer_entries(shape, layer), *experts) if target_of(x.megatron) in shape.lora_targets)
 
 
 def target_of(name: str) -> str:
-    """Return the linear layer that a weight belongs to, as ``lora.targets`` names it; "" for any other parameter.
+    """Return the linear layer of a weight, as ``lora.targets`` names it; "" for any other parameter.
 
     Example: mlp.experts.linear_fc1.weight3 → linear_fc1.
     """
@@ -104,7 +103,7 @@ ADAPTER = "_adapter"
 
 
 def adapter_name(weight: str) -> str:
-    """Return the name of a weight's adapters, a module beside its linear layer, or one per expert of a grouped linear.
+    """Return the name of a weight's adapters: a module beside its linear layer, or one per expert of a grouped linear.
 
     Examples: mlp.linear_fc1.weight → mlp.linear_fc1_adapter; mlp.experts.linear_fc1.weight3 →
     mlp.experts.linear_fc1_adapter.3.
@@ -114,7 +113,7 @@ def adapter_name(weight: str) -> str:
 
 
 def adapted_weight(adapter: str) -> str:
-    """Return the weight that adapters of this name belong to; the inverse of ``adapter_name``."""
+    """Return the weight that the adapters ``adapter`` belong to; the inverse of ``adapter_name``."""
     linear, _, number = adapter.rpartition(ADAPTER)
     return f"{linear}.weight{number.removeprefix('.')}"
 
@@ -122,9 +121,8 @@ def adapted_weight(adapter: str) -> str:
 def pair_entries(weight: Entry) -> Iterator[Entry]:
     """Yield the entries of A and B for each Hugging Face tensor of a target's weight, under PEFT's names.
 
-    For a layer that is split by rows, A is whole on every tensor rank and B is split by rows, in
-    the order of its own tensor; for one that is split by columns, A is split by columns and B is
-    whole.
+    If the layer is split by rows, A is whole on every tensor rank and B is split by rows, in the
+    order of its own tensor. If the layer is split by columns, A is split by columns and B is whole.
     """
     in_rows = weight.layout is not Layout.COLUMNS
     for tensor in weight.hf:
@@ -139,7 +137,7 @@ def pair_entries(weight: Entry) -> Iterator[Entry]:
 
 
 def adapter_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator[Entry]:
-    """Yield the adapters' entries of one stage; Hugging Face names are PEFT's without its ``base_model.model.``.
+    """Yield the adapters' entries of one stage; Hugging Face names are PEFT's without ``base_model.model.``.
 
     As in ``stage_entries``, an expert's entry stands for the i-th expert of every expert-parallel
     rank.
@@ -152,7 +150,7 @@ def adapter_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator
 
 
 def hf_size(shape: ModelShape, name: str) -> tuple[int, ...]:
-    """Return the shape that a Hugging Face tensor has in a file, from the config alone, so without communication."""
+    """Return the shape of a Hugging Face tensor in a file, from the config alone, so without communication."""
     if ".lora_" in name:
         projection, _, side = name.removesuffix(".weight").rpartition(".lora_")
         rows, columns = hf_size(shape, f"{projection}.weight")
@@ -190,8 +188,8 @@ def shard_size(entry: Entry, shape: ModelShape, ranks: int) -> tuple[int, ...]:
 def part_rows(entry: Entry, shape: ModelShape) -> list[tuple[str, int, int]]:
     """Return (Hugging Face tensor, first row, rows) of each part of a ``QKV`` or ``GATE_UP`` entry, in its order.
 
-    Example: q, k, v of 4 heads over 2 of 16, joined: rows 0 to 64 of the one tensor, 64 to 96 and
-    96 to 128.
+    Example: q, k, v of 4 heads and 2 groups of width 16, joined: rows 0 to 64 of the one tensor, 64
+    to 96 and 96 to 128.
     """
     if not entry.joined:
         return [(name, 0, hf_size(shape, name)[0]) for name in entry.hf]
@@ -204,11 +202,11 @@ def part_rows(entry: Entry, shape: ModelShape) -> list[tuple[str, int, int]]:
 
 
 ReadRows = Callable[[str, int, int, int], torch.Tensor]
-"""(name, dimension, start, stop) → that slice of a Hugging Face tensor, without reading the rest of it."""
+"""Maps (name, dimension, start, stop) to that slice of a Hugging Face tensor, without reading the rest of it."""
 
 
 def shard_reads(entry: Entry, shape: ModelShape, rank: int, ranks: int) -> list[tuple[str, int, int, int]]:
-    """Return what ``load_shard`` reads, as its (name, dimension, start, stop), from the config alone."""
+    """Return the slices that ``load_shard`` reads, as (name, dimension, start, stop), from the config alone."""
     name, size = entry.hf[0], hf_size(shape, entry.hf[0])
     match entry.layout:
         case Layout.REPLICATED:
@@ -255,12 +253,12 @@ def load_shard(entry: Entry, shape: ModelShape, read: ReadRows, rank: int, ranks
 def hf_parts(entry: Entry, shape: ModelShape, shards: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
     """Yield (name, parts) of the Hugging Face tensors of a Megatron parameter; the inverse of ``load_shard``.
 
-    shards: [ranks, *shard], those of all tensor ranks; may be rows of a wider buffer, but for
-        ``ROWS``.
+    shards: [ranks, *shard], the shards of all tensor ranks; may be rows of a wider buffer, except
+        for ``ROWS``.
 
-    Nothing is copied: each part is a view that has its elements in order, under more dimensions
-    where ranks or groups cut it. A tensor is its parts, one after the other (``laid_out``): one, or
-    those of an entry that is ``joined``.
+    Nothing is copied: each part is a view with its elements in order, and with more dimensions if
+    ranks or groups cut it. A tensor is the concatenation of its parts (``laid_out``): one part, or
+    several if the entry is ``joined``.
     """
     match entry.layout:
         case Layout.REPLICATED:
@@ -300,9 +298,9 @@ def is_copied(layout: Layout, ranks: int) -> bool:
 
 
 def laid_out(parts: tuple[torch.Tensor, ...], size: tuple[int, ...], spare: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of ``hf_parts``' parts: a view of the one part that lies in order, else a copy in ``spare``.
+    """Return the tensor of ``hf_parts``' parts: a view of a single part that lies in order, else a copy in ``spare``.
 
-    spare: one dimension, at least as many elements as the tensor has where a copy is needed.
+    spare: one dimension; if a copy is needed, it has at least the tensor's number of elements.
     """
     if len(parts) == 1 and parts[0].is_contiguous():
         return parts[0].view(size)
@@ -314,7 +312,7 @@ def laid_out(parts: tuple[torch.Tensor, ...], size: tuple[int, ...], spare: torc
 
 
 def merge_shards(entry: Entry, shape: ModelShape, shards: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Return the Hugging Face tensors of separate shards, each in its own shape; copied where the layout needs it."""
+    """Return the Hugging Face tensors of separate shards, each in its own shape; copied if the layout needs it."""
     stacked = shards[0][None] if len(shards) == 1 else torch.stack(shards)
     return [
         (name, laid_out(parts, hf_size(shape, name), stacked.new_empty(sum(part.numel() for part in parts))))

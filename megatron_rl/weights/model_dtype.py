@@ -8,16 +8,16 @@ from typing import Any
 from megatron_rl.config import ModelConfig
 from megatron_rl.weights.reader import EMBEDDING_NAME, HuggingFaceReader, has_weights
 
-# Any other dtype of files is float32 here. FP8 files state the dtype of the weights that they stand for.
+# Any other dtype of files becomes float32. FP8 files state the dtype of the weights that they stand for.
 OF_FILES = {"float16": "bfloat16", "bfloat16": "bfloat16"}
 
 
 def settle_dtype(model: ModelConfig, hf_config: Any, *, on_gpu: bool) -> ModelConfig:
     """Return the section with `model.dtype: auto` replaced: float32 on a CPU, the model's own dtype on a GPU.
 
-    hf_config: the policy's Hugging Face config. Its `dtype` counts, else that of the embedding in
-        the files, as far as there are any; float16 becomes bfloat16, as float16's range needs loss
-        scaling.
+    hf_config: the policy's Hugging Face config. Its `dtype` counts; without one, the dtype of the
+        embedding in the files, if there are any. float16 becomes bfloat16, since float16's range
+        needs loss scaling.
     on_gpu: whether the run is, or would be, on GPUs.
     """
     if model.dtype != "auto":
@@ -30,7 +30,7 @@ def settle_dtype(model: ModelConfig, hf_config: Any, *, on_gpu: bool) -> ModelCo
 
 
 def _of_files(folder: str) -> object:
-    """Return the embedding's dtype, None without files."""
+    """Return the embedding's dtype; None without files."""
     if not folder or not has_weights(folder):
         return None
     reader = HuggingFaceReader(folder)

@@ -1,7 +1,7 @@
-"""A model's Hugging Face folder, written by all ranks at once: each its own files, then the index by the main rank.
+"""The writing of a model's Hugging Face folder by all ranks at once: each its own files, then the main rank the index.
 
-``file_plan`` says which rank writes what. A rank collects one parameter at a time, from its tensor
-ranks or those that share an expert, and writes it before it asks for the next.
+``file_plan`` decides which rank writes which tensors. A rank collects one parameter at a time, from
+its tensor ranks or the ranks that share an expert, and writes it before it asks for the next.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONFIG = "config.json"
-SEEN_S = 10.0  # until a network file system shows a new file to every host
+SEEN_S = 10.0  # time for a network file system to show a new file to every host
 TOKEN = ".written-by-all"
 Chunks = Sequence[Mapping[str, torch.Tensor]]
 Result = TypeVar("Result")
@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Holds what is written: this rank's parameters by Megatron name, chunk by chunk, gathered over replicas.
+    """Holds the parameters to write: this rank's by Megatron name, chunk by chunk, gathered over replicas.
 
     A mapping may make each tensor on request (adapters merged into their weights).
     """
@@ -72,15 +72,16 @@ def save_hugging_face(
 ) -> None:
     """Write a Hugging Face folder that appears whole or not at all. A collective over the world.
 
-    Every rank writes the files that it owns into the folder; the main rank alone writes all of them
-    if some rank does not see it. An error on one rank (a full disk) is raised on every rank.
+    Every rank writes the files that it owns into the folder. If some rank does not see the folder,
+    the main rank alone writes all of them. An error on one rank (a full disk) is raised on every
+    rank.
 
-    path: on a disk, where the folder takes its place by a rename, or in an object store, where it
-            is whole if config.json is there (weights/store_folder.py).
+    path: on a disk the folder gets this name at the end. In an object store it is whole if
+        config.json is there (weights/store_folder.py).
     source: the directory that the model came from, whose generation_config.json, tokenizer and
-            other side files are copied byte for byte; "" for none.
+        other side files are copied byte for byte; "" for none.
     tokenizer_source: the directory of another tokenizer than ``source``'s; None for the same.
-    limits: of the files; None for the default ones.
+    limits: the bounds of the files' sizes; None for the default ones.
     """
     is_main = parameters.topology.is_main
     plan = plan_files(parameters.shape, parameters.topology, parameters.dtype, limits or FileSizes())
@@ -100,13 +101,13 @@ def save_hugging_face(
             if written_by_all and len(plan.files) > 1:
                 (folder / INDEX).write_text(index_text([(file.name, file.tensors) for file in plan.files]))
             _finish(folder, side)
-            opened.close()  # the folder takes its place
+            opened.close()  # the folder gets its final name
 
         on_all_ranks(finish if is_main else None)
 
 
 def on_all_ranks(action: Callable[[], Result] | None) -> Result | None:
-    """Return what this rank's ``action`` returns, None without one; raise an error of one rank on every rank."""
+    """Return the result of this rank's ``action``, None without one; raise one rank's error on every rank."""
     result, error = None, None
     try:
         result = action() if action is not None else None
@@ -127,7 +128,7 @@ def _begin(opened: contextlib.ExitStack, path: pathlib.Path | RemotePath, token:
 
 
 def _finish(folder: pathlib.Path | RemotePath, write_side: Callable[[pathlib.Path], None]) -> None:
-    """Write config, tokenizer and other side files, in an object store config.json as the last of them."""
+    """Write config, tokenizer and other side files; in an object store config.json comes last."""
     if isinstance(folder, pathlib.Path):
         write_side(folder)
         return
@@ -139,7 +140,7 @@ def _finish(folder: pathlib.Path | RemotePath, write_side: Callable[[pathlib.Pat
 
 
 def _seen_by_all(folder: pathlib.Path | RemotePath, token: str, *, is_main: bool) -> bool:
-    """Return whether every rank reads the main rank's file, within SEEN_S; a warning of the main rank says who not.
+    """Return whether every rank can read the main rank's file within SEEN_S; a warning names a rank that cannot.
 
     Raises ConfigError on every rank for a store that is not the same for all (memory://).
     """
@@ -165,26 +166,29 @@ def _seen_by_all(folder: pathlib.Path | RemotePath, token: str, *, is_main: bool
 def _reads(file: pathlib.Path | RemotePath, token: str) -> bool:
     try:
         return file.is_file() and file.read_text() == token
-    except OSError:  # of a disk or store that this rank cannot read; the others must not wait for it
+    except OSError:  # a disk or store that this rank cannot read: the others must not wait for it
         return False
 
 
 def _write_own(parameters: Parameters, plan: FilePlan, folder: pathlib.Path | RemotePath) -> None:
-    """Write this rank's files. A rank that cannot goes on collecting, so that no other waits for it, and says so."""
+    """Write this rank's files. After an error the rank goes on collecting, so that no other waits for it.
+
+    The error is raised on every rank at the end.
+    """
     writer, error = FileWriter(folder, plan.of(parameters.topology.rank)), None
     for name, tensor in own_tensors(parameters, plan):
         if error is None:
             error = _error_of(lambda: writer.add(name, tensor.cpu()))  # noqa: B023 (called at once)
     error = error or _error_of(writer.finish)
     if error is not None:
-        _error_of(writer.abandon)  # what has failed already is told
+        _error_of(writer.abandon)  # the first error is raised, not this one
     raise_on_all_ranks(error)
 
 
 def _error_of(action: Callable[[], None]) -> Exception | None:
     try:
         action()
-    except Exception as error:  # noqa: BLE001 (raised on every rank when all have come to the end)
+    except Exception as error:  # noqa: BLE001 (raised on every rank at the end)
         return error
     return None
 
@@ -194,11 +198,12 @@ def own_tensors(parameters: Parameters, plan: FilePlan) -> Iterator[tuple[str, t
     """Yield the tensors that this rank writes, whole, in the order of its files.
 
     A collective over the tensor group and the experts' group: all ranks run it to its end. In each
-    round every rank of a group collects one parameter, and sends its own shards of the others'.
+    round every rank of a group collects one parameter, and sends its own shards of the others'
+    parameters.
 
-    A tensor is valid until the next is asked for. Memory: the shards of the largest parameter that
-    this rank collects from others, and its largest tensor that has to be laid out anew, allocated
-    once; a mapping that makes its tensors on request takes those of a round too.
+    A tensor is valid until the next is asked for. Memory, allocated once: the shards of the largest
+    parameter that this rank collects from others, and its largest tensor that has to be laid out
+    anew. A mapping that makes its tensors on request takes those of a round too.
     """
     topology = parameters.topology
     own = plan.pieces.get(topology.rank, ())
@@ -211,7 +216,7 @@ def own_tensors(parameters: Parameters, plan: FilePlan) -> Iterator[tuple[str, t
         members = dist.get_process_group_ranks(group)
         collected = {rank: plan.collected(rank, of_experts=of_experts) for rank in members}
         rounds = max(map(len, collected.values()))
-        if len(members) > 1 and rounds:  # NCCL makes a group's communicator in its first call, with all ranks in it
+        if len(members) > 1 and rounds:  # NCCL makes a group's communicator in its first call, which needs all ranks
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         for number in range(rounds):
             wanted = {rank: pieces[number] for rank, pieces in collected.items() if number < len(pieces)}
@@ -223,14 +228,14 @@ def own_tensors(parameters: Parameters, plan: FilePlan) -> Iterator[tuple[str, t
 
 
 def _gathered_bytes(piece: Piece, topology: Topology) -> int:
-    """Return the bytes of a piece's shards at their owner, this rank, in eights; 0 where it has them all."""
+    """Return the bytes of a piece's shards at their owner, this rank, rounded up to 8; 0 if it has them all."""
     if list(piece.sources(topology.rank, topology)) == [topology.rank]:
         return 0
     return _eights(piece.num_shards * math.prod(piece.size) * piece.dtype.itemsize)
 
 
 def _spare_bytes(piece: Piece, shape: ModelShape) -> int:
-    """Return the bytes of a piece's largest tensor, in eights; 0 where each lies in order among the shards."""
+    """Return the bytes of a piece's largest tensor, rounded up to 8; 0 if its tensors need no copy."""
     if not is_copied(piece.entry.layout, piece.num_shards):
         return 0
     return _eights(max(math.prod(hf_size(shape, name)) for name in piece.entry.hf) * piece.dtype.itemsize)
@@ -243,9 +248,10 @@ def _eights(num_bytes: int) -> int:
 def _exchange(
     parameters: Parameters, wanted: Mapping[int, Piece], memory: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Send this rank's shards of what others collect; return the shards [num_shards, *shard] of what it collects.
+    """Send this rank's shards of the others' pieces; return the shards [num_shards, *shard] of its own piece.
 
-    wanted: each collecting rank's piece. memory: uint8, for the shards that come from others.
+    wanted: each collecting rank's piece.
+    memory: uint8, for the shards that come from others.
     """
     topology, sent, transfers = parameters.topology, [], []
     shards = torch.empty(0)
@@ -281,7 +287,7 @@ def _shard(parameters: Parameters, piece: Piece) -> torch.Tensor:
 
 
 def _write_alone(parameters: Parameters, hf_config: Any, folder: pathlib.Path) -> None:
-    """Have the main rank write the model as one file, from copies in host memory."""
+    """Write the model as one file, by the main rank, from copies in host memory."""
     from safetensors.torch import save_file
 
     tensors = export_weights(parameters.chunks, parameters.shape, parameters.topology)

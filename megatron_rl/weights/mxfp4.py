@@ -1,18 +1,19 @@
-"""MXFP4 read as the bfloat16 numbers that it stands for: the experts' weights of gpt-oss's released files.
+"""The reading of MXFP4 as the bfloat16 numbers that it stands for: the experts' weights in gpt-oss's released files.
 
-The format (Open Compute Project, Microscaling Formats v1.0, section 5.3 and 6.3): 32 numbers share
-a scale, a byte that holds a power of two plus 127, and are four bits each: sign, two bits of
-exponent, one of mantissa. In the files ``…_blocks`` is uint8 [experts, rows, groups, 16], the low
-half of a byte before the high one, and ``…_scales`` uint8 [experts, rows, groups]; a row's numbers
-are a column of the tensor in transformers' bfloat16 layout [experts, 32 · groups, rows] (5.19
-``integrations/mxfp4.py``).
+The format is Microscaling Formats v1.0 (Open Compute Project, section 5.3 and 6.3). 32 numbers
+share a scale: a byte that holds the exponent of a power of two plus 127. Each number has four bits:
+sign, two bits of exponent, one of mantissa.
+
+In the files ``…_blocks`` is uint8 [experts, rows, groups, 16], the low half of a byte before the
+high one, and ``…_scales`` uint8 [experts, rows, groups]. A row's numbers are a column of the tensor
+in transformers' bfloat16 layout [experts, 32 · groups, rows] (5.19 ``integrations/mxfp4.py``).
 """
 
 from __future__ import annotations
 
 import torch
 
-GROUP = 32  # numbers that share a scale, in 16 bytes
+GROUP = 32  # numbers that share a scale; they take 16 bytes
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)])
 
@@ -20,8 +21,8 @@ _VALUES = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)])
 def unpack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return bfloat16 [..., rows, 32 · groups] of blocks [..., rows, groups, 16] and scales [..., rows, groups].
 
-    Exact: a value has two significant bits, and its product with a scale is rounded to bfloat16's
-    range alone.
+    Exact: a value has two significant bits, so that its product with a scale is rounded only at the
+    ends of bfloat16's range.
 
     Example: the byte 0x21 under scale 128 is 0.5 · 2 and 1.0 · 2.
     """

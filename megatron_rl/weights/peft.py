@@ -1,4 +1,4 @@
-"""Adapters as a directory of PEFT (adapter_config.json, adapter_model.safetensors) for PeftModel.from_pretrained."""
+"""The adapters as a PEFT directory (adapter_config.json, adapter_model.safetensors) for PeftModel.from_pretrained."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ if TYPE_CHECKING:
     from megatron_rl.storage.remote import RemotePath
 
 CONFIG = "adapter_config.json"
-PREFIX = "base_model.model."  # PEFT's, of the model that PeftModel wraps
+PREFIX = "base_model.model."  # PEFT's prefix for the model that PeftModel wraps
 
 
 def adapter_config(shape: ModelShape, hf_path: str) -> dict[str, object]:
     """Return PEFT's LoraConfig (0.21). ``hf_path``: the directory of the frozen model.
 
-    Experts' projections have the names that files give them; PEFT stacks their pairs as
-    transformers 5 stacks the experts, gate's and up's block-diagonally
-    (``utils/transformers_weight_conversion.py``). Raises ConfigError where it would leave some out
-    (``lost_by_peft``).
+    Experts' projections have their names in files. PEFT stacks their pairs as transformers 5 stacks
+    the experts, gate's and up's block-diagonally (``utils/transformers_weight_conversion.py``).
+    Raises ConfigError if PEFT would leave some out (``lost_by_peft``).
     """
     lost = lost_by_peft(shape)
     if lost:
@@ -53,11 +52,11 @@ def adapter_config(shape: ModelShape, hf_path: str) -> dict[str, object]:
 
 
 def lost_by_peft(shape: ModelShape) -> str:
-    """Return the reason why PEFT's directory would not hold the model, "" where it does.
+    """Return the reason why a PEFT directory would not hold all adapters of the model; "" if it would.
 
-    Over transformers 5 PEFT (0.21.2, read and run) takes the name of a routed expert's projection
-    for those of the stacked experts alone, and leaves out, with a warning or none, the pairs of
-    other layers of that name.
+    PEFT (0.21.2, read and run) over transformers 5 takes the name of a routed expert's projection
+    for the stacked experts' alone. It leaves out the pairs of other layers of the same name, with a
+    warning or none.
     """
     targets = _targets(shape)
     routed = {_projection(name) for entry in targets if entry.expert is not None for name in entry.hf}
@@ -72,7 +71,7 @@ def lost_by_peft(shape: ModelShape) -> str:
 
 
 def _targets(shape: ModelShape) -> list[Entry]:
-    """Return the targets of the two kinds of layers, of the experts one."""
+    """Return the targets of both kinds of layers; of the experts, one expert's."""
     return [x for layer in (0, shape.num_layers - 1) for x in target_entries(shape, layer, shape.num_experts or 1)]
 
 
@@ -86,7 +85,7 @@ def save_peft(
     """Write a PEFT directory that appears whole or not at all.
 
     tensors: by PEFT's names without PREFIX, each valid until the next one.
-    path: in an object store it is whole if adapter_config.json is there.
+    path: in an object store the directory is whole if adapter_config.json is there.
     """
     if isinstance(path, pathlib.Path):
         opened = replacing_folder(path)

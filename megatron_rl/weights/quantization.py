@@ -1,6 +1,6 @@
-"""Quantised checkpoints: two kinds are read as the numbers that they stand for, every other one is refused by name.
+"""The quantised checkpoints: two kinds are read as the numbers that they stand for; any other is refused by name.
 
-They are FP8 in blocks, and MXFP4 in the experts of gpt-oss (weights/mxfp4.py).
+The two kinds are FP8 in blocks, and MXFP4 in the experts of gpt-oss (weights/mxfp4.py).
 
 Block FP8 (DeepSeek-V3, "finegrained fp8" in transformers): ``x.weight`` is float8_e4m3fn [rows,
 columns] and ``x.weight_scale_inv`` float32 or bfloat16, one number per block of
@@ -24,7 +24,7 @@ from megatron_rl.weights.shards import DTYPE_NAMES
 SCALE = "_scale_inv"
 FP8 = "F8_E4M3"
 WAY_OUT = "give the folder of the full weights (bfloat16, float16 or float32)"
-# ends of tensors' names, and the format that has them
+# The ends of tensors' names in each format.
 _TRACES = {
     ".SCB": "bitsandbytes int8",
     ".weight_format": "bitsandbytes int8",
@@ -56,7 +56,7 @@ def is_mxfp4(fields: Mapping[str, object]) -> bool:
 
 
 def block_size(fields: Mapping[str, object], where: str) -> tuple[int, int] | None:
-    """Return (rows, columns) of a block where a config.json's fields say block FP8, None for full weights and MXFP4.
+    """Return (rows, columns) of a block if a config.json's fields say block FP8; None for full weights and MXFP4.
 
     where: the file, for messages.
 
@@ -88,7 +88,7 @@ def block_size(fields: Mapping[str, object], where: str) -> tuple[int, int] | No
 
 
 def trace_of(names: Iterable[str]) -> str | None:
-    """Return the quantisation that tensors' names tell of, None for names of full weights."""
+    """Return the quantisation that tensors' names reveal; None for names of full weights."""
     for name in names:
         for end, kind in _TRACES.items():
             if name.endswith(end):
@@ -99,13 +99,14 @@ def trace_of(names: Iterable[str]) -> str | None:
 def dequantize(
     weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], start: tuple[int, int]
 ) -> torch.Tensor:
-    """Return float32 [r, c], a slice of a weight in blocks times its blocks' scales.
+    """Return float32 [r, c], a slice of a weight in blocks times the blocks' scales.
 
     weight: float8_e4m3fn [r, c], the slice.
-    scale: of the whole weight, one number per block.
+    scale: the whole weight's scales, one number per block.
     start: row and column of the slice's first element in the whole weight.
 
-    Example: at blocks of (2, 2), element (3, 0) of the whole is multiplied by ``scale[1, 0]``.
+    Example: at blocks of (2, 2), element (3, 0) of the whole weight is multiplied by ``scale[1,
+    0]``.
     """
     rows, columns = (
         torch.arange(first, first + size) // each for first, size, each in zip(start, weight.shape, block, strict=True)
@@ -116,8 +117,9 @@ def dequantize(
 class BlockWeight:
     """Reads slices of a weight in block FP8 as the float32 numbers that it stands for.
 
-    weight, scale: safetensors' slices of the two tensors. block: rows and columns. name, folder:
-        for messages.
+    weight, scale: safetensors' slices of the two tensors.
+    block: rows and columns.
+    name, folder: for messages.
     """
 
     def __init__(self, weight: Any, scale: Any, block: tuple[int, int], name: str, folder: pathlib.Path) -> None:
@@ -130,7 +132,7 @@ class BlockWeight:
         return DTYPE_NAMES[torch.float32]
 
     def check(self) -> None:
-        """Raise ConfigError where the weight's scales are not one floating number per block."""
+        """Raise ConfigError unless the weight's scales are one floating-point number per block."""
         size, scales = tuple(self.get_shape()), tuple(self.scale.get_shape())
         if len(size) != 2:
             raise ConfigError(f"{self.name} in {self.folder} is {FP8} of shape {size}; blocks are those of a matrix")
@@ -155,9 +157,11 @@ def block_weights(
     block: tuple[int, int],
     folder: pathlib.Path,
 ) -> tuple[dict[str, pathlib.Path], dict[str, Callable[[], BlockWeight]]]:
-    """Return the files of all tensors but the scales of weights in block FP8, and what makes each weight's reader.
+    """Return the files of all tensors except scales of block FP8, and a maker of a reader for each such weight.
 
-    opened: a file → safetensors' handle. block: rows and columns. folder: for messages.
+    opened: a file → safetensors' handle.
+    block: rows and columns.
+    folder: for messages.
     """
     views: dict[str, Callable[[], BlockWeight]] = {}
     rest = dict(files)
@@ -181,7 +185,7 @@ def _block_weight(
 
 
 def refuse_served(fields: Mapping[str, object], where: str) -> None:
-    """Raise ConfigError for quantised files, of which a vLLM engine would hold others than the trainer's weights."""
+    """Raise ConfigError for quantised files: a vLLM engine would hold other weights than the trainer's."""
     if not is_mxfp4(fields) and block_size(fields, where) is None:
         return
     kind = "MXFP4" if is_mxfp4(fields) else "FP8"

@@ -1,7 +1,7 @@
-"""Reads slices of a model's weights: of a Hugging Face folder's safetensors files, or of tensors in memory.
+"""The readers of slices of a model's weights: from a Hugging Face folder's safetensors files, or from memory.
 
-A folder's files are checked against the model's shape before anything is read (``check_tensors``):
-every tensor of the files is one that the model takes or is named as left over.
+A folder's files are checked against the model's shape before anything is read (``check_tensors``).
+Every tensor of the files is taken by the model, or is named as left over.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from megatron_rl.weights.shards import DTYPE_NAMES, INDEX, SINGLE
 log = logging.getLogger(__name__)
 
 DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-QUANTIZATION = ("compression_config", "quantization_config")  # fields of a config.json of other numbers than full ones
+# fields of a config.json whose files do not hold full weights
+QUANTIZATION = ("compression_config", "quantization_config")
 HEAD_NAME, EMBEDDING_NAME, VALUE_NAME = "lm_head.weight", "model.embed_tokens.weight", "score.weight"
-ROTARY = "rotary_emb.inv_freq"  # old llama files hold it, and the config has it
-ROWS = 8192  # of a vocabulary's table, compared at once
+ROTARY = "rotary_emb.inv_freq"  # old llama files hold it; the config has it too
+ROWS = 8192  # rows of a vocabulary's table that are compared at once
 
 
 class WeightReader(Protocol):
@@ -41,7 +42,7 @@ class WeightReader(Protocol):
 
 
 class TensorView(Protocol):
-    """Reads slices of one tensor, as what safetensors' ``get_slice`` gives does."""
+    """Reads slices of one tensor, with the methods of safetensors' ``get_slice`` objects."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -75,15 +76,17 @@ class HuggingFaceReader:
     """Reads slices of a Hugging Face directory's safetensors files, sharded or not; never a whole file.
 
     A weight of block FP8 is read as the float32 numbers that it stands for
-    (weights/quantization.py); its scales are no tensors of ``files``. Nor are stacks of experts
-    (weights/stacked.py), but a tensor for each expert; one of MXFP4 is read as bfloat16.
+    (weights/quantization.py); its scales are not in ``files``. A stack of experts is not in
+    ``files`` either (weights/stacked.py): each expert has a tensor there. A stack in MXFP4 is read
+    as bfloat16.
 
     files: each tensor's name and its file.
-    views: makes the reader of each tensor that a file does not hold by itself, or as other numbers.
+    views: for each tensor that a file holds within another or as other numbers, a function that
+        makes its reader.
     scaled: the weights of block FP8 among them.
 
     Raises ConfigError, naming the file, for files that are missing, cut short, malformed or outside
-    the folder, and where the index and the files do not hold the same tensors.
+    the folder, and if the index and the files do not hold the same tensors.
     """
 
     def __init__(self, path: str | pathlib.Path):
@@ -135,7 +138,7 @@ class HuggingFaceReader:
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which ``read`` gives a tensor, or raise ConfigError for one that is not read."""
+        """Return the dtype in which ``read`` gives a tensor; raise ConfigError for a dtype that is not read."""
         dtype_name = str(self._slice(name).get_dtype())
         if dtype_name not in DTYPE_OF_NAME:
             raise ConfigError(
@@ -144,7 +147,7 @@ class HuggingFaceReader:
         return DTYPE_OF_NAME[dtype_name]
 
     def check_scale(self, name: str) -> None:
-        """Raise ConfigError where an FP8 weight's scales are not one floating number per block."""
+        """Raise ConfigError unless an FP8 weight's scales are one floating-point number per block."""
         if name in self.scaled:
             self._slice(name).check()
 
@@ -158,7 +161,7 @@ class HuggingFaceReader:
 
 
 def is_quantized(fields: Mapping[str, object]) -> bool:
-    """Return whether a config.json's fields say that the files hold other numbers than full weights."""
+    """Return whether a config.json's fields say that the files do not hold full weights."""
     return any(fields.get(name) is not None for name in QUANTIZATION)
 
 
@@ -168,9 +171,10 @@ def has_weights(folder: str | pathlib.Path) -> bool:
 
 
 def _list_tensors(reader: HuggingFaceReader) -> dict[str, pathlib.Path]:
-    """Return each tensor's name and file; every file is opened, and its header agrees with the index."""
+    """Return each tensor's name and file, after opening every file and comparing its header with the index."""
     folder = reader.path
     index, single = folder / INDEX, folder / SINGLE
+    # One form of weights: a single file, or an index of shards.
     if not has_weights(folder):
         raise ConfigError(
             f"model.hf_path={folder} holds neither {SINGLE} nor {INDEX}; save it with save_pretrained, or start from "
@@ -182,6 +186,7 @@ def _list_tensors(reader: HuggingFaceReader) -> dict[str, pathlib.Path]:
         )
     if not index.exists():
         return dict.fromkeys(reader.opened(single).keys(), single)
+    # The index and the files' headers must name the same tensors.
     where = f"{index}: weight_map"
     mapped = field(read_object(index), "weight_map", dict, str(index))
     for name, part in mapped.items():
@@ -214,12 +219,12 @@ def used_names(shape: ModelShape) -> set[str]:
 
 
 def left_over(reader: HuggingFaceReader, used: Iterable[str]) -> list[str]:
-    """Return the names in the files that a model does not use; the rotary frequencies of old llama files are none."""
+    """Return the names in the files that a model does not use, without the rotary frequencies of old llama files."""
     return sorted(x for x in reader.files.keys() - set(used) if not x.endswith(ROTARY))
 
 
 def heads_differ(reader: HuggingFaceReader) -> bool:
-    """Return whether the files hold both an LM head and an embedding, and not the same numbers in both."""
+    """Return whether the files hold both an LM head and an embedding, with different numbers."""
     if not (reader.has(HEAD_NAME) and reader.has(EMBEDDING_NAME)):
         return False
     rows = reader.size(HEAD_NAME)
@@ -237,9 +242,11 @@ def check_tensors(reader: HuggingFaceReader, shape: ModelShape, *, allow_unread:
 
     Layers that predict further tokens (``num_extra_layers``) are named in a warning and left out,
     as transformers does.
-    allow_unread: tensors of which the model has no part are named in a warning, and not refused
-                  (``model.allow_unread_tensors``).
+
+    allow_unread: whether tensors that the model does not use are named in a warning instead of
+        refused (``model.allow_unread_tensors``).
     """
+    # Tensors that are left out: layers that predict further tokens.
     used = used_names(shape)
     extra = tuple(f"model.layers.{shape.num_layers + i}." for i in range(shape.num_extra_layers))
     ignored = [name for name in reader.files if name.startswith(extra)] if extra else []
@@ -248,6 +255,7 @@ def check_tensors(reader: HuggingFaceReader, shape: ModelShape, *, allow_unread:
             "%s holds %d tensors of layers that predict further tokens, %s the first; they are left out",
             *(reader.path, len(ignored), min(ignored)),
         )
+    # Layers that the config does not count.
     own = set(reader.files) - set(ignored)
     layers = {int(found[1]) for name in own if (found := re.match(r"model\.layers\.(\d{1,9})\.", name))}
     if layers and layers != set(range(shape.num_layers)) and not (allow_unread and max(layers) >= shape.num_layers):
@@ -255,6 +263,7 @@ def check_tensors(reader: HuggingFaceReader, shape: ModelShape, *, allow_unread:
             f"{reader.path}: config.json says num_hidden_layers={shape.num_layers} and the files hold {len(layers)} "
             f"layers, {min(layers)} to {max(layers)}; give the config that belongs to them"
         )
+    # Other tensors that the model does not use.
     unread = left_over(reader, used.union(ignored))
     if shape.tied_embeddings or shape.value_head:  # a tied model's copy of its embedding; a critic has no LM head
         unread = [name for name in unread if name != HEAD_NAME]
@@ -267,6 +276,7 @@ def check_tensors(reader: HuggingFaceReader, shape: ModelShape, *, allow_unread:
             way_out = f"they are those of {kind}" if kind else "set model.allow_unread_tensors=true to leave them out"
             raise ConfigError(f"{reader.path} holds {names}; {way_out}")
         log.warning("%s holds %s; they are left out", reader.path, names)
+    # The shape, dtype and scales of each tensor that it uses.
     for name in sorted(used - ({VALUE_NAME} if shape.value_head and not reader.has(VALUE_NAME) else set())):
         if reader.size(name) != hf_size(shape, name):
             raise ConfigError(
@@ -277,13 +287,13 @@ def check_tensors(reader: HuggingFaceReader, shape: ModelShape, *, allow_unread:
 
 
 def check_finite(values: torch.Tensor, sources: Callable[[], Iterable[tuple[str, torch.Tensor]]], way_out: str) -> None:
-    """Raise ConfigError where some of ``values`` are NaN or infinite, with the tensor's name and their number.
+    """Raise ConfigError if some of ``values`` are NaN or infinite, with the tensor's name and their number.
 
     values: weights in the dtype in which they will be used.
-    sources: returns (name, tensor) of the tensors that they come from, in their own dtype; called
-        for a message alone.
-    way_out: the setting of a wider dtype, where the dtype of ``values`` has no place for numbers of
-        the sources.
+    sources: returns (name, tensor) of the tensors that the values come from, in their own dtype;
+        called only for the error message.
+    way_out: the setting of a wider dtype, for sources whose numbers exceed the range of the values'
+        dtype.
     """
     if torch.stack(torch.aminmax(values.detach())).isfinite().all():  # one pass, without a copy
         return

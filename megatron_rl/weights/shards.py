@@ -1,9 +1,9 @@
-"""Safetensors files written a tensor at a time, in shards under an index, as ``save_pretrained`` lays them out.
+"""The writer of safetensors files a tensor at a time, in shards under an index, as ``save_pretrained`` lays them out.
 
 The format (safetensors 0.4 and later): 8 bytes little-endian with the header's length, a JSON
 header with dtype, shape and offsets of each tensor, then the tensors' bytes. All names, shapes and
-dtypes are known from the config before the first tensor is, so the header comes first and tensors
-follow; safetensors' own ``save_file`` wants a whole file's tensors at once.
+dtypes follow from the config, so the header is written first and the tensors follow. safetensors'
+own ``save_file`` needs all tensors of a file at once.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """Describes a tensor to come: ``Planned(name="norm.weight", shape=(64,), dtype=torch.bfloat16)`` is 128 bytes.
+    """Describes a tensor to be written.
 
-    slices: the names under which it comes, a slice along its first dimension each, in their order;
-        none where it comes whole.
-    parts: above 0, a slice comes as the transposes of so many equal shares of its columns, under a
-        name each.
+    Example: ``Planned(name="norm.weight", shape=(64,), dtype=torch.bfloat16)`` has 128 bytes.
+
+    slices: the names under which its slices along the first dimension are added, in order; () if it
+        is added whole.
+    parts: above 0, each slice is added as so many tensors with a name each: the transposes of equal
+        shares of its columns. ``slices`` then has their names.
     """
 
     name: str
@@ -44,7 +46,7 @@ class Planned:
 
     @property
     def arrivals(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
-        """Return (name, shape, dtype) of what is added for it."""
+        """Return (name, shape, dtype) of each tensor that is added for it."""
         if not self.slices:
             return ((self.name, self.shape, self.dtype),)
         size = (self.shape[2] // self.parts, self.shape[1]) if self.parts else self.shape[1:]
@@ -56,10 +58,11 @@ class Planned:
 
 
 class FileWriter:
-    """Writes tensors one after the other into safetensors files, whose names and tensors are given in that order.
+    """Writes tensors one after the other into safetensors files, in the order of the given names.
 
     folder: on a disk, or in an object store (a RemotePath).
-    files: (name, tensors of that file). A file is made when its first tensor comes, its header before it.
+    files: (name, tensors of that file). A file is opened when its first tensor comes, and its
+        header is written first.
 
     Raises ConfigError for a dtype that is not one of DTYPE_NAMES.
     """
@@ -79,7 +82,7 @@ class FileWriter:
             for arrival in tensor.arrivals
         ]
         self._waiting.reverse()
-        self._parts: list[torch.Tensor] = []  # of a slice that has not come whole
+        self._parts: list[torch.Tensor] = []  # parts of a slice that is not complete yet
         self._open: tuple[int, BinaryIO] | None = None
 
     def _start(self, number: int) -> BinaryIO:
@@ -94,7 +97,7 @@ class FileWriter:
         return file
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor, in host memory. Raises OSError if the disk does not take it."""
+        """Write the next tensor, which is in host memory. Raises OSError if the disk does not take it."""
         number, planned, parts = self._waiting.pop()
         arrived = (name, tuple(tensor.shape), tensor.dtype)
         assert arrived == planned, f"{arrived} came where {planned} was planned"
@@ -114,14 +117,14 @@ class FileWriter:
             file.close()
 
     def abandon(self) -> None:
-        """Leave the file that is open, if one is, as it is; an object store is not given it."""
+        """Close the open file, if there is one, without finishing it; an upload to an object store is cancelled."""
         if self._open is not None:
             file, self._open = self._open[1], None
-            file.__exit__(OSError, OSError("the export has failed"), None)  # a file closes, an upload is given up
+            file.__exit__(OSError, OSError("the export has failed"), None)  # a file closes, an upload is cancelled
 
 
 def header_of(tensors: Sequence[Planned]) -> bytes:
-    """Return what a file of these tensors begins with: the header's length and the header."""
+    """Return the first bytes of a file with these tensors: the header's length and the header."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -129,12 +132,12 @@ def header_of(tensors: Sequence[Planned]) -> bytes:
         header[tensor.name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": ends}
         offset = ends[1]
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the tensors start aligned
+    text += b" " * (-len(text) % 8)  # so that the tensors start aligned
     return len(text).to_bytes(8, "little") + text
 
 
 def cut_shards(planned: Sequence[Planned], shard_bytes: int) -> list[list[Planned]]:
-    """Cut tensors, in their order, into shards of at most ``shard_bytes``; a larger tensor has a shard of its own."""
+    """Cut tensors, in their order, into shards of at most ``shard_bytes``; a larger tensor has its own shard."""
     shards: list[list[Planned]] = [[]]
     free_bytes = shard_bytes
     for tensor in planned:
@@ -147,7 +150,7 @@ def cut_shards(planned: Sequence[Planned], shard_bytes: int) -> list[list[Planne
 
 
 def file_name(number: int, count: int) -> str:
-    """Return the name of the file ``number``, from 0, of ``count``, as ``save_pretrained`` gives it."""
+    """Return the name of file ``number``, from 0, of ``count`` files, as ``save_pretrained`` gives it."""
     return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
@@ -162,7 +165,7 @@ def index_text(files: Sequence[tuple[str, Sequence[Planned]]]) -> str:
 class ShardWriter:
     """Writes tensors to ``folder`` in the order of ``planned``: model.safetensors, or shards and their index.
 
-    shard_bytes: the most bytes of a shard; a larger tensor has a shard of its own.
+    shard_bytes: the most bytes of a shard; a larger tensor has its own shard.
 
     Raises ConfigError for a dtype that is not one of DTYPE_NAMES.
     """

@@ -1,4 +1,4 @@
-"""The files that travel with a model's weights: config, generation config, tokenizer, chat templates, licence."""
+"""The files that are copied with a model's weights: config, generation config, tokenizer, chat templates, licence."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from megatron_rl.json_text import read_object
 
 SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe")
 SIDE_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
-# They describe weights that are no more: an adapter's, or quantised ones.
+# These describe weights that are not written: an adapter's, or quantised ones.
 LEFT_BEHIND = ("adapter_config.json", "quantize_config.json", "hf_quant_config.json")
 TEMPLATES = "additional_chat_templates"
-# The files whose names say that they are a tokenizer's; so is every file of a vocabulary, whatever its name.
+# Parts of the names of a tokenizer's files; any file with one of the suffixes is a tokenizer's too.
 TOKENIZER_NAMES = ("tokenizer", "special_tokens_map", "added_tokens", "chat_template", "vocab", "merges", "spiece")
 TOKENIZER_SUFFIXES = (".model", ".jinja", ".tiktoken", ".spm", ".bpe")
 
 
 def side_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """List the files to copy unchanged: neither weights, nor what describes them, nor code."""
+    """Return the files to copy unchanged: no weights, no descriptions of weights, no code."""
     named = [x for x in sorted(folder.iterdir()) if x.is_file() and x.name not in LEFT_BEHIND]
     named = [x for x in named if not x.name.endswith(".index.json")]
     found = [x for x in named if x.suffix in SIDE_SUFFIXES or x.name.startswith(SIDE_NAMES)]
@@ -34,7 +34,7 @@ def is_tokenizers(file: pathlib.Path) -> bool:
 def copy_side_files(source: pathlib.Path, target: pathlib.Path, *, tokenizer: pathlib.Path | None = None) -> list[str]:
     """Copy a model folder's side files into ``target`` byte for byte, and return their names there.
 
-    tokenizer: the folder of another tokenizer, whose files are copied in place of the model's own;
+    tokenizer: the folder of another tokenizer, whose files replace the model's own tokenizer files;
         None for none.
     """
     files = [(source, file) for file in side_files(source) if tokenizer is None or not is_tokenizers(file)]
@@ -50,7 +50,7 @@ def copy_side_files(source: pathlib.Path, target: pathlib.Path, *, tokenizer: pa
 
 
 def drop_fields(path: pathlib.Path, names: tuple[str, ...]) -> None:
-    """Remove fields of a JSON object in a file, which stays as it is where it has none of them."""
+    """Remove fields from a JSON object in a file; a file without these fields is not rewritten."""
     fields = read_object(path)
     kept = {name: value for name, value in fields.items() if name not in names}
     if len(kept) < len(fields):

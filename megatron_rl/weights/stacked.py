@@ -1,14 +1,14 @@
-"""Tensors of files that stack all experts of a layer ↔ one tensor per expert, the way the package passes them on.
+"""The mapping between a file's stack of all experts of a layer and one tensor per expert.
 
-gpt_oss has four such tensors in a layer, ``…mlp.experts.gate_up_proj`` [experts, hidden, 2 · ffn]
-for one. An expert's slice goes by ``…mlp.experts.<expert>.gate_up_proj``, a name that vLLM reads
-too (0.32 ``models/gpt_oss.py``, ``_try_load_streamed_expert``): so nobody holds a stack to load,
-send or convert an expert.
+gpt_oss has four stacks in a layer, ``…mlp.experts.gate_up_proj`` [experts, hidden, 2 · ffn] among
+them. An expert's slice is called ``…mlp.experts.<expert>.gate_up_proj``, a name that vLLM reads too
+(0.32 ``models/gpt_oss.py``, ``_try_load_streamed_expert``). So no process holds a whole stack to
+load, send or convert an expert.
 
-llama4_text has two, of which an expert's slice is the transpose: gate's columns and then up's, or
-down's. They go by ``…feed_forward.experts.<expert>.gate_proj.weight`` [ffn, hidden] and so on, as
-those of a family with a tensor each, which vLLM reads too (0.32 ``models/llama4.py``,
-``load_moe_expert_weights``).
+llama4_text has two stacks, and an expert's slice of them is transposed: gate's columns and then
+up's, or down's. They are called ``…feed_forward.experts.<expert>.gate_proj.weight`` [ffn, hidden]
+and so on, as in a family with one tensor per expert. vLLM reads these names too (0.32
+``models/llama4.py``, ``load_moe_expert_weights``).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.([\w.]+)")
 
 
 class Slice(NamedTuple):
-    """Says where an expert's tensor lies in a stack.
+    """Locates an expert's tensor in a stack.
 
-    part, parts: its columns are one of ``parts`` equal shares of the expert's matrix there; 0 and 1
-        for all of them.
-    transposed: whether the tensor is the transpose of what lies there.
+    part, parts: the tensor is share number ``part`` of ``parts`` equal shares of the expert's
+        columns; 0 and 1 for all columns.
+    transposed: whether the tensor is the transpose of its share.
 
     Example: ``Slice("x.experts.gate_up_proj", 3, 1, 2, True)`` is up_proj.weight of expert 3.
     """
@@ -49,12 +49,12 @@ class Slice(NamedTuple):
     transposed: bool = False
 
     def size(self, stack: Iterable[int]) -> tuple[int, ...]:
-        """Return the tensor's size. stack: the stack's."""
+        """Return the tensor's size. ``stack``: the stack's size."""
         rows, *columns = tuple(stack)[1:]
         return (columns[0] // self.parts, rows) if self.transposed else (rows, *columns)
 
     def stack_size(self, size: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
-        """Return the stack's size, of the tensor's; the inverse of ``size``."""
+        """Return the stack's size for a tensor of size ``size``; the inverse of ``size``."""
         return (num_experts, size[1], self.parts * size[0]) if self.transposed else (num_experts, *size)
 
     def view(self, stack: torch.Tensor) -> torch.Tensor:
@@ -64,13 +64,13 @@ class Slice(NamedTuple):
 
 
 def is_stack(name: str, names: ExpertNames) -> bool:
-    """Return whether a name is a stack's."""
+    """Return whether ``name`` is a stack's name."""
     within, _, last = name.rpartition(".")
     return last in names.stacked and within.endswith(".experts")
 
 
 def _last_parts(stack: str, names: ExpertNames) -> tuple[str, ...]:
-    """Return the last parts of the names of an expert's tensors in a stack, by the last part of the stack's."""
+    """Return the last parts of the names of an expert's tensors in a stack, for the last part of the stack's name."""
     if not names.transposed:
         return (stack,)
     matrices = (names.gate, names.up) if stack == "gate_up_proj" else (names.down,)
@@ -101,7 +101,7 @@ def slice_of(name: str, names: ExpertNames | None) -> Slice | None:
 
 
 def joined_plan(planned: Iterable[Planned], family: str) -> list[Planned]:
-    """Return the tensors of files, in order, where some of ``planned`` are experts' slices that come one by one."""
+    """Return the tensors of files, in order, with experts' slices among ``planned`` joined into their stacks."""
     names = stacking(family)
     joined: list[Planned] = []
     for tensor in planned:
@@ -120,7 +120,7 @@ def joined_plan(planned: Iterable[Planned], family: str) -> list[Planned]:
 
 
 def slices(tensors: Iterable[tuple[str, torch.Tensor]], family: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors, and for each stack the views of each expert under their names."""
+    """Yield the tensors; in place of a stack yield a view of each expert's tensor under its own name."""
     names = stacking(family)
     for name, tensor in tensors:
         if names is not None and is_stack(name, names):
@@ -131,9 +131,9 @@ def slices(tensors: Iterable[tuple[str, torch.Tensor]], family: str) -> Iterator
 
 
 def copies(tensors: Iterable[tuple[str, torch.Tensor]], family: str, num_experts: int) -> dict[str, torch.Tensor]:
-    """Return copies in host memory under the names of files: experts' slices, in any order, lie in their stacks.
+    """Return copies in host memory under the names of files, with experts' slices, in any order, put in their stacks.
 
-    tensors: each valid until the next one is asked for.
+    tensors: each is valid until the next one is asked for.
     """
     names = stacking(family)
     held: dict[str, torch.Tensor] = {}
@@ -149,7 +149,7 @@ def copies(tensors: Iterable[tuple[str, torch.Tensor]], family: str, num_experts
 
 
 class ExpertOfStack:
-    """Reads slices of an expert's tensor in a stack; ``stack``: safetensors' slice of it."""
+    """Reads slices of an expert's tensor in a stack. ``stack``: safetensors' slice object of the stack."""
 
     def __init__(self, stack, place: Slice):
         self.stack, self.place = stack, place
@@ -176,9 +176,13 @@ def unstacked(
     names: ExpertNames,
     folder: pathlib.Path,
 ) -> tuple[dict[str, pathlib.Path], dict[str, Callable[[], ExpertOfStack | PackedExpert]]]:
-    """Return the files with a name for each expert in the place of each stack's, and what makes each one's reader.
+    """Return the files and the readers with one name per expert in place of each stack's name.
 
-    opened: a file → safetensors' handle. folder: for messages.
+    The first value maps names to files, the second maps an expert's name to a function that makes
+    its reader.
+
+    opened: a file → safetensors' handle.
+    folder: for messages.
     """
     apart: dict[str, pathlib.Path] = {}
     views: dict[str, Callable[[], ExpertOfStack | PackedExpert]] = {}
@@ -217,7 +221,7 @@ def _packed(stack: str, files: Mapping[str, pathlib.Path], opened: Callable[[pat
 
 
 def _check_packed(blocks: Any, scales: Any, stack: str, folder: pathlib.Path) -> None:
-    """Raise ConfigError where a stack in MXFP4 has not a byte of scale for each group of numbers."""
+    """Raise ConfigError unless a stack in MXFP4 has one byte of scale for each group of numbers."""
     wanted = ("U8", tuple(blocks.get_shape()[:-1]))
     actual = (scales.get_dtype(), tuple(scales.get_shape()))
     if len(wanted[1]) != 3 or blocks.get_shape()[-1] != GROUP // 2 or actual != wanted or blocks.get_dtype() != "U8":

@@ -1,9 +1,9 @@
 """A model folder in an object store, where nothing is renamed: it is whole if its last object is there.
 
-Objects have their own names from the start, and each appears when its upload ends. The last one is
-``config.json`` (of adapters ``adapter_config.json``): no loader takes a folder without it. An
-export that fails removes what it wrote; one that is killed leaves objects that no loader takes, and
-that the next export to the same place removes.
+Objects have their final names from the start, and each appears when its upload ends. The last one
+is ``config.json`` (``adapter_config.json`` for adapters): no loader takes a folder without it. An
+export that fails removes what it wrote. An export that is killed leaves objects that no loader
+takes; the next export to the same place removes them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ BLOCK_BYTES = 1 << 22
 
 @contextlib.contextmanager
 def filled(place: RemotePath, last: str) -> Iterator[RemotePath]:
-    """Yield a folder emptied for new objects, and empty it if the block raises. last: of the objects."""
+    """Yield a folder emptied for new objects, and empty it if the block raises.
+
+    last: the name of the object that is written last.
+    """
     clear(place, last)
     try:
         yield place
     except BaseException:
-        with contextlib.suppress(OSError):  # the error that led here is the one to tell
+        with contextlib.suppress(OSError):  # the error that led here is raised, not this one
             clear(place, last)
         raise
 
 
 @contextlib.contextmanager
 def uploaded(place: RemotePath, last: str) -> Iterator[pathlib.Path]:
-    """Yield a folder of this host's disk; behind the block its files are what lies at ``place``."""
+    """Yield a folder on this host's disk; after the block its files replace the objects at ``place``."""
     with tempfile.TemporaryDirectory() as local:
         yield pathlib.Path(local)
         with filled(place, last):
@@ -40,7 +43,7 @@ def uploaded(place: RemotePath, last: str) -> Iterator[pathlib.Path]:
 
 
 def upload(folder: pathlib.Path, place: RemotePath, last: str) -> None:
-    """Copy a folder's files to a store, ``last`` behind all others."""
+    """Copy a folder's files to a store, ``last`` after all others."""
     names = sorted((str(x.relative_to(folder)) for x in folder.rglob("*") if x.is_file()), key=lambda x: (x == last, x))
     for name in names:
         with (folder / name).open("rb") as source, (place / name).open("wb") as target:
@@ -49,6 +52,6 @@ def upload(folder: pathlib.Path, place: RemotePath, last: str) -> None:
 
 
 def clear(place: RemotePath, last: str) -> None:
-    """Remove every object below ``place``, first the one by which it would be whole."""
+    """Remove every object below ``place``, starting with the one that makes the folder whole."""
     for name in sorted(place.files(), key=lambda x: (x != last, x)):
         (place / name).unlink(missing_ok=True)

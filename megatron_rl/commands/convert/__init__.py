@@ -1,1 +1,1 @@
-"""Converts between Hugging Face directories and Megatron checkpoints: `megatron-rl convert`."""
+"""The conversion between Hugging Face directories and Megatron checkpoints: `megatron-rl convert`."""

@@ -1,4 +1,4 @@
-"""Start the command: ``python -m megatron_rl.commands.convert`` is ``megatron-rl convert``."""
+"""The start of the command: ``python -m megatron_rl.commands.convert`` is ``megatron-rl convert``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Converts, for megatron-rl convert, a family without a table of ours through NVIDIA's megatron-bridge on a GPU.
+"""The conversion of a family without a table of ours, for megatron-rl convert, by NVIDIA's megatron-bridge on a GPU.
 
 Read from megatron-bridge 0.3.1 (``models/conversion/auto_bridge.py``: can_handle, import_ckpt,
-export_ckpt); NOT RUN by
-us: it builds layers of Transformer Engine, which needs a GPU. The test puts a stand-in in its
-    place.
+export_ckpt); NOT RUN by us: it builds layers of Transformer Engine, which needs a GPU. The test
+puts a stand-in in its place.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import pathlib
 
 
 def family_of(folder: pathlib.Path) -> str | None:
-    """Return ``model_type`` of a Hugging Face directory, or None if it has no config."""
+    """Return ``model_type`` of a Hugging Face directory; None if it has no config."""
     from megatron_rl.json_text import read_object
 
     path = folder / "config.json"
@@ -43,6 +42,7 @@ def bridge_command(options: argparse.Namespace) -> tuple[int, dict]:
 
     hf = options.source if options.command == "import" else options.hf or options.source / "hf"
     family = family_of(hf)
+    # Refuse what megatron-bridge cannot do.
     if urls := [str(x) for x in (options.source, options.target, hf) if not isinstance(x, pathlib.Path)]:
         raise ConfigError(f"megatron-bridge, which a {family!r} model needs, reads and writes disks, and not {urls[0]}")
     if not torch.cuda.is_available():
@@ -60,6 +60,7 @@ def bridge_command(options: argparse.Namespace) -> tuple[int, dict]:
         raise ConfigError(
             f"{hf} holds a {family!r} model, which neither our tables nor the megatron-bridge that is installed know"
         )
+    # Convert by megatron-bridge.
     if options.command == "import":
         AutoBridge.import_ckpt(str(hf), str(options.target), **_dtype(options, torch))
     else:

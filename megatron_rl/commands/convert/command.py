@@ -9,8 +9,8 @@ Examples:
 
 A Megatron checkpoint is Megatron-LM's folder: latest_checkpointed_iteration.txt and release/ or
 iter_*/ with torch_dist files. Any topology loads it, whatever --tp, --pp and --ep cut it into. Exit
-codes: 0 done, and every comparison is equal; 1 a comparison differs; 2 it cannot be done, and the
-message says why. docs/conversion.md says more.
+codes: 0 for success, and every comparison is equal; 1 if a comparison differs; 2 if it cannot be
+done, with the reason as a message. docs/conversion.md says more.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _place(text: str) -> pathlib.Path | RemotePath:
 
 
 def _on_disk(text: str) -> pathlib.Path:
-    """Return the path of an argument. Raises argparse's error for a URL, which only ``export`` writes to."""
+    """Return the path of an argument. Raises argparse's error for a URL, since import writes only to a disk."""
     if "://" in text:
         raise argparse.ArgumentTypeError(f"{text} is a URL, and import writes to a disk; name a folder, and copy it")
     return pathlib.Path(text)
@@ -158,9 +158,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_on_disk(folder: pathlib.Path | RemotePath, key: str, *, weights: bool = False) -> pathlib.Path:
-    """Return a Hugging Face directory's place on the disk: a URL's files are copied to the host's cache first.
+    """Return a Hugging Face directory's path on the disk: a URL's files are first copied to the host's cache.
 
-    key: names the argument in messages. weights: whether the model's files are copied too.
+    key: the argument's name in messages.
+    weights: whether the model's files are copied too.
     """
     if isinstance(folder, pathlib.Path):
         return folder
@@ -172,7 +173,7 @@ def read_on_disk(folder: pathlib.Path | RemotePath, key: str, *, weights: bool =
 def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object, object]:
     """Return (config, shape) of a Hugging Face directory.
 
-    Raises ConfigError for a model that no table expresses, naming the missing part.
+    Raises ConfigError for a model that the tables do not cover, naming the missing part.
     """
     from megatron_rl.errors import ConfigError
     from megatron_rl.model.hf_config import latent_angles, read_shape, rotary_tables
@@ -191,14 +192,14 @@ def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object
         )
     config = read_hf_config(folder)
     shape = read_shape(config, layer_spec="torch", vocab_multiple=vocab_multiple)
-    # either raises for a rope scaling that the model would not apply
+    # Either call raises for a rope scaling that the model would not apply.
     latent_angles(config, shape) if shape.kv_lora_rank else rotary_tables(config, shape.head_dim)
     return config, shape
 
 
 @contextlib.contextmanager
 def progress_bar(what: str, total_bytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Yield a callback that takes the bytes of each tensor, and show a bar on stderr if it is a terminal."""
+    """Yield a callback that takes the bytes of each tensor; show a bar on stderr if it is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -290,7 +291,7 @@ def export_command(options: argparse.Namespace) -> tuple[int, dict]:
         )
     hf = read_on_disk(hf, "--hf")
     _, shape = read_model(hf)
-    if (source.path / MANIFEST).exists():  # a training run's checkpoint: verify its files' digests first
+    if (source.path / MANIFEST).exists():  # a training run's checkpoint: its files' digests are verified first
         verify(source.path)
     # Plan the tensors, for the progress bar's total, then write them.
     planned = plan_export(TorchDistReader(source.path), shape, dtype_of(options))
@@ -373,7 +374,7 @@ def inspect_command(options: argparse.Namespace) -> tuple[int, dict]:
 
 
 def give_back_freed_memory() -> None:
-    """Have glibc map each block above 256 KiB by itself, so that freeing it returns it to the host.
+    """Set glibc to map each block above 256 KiB by itself, so that freeing it returns it to the host.
 
     By default glibc raises that bound to the size of a freed tensor and keeps pieces of the heap:
     84 MB at the peak instead of 45 (a layer of 31 MB and a tensor of 13).

@@ -1,10 +1,14 @@
-"""Reads a GGUF file's header and its tensors, one at a time; a damaged or hostile file ends in one sentence.
+"""The reader of a GGUF file's header and its tensors, one at a time; a damaged or hostile file ends in one sentence.
 
-The layout (github.com/ggml-org/ggml, docs/gguf.md, versions 2 and 3): "GGUF", version, number of
-tensors, number of keys; each key with its type and value; each tensor's name, sizes (the fastest
-first), type and offset; the tensors' bytes, aligned. Blocks are dequantized by the gguf library.
-Its own reader is not used: it takes counts and offsets as they stand in the file, and an array of
-2^60 numbers keeps it busy for ever.
+The layout (github.com/ggml-org/ggml, docs/gguf.md, versions 2 and 3), in order:
+
+- "GGUF", version, number of tensors, number of keys
+- each key with its type and value
+- each tensor's name, sizes (the fastest first), type and offset
+- the tensors' bytes, aligned
+
+The gguf library dequantizes blocks. Its own reader is not used: it does not check the file's counts
+and offsets, and an array of 2^60 numbers keeps it busy for ever.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import numpy as np
 from megatron_rl.errors import ConfigError, quoted
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
-MOST_COUNT = 2**22  # of keys, tensors, and elements of a list: a vocabulary's merges are half a million
+MOST_COUNT = 2**22  # keys, tensors, or elements of a list: a vocabulary has half a million merges
 MOST_DIMENSIONS = 4
 STRING, ARRAY = 8, 9
 SCALARS = {
@@ -31,7 +35,7 @@ SCALARS = {
 
 
 def gguf_library() -> ModuleType:
-    """Return the package gguf, or raise ConfigError where it is not installed."""
+    """Return the package gguf; raise ConfigError if it is not installed."""
     try:
         import gguf
     except ImportError as error:
@@ -41,7 +45,7 @@ def gguf_library() -> ModuleType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Says where a tensor lies: ``type_name="Q8_0", shape=(49152, 576), start=1785664, num_bytes=30081024``.
+    """Locates a tensor: ``type_name="Q8_0", shape=(49152, 576), start=1785664, num_bytes=30081024``.
 
     shape: in elements, rows first, as torch has it.
     start: the tensor's first byte in the file.
@@ -54,14 +58,14 @@ class StoredTensor:
 
 
 class GgufFile:
-    """Holds a GGUF file's keys and the places of its tensors; ``read`` gives a tensor's numbers.
+    """Holds a GGUF file's keys and the places of its tensors; ``read`` returns a tensor's numbers.
 
     values: each key's value: a number, true or false, a text, a list of texts, or an array of
         numbers.
     tensors: each tensor's place, by the name in the file.
 
-    Raises ConfigError, naming the file, for one that is no GGUF, cut short, or holds counts, types
-    or offsets that it cannot have.
+    Raises ConfigError, naming the file, for a file that is no GGUF, is cut short, or holds invalid
+    counts, types or offsets.
     """
 
     def __init__(self, path: str | pathlib.Path):
@@ -183,7 +187,7 @@ class GgufFile:
         return sum(math.prod(place.shape) for place in self.tensors.values())
 
     def check_types(self) -> None:
-        """Raise ConfigError where a tensor's type is one that the gguf library does not turn into numbers."""
+        """Raise ConfigError if the gguf library does not turn a tensor's type into numbers."""
         gguf = gguf_library()
         for name, tensor in {tensor.type_name: (name, tensor) for name, tensor in self.tensors.items()}.values():
             kind = gguf.GGMLQuantizationType[tensor.type_name]

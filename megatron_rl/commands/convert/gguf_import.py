@@ -1,7 +1,7 @@
-"""Makes, for `megatron-rl convert import --gguf`, a Hugging Face directory from a GGUF file.
+"""The making of a Hugging Face directory from a GGUF file, for `megatron-rl convert import --gguf`.
 
-A tensor at a time is dequantized by the gguf library, in float32, and cast; names come from that
-library's table, the tokenizer from transformers. Both are those of transformers' own loading (5.19
+The gguf library dequantizes one tensor at a time, in float32, and it is then cast. Names come from
+the same library's table, the tokenizer from transformers. transformers' own loading uses both (5.19
 ``load_gguf_checkpoint``), so that every tensor is equal to the bit.
 """
 
@@ -33,9 +33,8 @@ SIZES = {
     "attention.head_count": "num_attention_heads",
     "context_length": "max_position_embeddings",
 }
-# tokenizer.ggml.pre → how text is cut before merges. Transformers (5.19) cuts those of SPLITS as
-# the model was trained to, and every name that it does not know as GPT-2 does; DIGITS cut each
-# digit off first (llama.cpp llama-vocab.cpp).
+# tokenizer.ggml.pre → how text is cut before merges. Transformers (5.19) cuts the names of SPLITS as the model was
+# trained to, and every unknown name as GPT-2 does. DIGITS first cut off each digit (llama.cpp llama-vocab.cpp).
 SPLITS = ("default", "gpt-2", "llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "qwen2", "deepseek-r1-qwen")
 DIGITS = ("smollm",)
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -58,12 +57,12 @@ def import_gguf(
     """Write the model of a GGUF file to the directory ``target``, and return a report as JSON-able values.
 
     read_model: checks a directory with a config.json, and returns (config, shape).
-    dtype: of the tensors written; they are dequantized in float32.
+    dtype: of the written tensors; they are dequantized in float32.
     shard_bytes: the most bytes of a safetensors file.
     progress: called after each tensor with the bytes written for it.
 
-    Raises ConfigError, naming the file, for a file that is damaged, of another architecture, or
-    whose tensors are not those of the model that its keys describe.
+    Raises ConfigError, naming the file, if it is damaged, of another architecture, or its tensors
+    do not fit the model that its keys describe.
     """
     fields, generation = config_fields(file, dtype)
     with appearing(target, overwrite=overwrite) as partial:
@@ -99,7 +98,7 @@ def write_json(path: pathlib.Path, fields: dict) -> None:
 
 
 def shortest(value: float) -> float:
-    """Return the shortest decimal number that is the same in float32: 9.999999747378752e-06 → 1e-05."""
+    """Return the shortest decimal number with the same float32 value: 9.999999747378752e-06 → 1e-05."""
     return float(str(np.float32(value)))
 
 
@@ -113,6 +112,7 @@ def config_fields(file: GgufFile, dtype: torch.dtype) -> tuple[dict, dict]:
             "the Hugging Face directory that it was made from"
         )
     check_kind(file)
+    # The model's sizes.
     fields = {name: field(values, f"{family}.{key}", int, where, least=1, most=2**40) for key, name in SIZES.items()}
     heads = fields["num_attention_heads"]
     groups = single(file, f"{family}.attention.head_count_kv", int, heads, least=1)
@@ -125,6 +125,7 @@ def config_fields(file: GgufFile, dtype: torch.dtype) -> tuple[dict, dict]:
     if family != "qwen2":
         head_dim = fields["head_dim"] = single(file, f"{family}.attention.key_length", int, head_dim, least=1)
     check_keys(file, family, head_dim)
+    # Special tokens, by their ids.
     special = {
         key: check(values[f"tokenizer.ggml.{key}"], f"{where}: {key}", int, least=0, most=len(tokens) - 1)
         for key in ("bos_token_id", "padding_token_id", "unknown_token_id", *STOPS)
@@ -149,8 +150,8 @@ def rope(file: GgufFile, family: str) -> dict:
 def match_tensors(file: GgufFile, shape: ModelShape) -> dict[str, str]:
     """Return the name in the file of each Hugging Face tensor, in the order of the model's layers.
 
-    Raises ConfigError where the file lacks a tensor, has one of another shape, or one that the
-    model has no part for.
+    Raises ConfigError if the file lacks a tensor, has one of another shape, or has one that the
+    model does not use.
     """
     gguf = gguf_library()
     file.check_types()
@@ -177,14 +178,14 @@ def match_tensors(file: GgufFile, shape: ModelShape) -> dict[str, str]:
 
 
 def by_layer(name: str) -> tuple[int, str]:
-    """Sort the embedding before the layers, in their order, and the final norm and the LM head behind them."""
+    """Return a sort key: the embedding first, then the layers in their order, then the final norm and the LM head."""
     parts = name.split(".")
     layer = int(parts[2]) if parts[1] == "layers" else -1 if parts[1] == "embed_tokens" else 1 << 30
     return layer, name
 
 
 def read_tensor(file: GgufFile, stored: str, shape: ModelShape, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor as Hugging Face has it, in ``dtype``; raises ConfigError for numbers that are not finite."""
+    """Return a tensor as Hugging Face has it, in ``dtype``; raise ConfigError for numbers that are not finite."""
     numbers = file.read(stored)
     heads = {"attn_q": shape.num_heads, "attn_k": shape.num_kv_heads}.get(stored.split(".")[-2])
     if shape.family == "llama" and heads is not None:
@@ -198,15 +199,16 @@ def read_tensor(file: GgufFile, stored: str, shape: ModelShape, dtype: torch.dty
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
     """Return a projection's rows in Hugging Face's order.
 
-    llama.cpp turns neighbouring pairs of a head's rows, Hugging Face's llama turns row i with row i
-    + head_dim / 2; its converter (convert_hf_to_gguf.py, LlamaModel.permute) therefore interleaves
-    the halves of each head. With one head of 4 rows, a, c, b, d become a, b, c, d.
+    llama.cpp rotates neighbouring pairs of a head's rows; Hugging Face's llama rotates row i with
+    row i + head_dim / 2. llama.cpp's converter (convert_hf_to_gguf.py, LlamaModel.permute)
+    therefore interleaves the halves of each head. With one head of 4 rows, a, c, b, d become a, b,
+    c, d.
     """
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def write_tokenizer(file: GgufFile, folder: pathlib.Path, vocab_size: int) -> None:
-    """Write the tokenizer's files and the chat template, by transformers; raises ConfigError where it cannot."""
+    """Write the tokenizer's files and the chat template, by transformers; raise ConfigError if it cannot."""
     from tokenizers import Tokenizer, pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -223,8 +225,7 @@ def write_tokenizer(file: GgufFile, folder: pathlib.Path, vocab_size: int) -> No
     except Exception as error:  # of many classes: a list that is too short, a merge of one part, an unknown model
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{where}: no tokenizer can be made from it: {type(error).__name__}: {reason}") from error
-    # Transformers adds the class's own unknown token where the file names none: the model has no
-    # row for it.
+    # Transformers adds the class's own unknown token if the file names none; the model has no row for it.
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < vocab_size]
     backend = Tokenizer.from_str(json.dumps(state))

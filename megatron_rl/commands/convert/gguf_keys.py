@@ -1,8 +1,7 @@
-"""Settles every key of a GGUF file: `gguf_import.py` uses it, its value changes nothing, or it is refused by name.
+"""The check of a GGUF file's keys: `gguf_import.py` uses a key, its value changes nothing, or it is refused by name.
 
-What a key means is what llama.cpp does with it (src/llama-model.cpp ``load_hparams``,
-src/llama-vocab.cpp ``load``, 2026); the names are those of the gguf library (0.19 ``constants.py``
-Keys).
+The meaning of a key is llama.cpp's (src/llama-model.cpp ``load_hparams``, src/llama-vocab.cpp
+``load``, 2026). The names are the gguf library's (0.19 ``constants.py`` Keys).
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from megatron_rl.commands.convert.gguf_file import GgufFile
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.json_text import check
 
-# Below "<architecture>.": the keys that gguf_import.py reads, or that llama.cpp shows and computes nothing with.
+# Below "<architecture>.": the keys that gguf_import.py reads, or that llama.cpp shows without using them.
 READ = {
     *("block_count", "embedding_length", "feed_forward_length", "context_length", "attention.head_count"),
     *("attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.key_length", "rope.freq_base"),
     *("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"),
-    *("rope.scaling.original_context_length", "rope.scaling.finetuned"),  # yarn's, and of the log
+    *("rope.scaling.original_context_length", "rope.scaling.finetuned"),  # yarn's, and keys that are only logged
 }
-# There: the values that leave a Llama layer as it is built here. 0 is llama.cpp's for "none" of a
-# scale or a cap.
+# Keys with the values that change nothing in a Llama layer built here. For a scale or a cap, 0 means "none" in
+# llama.cpp.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale"), (0, 1)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "nextn_predict_layers"), (0,)),
@@ -37,18 +36,18 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 TOKENIZER = {
     *("model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token"),
     *("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id", "unknown_token_id", "padding_token_id"),
-    # tokens of other tasks, to which no text is cut
+    # tokens of other tasks, which no text is cut into
     *("seperator_token_id", "mask_token_id", "cls_token_id", "prefix_token_id", "suffix_token_id", "middle_token_id"),
     *(f"fim_{part}_token_id" for part in ("pre", "suf", "mid", "pad", "rep", "sep")),
 }
 # Names, authors and licences; who quantized the file, and how; its parts; templates beside the model's own.
 PREFIXES = ("general.", "quantize.", "mradermacher.", "split.", "tokenizer.chat_template", "tokenizer.huggingface.json")
-# tokenizer.ggml.pre of the Llama 3 family, whose texts begin with BOS where the file says nothing
+# tokenizer.ggml.pre of the Llama 3 family, whose texts begin with BOS unless the file says otherwise
 BEGINS = ("llama-bpe", "llama3", "llama-v3", "falcon3")
 
 
 def single(file: GgufFile, key: str, kind: type, absent: Any, **bounds: float):
-    """Return the value of a key, ``absent`` where the file lacks it, checked as ``json_text.check`` does."""
+    """Return the value of a key, checked as ``json_text.check`` does; ``absent`` if the file lacks the key."""
     return check(file.values.get(key, absent), f"{file.path}: {key}", kind, **bounds)
 
 
@@ -66,7 +65,7 @@ def check_kind(file: GgufFile) -> None:
 def check_keys(file: GgufFile, family: str, head_dim: int) -> None:
     """Raise ConfigError for the first key that is neither read, nor known, nor of a value that changes nothing.
 
-    head_dim: the width of a head, as the file's other keys say.
+    head_dim: the width of a head, by the file's other keys.
     """
     bpe = file.values.get("tokenizer.ggml.model") == "gpt2"
     wanted = {f"{family}.{name}": values for name, values in NEUTRAL.items()} | {
@@ -74,8 +73,7 @@ def check_keys(file: GgufFile, family: str, head_dim: int) -> None:
         f"{family}.attention.key_length": (head_dim,),
         f"{family}.attention.value_length": (head_dim,),
         f"{family}.vocab_size": (len(file.values["tokenizer.ggml.tokens"]),),
-        # a list of merges takes no space before a text; spm pieces do, as transformers'
-        # LlamaTokenizer makes them
+        # A list of merges takes no space before a text; spm pieces do, as transformers' LlamaTokenizer makes them.
         "tokenizer.ggml.add_space_prefix": (False, True) if bpe else (True,),
         "tokenizer.ggml.remove_extra_whitespaces": (False,),
         "tokenizer.ggml.add_sep_token": (False,),
@@ -97,10 +95,10 @@ def check_keys(file: GgufFile, family: str, head_dim: int) -> None:
 
 
 def rope_scaling(file: GgufFile, family: str) -> float:
-    """Return what positions are divided by, 1.0 for none; raise ConfigError for another scaling.
+    """Return the factor that positions are divided by, 1.0 for none; raise ConfigError for another scaling.
 
-    llama.cpp takes no type for linear, ``rope.scale_linear`` in place of a missing factor, and 0
-    for none.
+    llama.cpp reads a missing type as linear, ``rope.scale_linear`` in place of a missing factor,
+    and 0 as none.
     """
     kind = single(file, f"{family}.rope.scaling.type", str, "linear")
     scaled_by = "the tensor rope_freqs.weight" if "rope_freqs.weight" in file.tensors else quoted(kind)
@@ -117,7 +115,7 @@ def rope_scaling(file: GgufFile, family: str) -> float:
 def added_tokens(file: GgufFile) -> dict[str, bool]:
     """Return whether texts begin with BOS and end with EOS, by the names of transformers' settings.
 
-    Raises ConfigError where the file asks for a token that it does not name.
+    Raises ConfigError if the file asks for a token that it does not name.
     """
     values = file.values
     begins = values.get("tokenizer.ggml.model") == "llama" or values.get("tokenizer.ggml.pre") in BEGINS

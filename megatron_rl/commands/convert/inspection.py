@@ -1,4 +1,4 @@
-"""Describes, for `megatron-rl convert inspect`, a Hugging Face directory or a Megatron checkpoint.
+"""The description of a Hugging Face directory or a Megatron checkpoint, for `megatron-rl convert inspect`.
 
 Headers are read, weights are not.
 """
@@ -33,11 +33,11 @@ def inspect(
     read_model: ReadModel,
     read_on_disk: Callable[..., pathlib.Path],
 ) -> dict:
-    """Return facts by name, in display order; ``convertible`` is "yes" or the reason why not.
+    """Return facts by name, in display order; ``convertible`` is "yes" or the reason against it.
 
-    read_model, read_on_disk: the command's (commands/convert/command.py).
-    Raises DamagedCheckpoint where a file of a checkpoint is missing, cut short or of another kind
-    than it was.
+    read_model, read_on_disk: the command's functions (commands/convert/command.py).
+
+    Raises DamagedCheckpoint if a file of a checkpoint is missing, cut short or changed in kind.
     """
     if (source / "config.json").exists() and not (source / LATEST).exists():
         return _inspect_hugging_face(read_on_disk(source, "SOURCE", weights=True), read_model)
@@ -80,7 +80,7 @@ def _inspect_hugging_face(source: pathlib.Path, read_model: ReadModel) -> dict:
 
 
 def _inspect_megatron(source: MegatronFolder, hf: pathlib.Path | None, read_model: ReadModel) -> dict:
-    if (source.path / MANIFEST).exists():  # a training run's checkpoint: its files' names and sizes
+    if (source.path / MANIFEST).exists():  # a training run's checkpoint: the names and sizes of its files are checked
         verify(source.path, share=None)
     reader = TorchDistReader(source.path)
     everything = [(key, reader.size(key), reader.dtype(key)) for key in sorted(reader.tensors)]

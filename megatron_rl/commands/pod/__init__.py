@@ -1,1 +1,1 @@
-"""Runs one pod's part of a job on Kubernetes: `megatron-rl pod`."""
+"""One pod's part of a job on Kubernetes: `megatron-rl pod`."""

@@ -1,4 +1,4 @@
-"""Start the pod's part: ``python -m megatron_rl.commands.pod`` is ``megatron-rl pod``."""
+"""The start of the pod's part: ``python -m megatron_rl.commands.pod`` is ``megatron-rl pod``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from megatron_rl.commands.pod import request
 
 if __name__ == "__main__":
     request.listen()
-    from megatron_rl.commands.pod.command import main  # seconds, in which a request to leave would be lost
+    from megatron_rl.commands.pod.command import main  # takes seconds, in which a request to leave would be lost
 
     sys.exit(main())

@@ -1,10 +1,10 @@
-"""Runs one pod's ranks: meets the other pods, starts torchrun, hands signals on, and ends with a code for the job.
+"""The run of one pod's ranks: it meets the other pods, starts torchrun, passes signals on, and ends with an exit code.
 
     megatron-rl pod --config run.yaml section.key=value ...     # what follows goes to megatron_rl.train
 
-As the container's first process it gets Kubernetes' SIGTERM, and the kernel hands it the orphans.
-It asks the ranks by SIGUSR1, once a second: each finishes its step, saves a checkpoint and leaves.
-torchrun is told nothing, since it would give the ranks 30 s and end them.
+As the container's first process it gets Kubernetes' SIGTERM, and the kernel makes it the parent of
+orphans. It asks the ranks by SIGUSR1, once a second: each finishes its step, saves a checkpoint and
+leaves. torchrun gets no signal, since it would give the ranks 30 s and then end them.
 
 | exit code | when |
 |---|---|
@@ -35,15 +35,15 @@ from megatron_rl.distributed.child_process import adopt_orphans, environment
 from megatron_rl.errors import ConfigError, RunError
 
 MODULE = "megatron_rl.train"
-SHUTDOWN_S = 600  # that torchrun leaves the other ranks of a pod once one has left
+SHUTDOWN_S = 600  # after one rank has left, torchrun gives a pod's other ranks so many seconds
 LOOK_S, ASK_S = 0.2, 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this pod's part of the job by the command line; return the exit code of the pod.
 
-    arguments: the trainer's; None: ``sys.argv``. ``--dry-run`` forecasts the whole job and starts
-    nothing.
+    arguments: the trainer's arguments; None: ``sys.argv``. ``--dry-run`` forecasts the whole job
+        and starts nothing.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def trainer_words(place: Place, given: Sequence[str]) -> list[str]:
-    """Return the trainer's arguments: the pod's own, then those that were ``given``, which win."""
+    """Return the trainer's arguments: the pod's own, then those that were ``given``, which override them."""
     folder = ["--run-dir", place.run_dir] if place.run_dir else []
     return [*folder, f"checkpoint.save_every_rollouts={place.save_every}", *given]
 
@@ -73,7 +73,7 @@ def dry_run_line(place: Place, words: Sequence[str]) -> list[str]:
 def torchrun_line(place: Place, head: str, words: Sequence[str]) -> list[str]:
     """Return the command of this pod's torchrun.
 
-    head: pod 0's address, which all pods reach; of no meaning if the pod is alone.
+    head: pod 0's address, which all pods reach; unused if the pod is alone.
     """
     start = [sys.executable, "-m", "megatron_rl.commands.ranks", "--nproc-per-node", str(place.processes)]
     if place.num_nodes == 1:
@@ -88,13 +88,13 @@ def torchrun_line(place: Place, head: str, words: Sequence[str]) -> list[str]:
 class Pod:
     """Runs one attempt of this pod's ranks.
 
-    config: the run's, as the command line gives it.
+    config: the run's settings, as the command line gives them.
     """
 
     def __init__(self, place: Place, config: Config) -> None:
         self.place = place
         self._root = config.run.path / "checkpoints"
-        # Without checkpoints the ranks do not catch SIGUSR1, and leave by SIGTERM with nothing saved.
+        # A run that saves no checkpoints does not catch SIGUSR1: its ranks leave by SIGTERM with nothing saved.
         saves = config.checkpoint.save_every_rollouts > 0
         self._number = signal.SIGUSR1 if saves else signal.SIGTERM
         self._before = self._newest()
@@ -109,7 +109,7 @@ class Pod:
         except Left:
             self._say(f"told to leave ({request.asked().name}) before the ranks had started: {place.exit_again}")
             return place.exit_again
-        except (RunError, OSError) as error:  # of the port that the pods meet at
+        except (RunError, OSError) as error:  # OSError: of the port at which the pods meet
             print(f"megatron_rl: {error}", file=sys.stderr)
             return EXIT_FAILED
         code = self._end_of(self._start(torchrun_line(place, head, words)))
@@ -127,7 +127,7 @@ class Pod:
             signal.signal(signal.SIGUSR1, request.note)
 
     def _end_of(self, torchrun: int) -> int:
-        """Wait for torchrun's end, ask its ranks to leave if this pod is told to; return its exit code."""
+        """Wait for torchrun's end; ask its ranks to leave if this pod is told to. Return torchrun's exit code."""
         asked_at = 0.0
         while True:
             while (ended := _reaped()) is not None:
@@ -140,7 +140,7 @@ class Pod:
             time.sleep(LOOK_S)
 
     def _exit_code(self, code: int) -> int:
-        """Return the pod's exit code for torchrun's, and say why if they differ."""
+        """Return the pod's exit code for torchrun's, and print the reason if they differ."""
         if code in (0, EXIT_CONFIG):
             return code
         again, newest = self.place.exit_again, self._newest()
@@ -156,7 +156,7 @@ class Pod:
         return code
 
     def _newest(self) -> tuple[int, int]:
-        """Return the newest whole checkpoints: RL's, the supervised start's; -1 if there is none."""
+        """Return the newest whole checkpoints' iterations, RL's and the supervised start's; -1 for none."""
         return (_newest(self._root), _newest(self._root / "supervised"))
 
     def _checkpoint(self, newest: tuple[int, int]) -> str:
@@ -174,7 +174,7 @@ def _newest(root: pathlib.Path) -> int:
 
 
 def _reaped() -> tuple[int, int] | None:
-    """Return a child that has ended, with its exit code, 128 + N for signal N; None if none has."""
+    """Return a child that has ended, with its exit code, 128 + N for signal N; None if none has ended."""
     process, status = os.waitpid(-1, os.WNOHANG)
     if process == 0:
         return None
@@ -183,7 +183,7 @@ def _reaped() -> tuple[int, int] | None:
 
 
 def _children(process: int) -> list[int]:
-    """Return the processes that ``process`` has started: torchrun's ranks. Linux."""
+    """Return the processes that ``process`` has started: torchrun's ranks. Linux only."""
     tasks = pathlib.Path(f"/proc/{process}/task").glob("*/children")
     found: list[int] = []
     for path in tasks:

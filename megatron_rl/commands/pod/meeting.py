@@ -1,14 +1,13 @@
-"""Holds the meeting of a job's pods: torchrun starts on all of them together, in one attempt.
+"""The meeting of a job's pods: torchrun starts on all of them together, in one attempt.
 
 A pod that Kubernetes has replaced would find the store of its peers' earlier attempt, as long as
-one of them still leaves. So every pod first connects to pod 0 and says its number. Pod 0 answers
-once all of them are connected. Then it closes the port, so that an attempt that runs is never
-joined.
+one of them has not left. So every pod first connects to pod 0 and sends its number. Pod 0 answers
+once all of them are connected. Then it closes the port, so that a running attempt is never joined.
 
 Invariants (tests/unit/test_pod.py):
 
-1. Nobody starts before the pods 0 … N - 1 are connected at the same time.
-2. A pod that leaves while it waits is forgotten; a second one of its number takes its place.
+1. No pod starts before the pods 0 … N - 1 are connected at the same time.
+2. A pod that leaves while it waits is forgotten; a second pod of the same number takes its place.
 3. Every wait ends by ``meet_s``, or within a second once this pod is told to leave.
 """
 
@@ -26,8 +25,8 @@ from megatron_rl.errors import RunError
 
 TICK_S, CONNECT_S, SAY_S = 0.5, 5.0, 60.0
 START = b"start\n"
-MOST_BYTES = 64  # of a pod's line; more is no pod of this job
-MOST_STRANGERS = 256  # connections that have not said a number yet
+MOST_BYTES = 64  # the longest line of a pod; a longer one is from no pod of this job
+MOST_STRANGERS = 256  # connections that have not yet sent a number
 
 
 class Left(Exception):
@@ -35,12 +34,13 @@ class Left(Exception):
 
 
 def meet(place: Place, asked: Callable[[], bool], say: Callable[[str], None]) -> str:
-    """Wait for all pods of the job; return pod 0's address, to which torchrun's ranks connect; "" of a pod alone.
+    """Wait for all pods of the job; return pod 0's address, to which torchrun's ranks connect; "" for a pod alone.
 
-    asked: tells whether this pod has been told to leave. say: prints a line.
+    asked: returns whether this pod has been told to leave.
+    say: prints a line.
 
-    Raises RunError after ``place.meet_s``, with the pods that are missing or the reason why pod 0
-    was not reached. Raises Left if ``asked``.
+    Raises RunError after ``place.meet_s``, with the missing pods or the reason why pod 0 was not
+    reached. Raises Left if ``asked``.
     """
     deadline = time.monotonic() + place.meet_s
     if asked():
@@ -84,7 +84,8 @@ def _wait_as_head(place: Place, deadline: float, asked: Callable[[], bool], say:
 class Register:
     """Keeps one connection for each pod that waits at the head.
 
-    server: listens, and does not block. num_nodes: pods of the job, the head included.
+    server: a listening socket that does not block.
+    num_nodes: the pods of the job, the head included.
     """
 
     def __init__(self, server: socket.socket, num_nodes: int) -> None:
@@ -92,7 +93,7 @@ class Register:
         self._server = server
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
-        self._lines: dict[socket.socket, bytes] = {}  # what each connection has sent, until its number is known
+        self._lines: dict[socket.socket, bytes] = {}  # the bytes of each connection until its number is known
         self._pods: dict[int, socket.socket] = {}
 
     def missing(self) -> list[int]:
@@ -100,7 +101,7 @@ class Register:
         return [node for node in range(1, self.num_nodes) if node not in self._pods]
 
     def look(self, wait_s: float) -> None:
-        """Take what has arrived within ``wait_s``: connections, numbers, ends."""
+        """Handle what arrives within ``wait_s``: new connections, numbers, ends."""
         for key, _ in self._selector.select(wait_s):
             if key.fileobj is self._server:
                 self._accept()
@@ -108,9 +109,9 @@ class Register:
                 self._read(key.fileobj)
 
     def all_stay(self) -> bool:
-        """Look once more for a pod that has left, forget it, and return whether there was none."""
+        """Forget each pod that has left; return whether all pods are still connected."""
         for connection in list(self._pods.values()):
-            with contextlib.suppress(BlockingIOError):  # nothing has come: it waits
+            with contextlib.suppress(BlockingIOError):  # nothing has come: the pod waits
                 try:
                     if connection.recv(1, socket.MSG_PEEK):
                         continue
@@ -122,7 +123,7 @@ class Register:
     def start(self) -> None:
         """Tell every pod that all have met."""
         for connection in self._pods.values():
-            with contextlib.suppress(OSError):  # it has just left; its ranks are missed by torchrun, in bounded time
+            with contextlib.suppress(OSError):  # it has just left; torchrun misses its ranks within a bounded time
                 connection.sendall(START)
 
     def close(self) -> None:
@@ -152,7 +153,7 @@ class Register:
         except OSError:
             arrived = b""
         line = self._lines.get(connection)
-        if not arrived or line is None:  # it left, or a pod that had said its number went on talking
+        if not arrived or line is None:  # it left, or a pod that had sent its number went on sending
             self._forget(connection)
             return
         line += arrived
@@ -203,7 +204,10 @@ def _join(place: Place, deadline: float, asked: Callable[[], bool], say: Callabl
 
 
 def _is_started(line: socket.socket, deadline: float, asked: Callable[[], bool]) -> bool:
-    """Wait for pod 0's word on this connection; return whether it came. False also at the deadline, and if asked."""
+    """Wait for pod 0's answer on this connection; return whether it came.
+
+    False also at the deadline, and if ``asked``.
+    """
     line.settimeout(TICK_S)
     heard = b""
     while not asked() and time.monotonic() < deadline:
@@ -218,7 +222,7 @@ def _is_started(line: socket.socket, deadline: float, asked: Callable[[], bool])
 
 
 def _resolved(place: Place, deadline: float, asked: Callable[[], bool]) -> str:
-    """Return the address of pod 0's name, which DNS may learn later than the pod starts."""
+    """Return the address of pod 0's name, which DNS may learn only after the pod's start."""
     while True:
         try:
             return socket.getaddrinfo(place.head, place.port, type=socket.SOCK_STREAM)[0][4][0]
@@ -234,7 +238,7 @@ def _resolved(place: Place, deadline: float, asked: Callable[[], bool]) -> str:
 
 
 def _notice_a_lost_host(connection: socket.socket) -> None:
-    """Have the kernel end the connection some 25 s after the other host is gone."""
+    """Set the kernel to end the connection some 25 s after the other host is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,4 +1,4 @@
-"""Reads a pod's place in its job from the environment that Kubernetes, or Kubeflow's operators, give it.
+"""The place of a pod in its job, read from the environment of Kubernetes or of Kubeflow's operators.
 
 | what | our variable | an Indexed Job's | Kubeflow's, older last |
 |---|---|---|---|
@@ -8,8 +8,9 @@
 | torchrun's port there | PORT | – | PET_MASTER_PORT, MASTER_PORT |
 | ranks of each pod | PROCESSES | – | PET_NPROC_PER_NODE |
 
-The first that is set counts. Sources: kubernetes.io "Indexed Job"; kubeflow/trainer v1.9.4,
-pkg/controller.v1/pytorch/envvar.go and master.go, and v2.3.0, pkg/runtime/framework/plugins/torch.
+The first variable that is set counts. Sources: kubernetes.io "Indexed Job"; kubeflow/trainer
+v1.9.4, pkg/controller.v1/pytorch/envvar.go and master.go, and v2.3.0,
+pkg/runtime/framework/plugins/torch.
 """
 
 from __future__ import annotations
@@ -24,19 +25,22 @@ from megatron_rl.errors import ConfigError, quoted
 PORT, MEET_S, SAVE_EVERY = 29400, 900, 10
 EXIT_AGAIN = 75
 UNSET = ("", "auto", "gpu")
-MOST_PODS = 100_000  # of an Indexed Job (kubernetes, batch validation)
+MOST_PODS = 100_000  # the limit of an Indexed Job (kubernetes, batch validation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Says which pod of a job this is, and how it finds the others.
+    """Holds this pod's place in a job, and the way to the other pods.
 
-    node: number of this pod, from 0; pod 0 is the head. head: name of pod 0; "" if it is alone.
-    port: of torchrun's store on the head; the pods meet at the port after it.
-    processes: ranks of each pod. address: of this pod on the pods' network, None if not told.
-    meet_s: seconds that the pods may take to meet. run_dir: folder of the run, None if the
-    configuration names it. save_every: rollouts between checkpoints.
-    exit_again: exit code that has this pod started again.
+    node: the number of this pod, from 0; pod 0 is the head.
+    head: the name of pod 0; "" if this pod is alone.
+    port: torchrun's store on the head; the pods meet at the port after it.
+    processes: ranks of each pod.
+    address: this pod's address on the pods' network, None if not given.
+    meet_s: seconds that the pods may take to meet.
+    run_dir: the run's folder, None if the configuration names it.
+    save_every: rollouts between checkpoints.
+    exit_again: the exit code after which this pod is started again.
 
     Example: pod 1 of 2 has ``Place(node=1, num_nodes=2, head="my-run-0.my-run", port=29400, ...)``.
     """
@@ -60,7 +64,7 @@ class Place:
 def place_of(environment: Mapping[str, str]) -> Place:
     """Return the place that ``environment`` describes.
 
-    Raises ConfigError that names a variable that is missing, or is no number within its range.
+    Raises ConfigError that names a variable which is missing, or is no number within its range.
     """
     num_nodes = _number(environment, ("NNODES", "PET_NNODES", "WORLD_SIZE"), 1, MOST_PODS, default=1)
     ranks = ("JOB_COMPLETION_INDEX", "PET_NODE_RANK", "RANK")
@@ -88,8 +92,8 @@ def place_of(environment: Mapping[str, str]) -> Place:
 def _first(environment: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, str]:
     """Return the name and the value of the first variable that is set; two empty texts if none is.
 
-    An empty one is not set. Neither is torchrun's ``auto``, the operators' default: the GPUs are
-    counted here.
+    An empty variable is not set. Neither is torchrun's ``auto``, the operators' default, since the
+    GPUs are counted here.
     """
     return next(((name, environment[name]) for name in names if environment.get(name, "") not in UNSET), ("", ""))
 

@@ -1,7 +1,7 @@
-"""Notes that this pod is told to leave, from the first moment on.
+"""The record of requests to leave that this pod gets, from the first moment on.
 
-The kernel drops a signal to a container's first process that has no handler for it, and Kubernetes
-sends SIGTERM once. So the handlers are there before anything else is imported.
+The kernel drops a signal to a container's first process if that process has no handler for it, and
+Kubernetes sends SIGTERM once. So the handlers are installed before anything else is imported.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ _told: list[signal.Signals] = []
 
 
 def listen() -> None:
-    """Note each request to leave from now on."""
+    """Record each request to leave from now on."""
     for number in TOLD_BY:
         signal.signal(number, note)
 
 
 def note(number: int, _frame: object) -> None:
-    """Note a request, as a handler of signals does."""
+    """Record a request; this is the signals' handler."""
     _told.append(signal.Signals(number))
 
 

@@ -1,1 +1,1 @@
-"""Translates other frameworks' settings into a configuration of this one: `megatron-rl translate`."""
+"""The translation of other frameworks' settings into a configuration of this one: `megatron-rl translate`."""

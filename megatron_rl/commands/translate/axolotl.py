@@ -1,4 +1,4 @@
-"""Translates axolotl's YAML: its trainers are TRL's, so that its names become those, and TRL's rules follow."""
+"""The translation of axolotl's YAML: its trainers are TRL's, so its names are renamed and TRL's rules applied."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = {  # axolotl's → TRL's
     "dpo_label_smoothing": "label_smoothing",
     "wandb_name": "run_name",
 }
-DEFAULTS: dict[str, Any] = {  # axolotl's, where they are not TRL's
+DEFAULTS: dict[str, Any] = {  # axolotl's defaults that differ from TRL's
     "lr_scheduler_type": "cosine",
     "num_train_epochs": 1,
     "per_device_train_batch_size": 1,
@@ -41,7 +41,7 @@ PREFIXES = ("gradient_checkpointing_kwargs.", "fsdp_config.", "special_tokens.pa
 
 
 def trainer_of(settings: Mapping[str, Any]) -> str:
-    """Return what a file trains: its ``rl``, ``reward`` of a reward model, or ``sft``."""
+    """Return the trainer that a file is for: its ``rl``, ``reward`` for a reward model, or ``sft``."""
     if settings.get("reward_model"):
         return "reward"
     if settings.get("process_reward_model"):
@@ -52,7 +52,7 @@ def trainer_of(settings: Mapping[str, Any]) -> str:
 def translate(
     trainer: str, given: Mapping[str, Any], unknown: Mapping[str, str] | None = None, *, processes: int | None = None
 ) -> Translation:
-    """Return our settings for axolotl's, of a trainer that ``trainer_of`` gives."""
+    """Return our settings for axolotl's, for a trainer that ``trainer_of`` returns."""
     written = {name: value for name, value in given.items() if value is not None}
     needless = [name for name in written if name in NEEDLESS or name.startswith(PREFIXES)]
     theirs: dict[str, str] = {}  # TRL's name → axolotl's
@@ -81,7 +81,7 @@ def translate(
 
 
 def _own(trainer: str, settings: dict[str, Any]) -> None:
-    """Say in TRL's words what axolotl says in its own."""
+    """Replace axolotl's own settings by TRL's settings of the same meaning."""
     for name in ("rl", "reward_model"):
         settings.pop(name, None)
     if settings.get("packing") is False:

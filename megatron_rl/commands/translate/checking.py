@@ -1,4 +1,4 @@
-"""Loads a translation as a run would, checks its sections against one another, and says what that did not reach."""
+"""The check of a translation: it is loaded as a run would, its sections are compared, and open points are listed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _OF_THE_SKIP = "skip.mode=exact"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Holds what a check of a translation found.
+    """Holds the results of a check of a translation.
 
-    faults: why a run of it would not start, beside the open keys. done, not_done: what was held,
-        and what was not.
+    faults: the reasons why a run of it would not start, beside the open keys.
+    done, not_done: the properties that were checked, and those that were not.
     """
 
     faults: tuple[str, ...]
@@ -32,7 +32,7 @@ class Check:
 
 
 def nested(ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``section.key`` → value as sections."""
+    """Return ``section.key`` → value as nested sections."""
     sections: dict[str, Any] = {}
     for key, value in sorted(ours.items()):
         *path, last = key.split(".")
@@ -44,7 +44,8 @@ def nested(ours: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(translation: Translation) -> Check:
-    """Load a translation's settings, its open ones left out, and check them as far as the files are there."""
+    """Load a translation's settings without its open ones, and check them as far as the files are there."""
+    # Load the settings that are known.
     ours = {key: value for key, value in translation.ours.items() if value != MISSING}
     try:
         config = load_config(nested(ours))
@@ -53,14 +54,16 @@ def checked(translation: Translation) -> Check:
     done, not_done, faults = ["each value, by loading it", "how the sections agree"], [], []
     if translation.open:
         not_done.append(f"what depends on {', '.join(translation.open)}")
+    # Check the sections against one another, with stand-ins for missing models.
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "config.json").write_text("{}", encoding="utf-8")
         models = {"model.hf_path": config.model.hf_path, "critic.hf_path": config.critic.hf_path}
         rewards = config.train.num_rollouts != 0 and not config.reward.functions and not config.has_teacher
         stand_ins = _stand_ins(models, folder, open_keys=translation.open, rewards=rewards, not_done=not_done)
         faults += _faults(nested(ours | stand_ins))
+    # Check the lengths against the model, if its config is here.
     if "model.hf_path" not in stand_ins and config.model.hf_path:
-        from megatron_rl.weights.config_json import read_hf_config  # brings torch along
+        from megatron_rl.weights.config_json import read_hf_config  # imports torch
 
         try:
             model = read_hf_config(config.model.hf_path, "model.hf_path")
@@ -69,6 +72,7 @@ def checked(translation: Translation) -> Check:
                 done.append("the lengths, against the model's context")
         except ConfigError as error:
             faults.append(str(error))
+    # Note that the rows were not read.
     missing = [path for path in config.data.train if not os.path.exists(path) and not any(c in path for c in "*?[")]
     if not config.data.train:
         not_done.append("the rows: data.train names no file")
@@ -82,10 +86,10 @@ def checked(translation: Translation) -> Check:
 def _stand_ins(
     models: Mapping[str, str | None], folder: str, *, open_keys: Collection[str], rewards: bool, not_done: list[str]
 ) -> dict[str, Any]:
-    """Return settings that stand in, for the check, for what is not here or not named yet.
+    """Return settings that stand in, during the check, for files and names that are missing yet.
 
-    models: the folder of each model, by its setting's key. rewards: whether functions are still to
-        be named.
+    models: the folder of each model, by its setting's key.
+    rewards: whether reward functions are still to be named.
     """
     stand_ins: dict[str, Any] = {}
     for key, path in models.items():
@@ -103,7 +107,7 @@ def _stand_ins(
 
 
 def _faults(settings: dict[str, Any]) -> list[str]:
-    """Return the reasons for which a run would not start; behind that of the skip, the next one."""
+    """Return the reasons why a run would not start; after a reason of the skip, also the next one."""
     try:
         validate_config(load_config(settings))
     except ConfigError as error:

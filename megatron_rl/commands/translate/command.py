@@ -1,4 +1,4 @@
-"""Reads the command line of ``megatron-rl translate`` and prints our YAML."""
+"""The command ``megatron-rl translate``: it reads the command line and prints our YAML."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def translated(
     trainer: str | None = None,
     values: Mapping[str, str] | None = None,
 ) -> tuple[Translation, Settings]:
-    """Return the translation of a file, and what was read. Raises ConfigError for a file that is not the framework's.
+    """Return the translation of a file, and its settings. Raises ConfigError for a file that is not the framework's.
 
     values: of a script's variables and arguments, by name.
     """
@@ -37,7 +37,7 @@ def translated(
     kind = require_kind(read.kind, FRAMEWORKS[framework], str(path), trainer)
     try:
         return _translation(kind, read, str(path), processes), read
-    except (ValueError, TypeError) as error:  # of a number that other numbers are made of
+    except (ValueError, TypeError) as error:  # of a number that other numbers are computed from
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} has a value of another kind than {framework}'s own: {error}") from error
@@ -66,7 +66,7 @@ def _translation(kind: Kind, read: Settings, path: str, processes: int | None) -
 
 
 def translate_command(arguments: Sequence[str]) -> int:
-    """Print our YAML for a file of settings, with a comment for each that is not translated, and return 0."""
+    """Print our YAML for a file of settings, with a comment for each untranslated one, and return 0."""
     parser = argparse.ArgumentParser(
         prog="megatron-rl translate",
         description="Translate verl's, TRL's or axolotl's settings; prints our YAML, checked. No script is run.",

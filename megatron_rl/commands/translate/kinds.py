@@ -1,4 +1,4 @@
-"""Tells what a file of settings is: whose, and for which trainer; by its program, or by names that only one has."""
+"""The kind of a file of settings: its framework and its trainer, by its program or by names that only one has."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ OF_TRL = (
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Names a framework and one of its trainers, ``""`` if the file does not say which.
+    """Names a framework and one of its trainers, ``""`` if the file does not name one.
 
-    assumed: whether another trainer has the names of the file too.
+    assumed: whether another trainer also has all the names in the file.
     """
 
     framework: str
@@ -29,7 +29,7 @@ class Kind:
         return f"{self.framework}'s {self.trainer.upper()}" if self.trainer else self.framework
 
 
-_PROGRAMS = (  # of a command line → whose it is; the group is its trainer, else the third word
+_PROGRAMS = (  # pattern of a command line → its framework; the group is its trainer, else the third word
     (r"verl\.trainer\.main_ppo|\bmain_ppo\.py|\brecipe[./]dapo|main_dapo", "verl", "rl"),
     (r"verl\.trainer\.(?:\w+_)?(sft)_trainer|\w*_?(sft)_trainer\w*\.py", "verl", ""),
     (r"verl\.trainer\.main_(generation|eval)|\brecipe[./](\w+)[./]\S*main\w*", "verl", ""),
@@ -60,7 +60,7 @@ _NAMES = (  # names of settings that only one framework has
     (r"model\.hf_path|rollout\.samples_per_prompt|train\.prompts_per_rollout", "megatron_rl", ""),
     (r"model_name_or_path|per_device_train_batch_size|num_train_epochs|num_generations", "TRL", ""),
 )
-OF_ONE_TRAINER = {  # names that only one of TRL's trainers has; of sft, its descendant gkd has them too
+OF_ONE_TRAINER = {  # names that only one of TRL's trainers has; gkd, which derives from sft, has sft's too
     "grpo": {
         *(
             "scale_rewards",
@@ -80,8 +80,8 @@ OF_ONE_TRAINER = {  # names that only one of TRL's trainers has; of sft, its des
     "reward": {"center_rewards_coefficient"},
     "cpo": {"cpo_alpha", "simpo_gamma"},
 }
-# Names that GRPO shares with RLOO: a file of these and no name of RLOO's own is read as GRPO's,
-# which is said.
+# Names that GRPO shares with RLOO. A file with these, and with no name of RLOO's own, is read as GRPO's; the output
+# says so.
 OF_GRPO_AND_RLOO = {
     *("num_generations", "num_iterations", "epsilon", "epsilon_high", "mask_truncated_completions"),
     *("steps_per_generation", "generation_batch_size", "log_completions"),
@@ -90,7 +90,7 @@ _OF_NEMO = ("dpo", "distillation", "sft", "rm", "ppo", "grpo")
 
 
 def kind_of_command(line: str, names: Collection[str]) -> Kind | None:
-    """Return whose command a line is, by its program, else by the names of its settings; None of another program."""
+    """Return the kind of a command line, by its program, else by its settings' names; None for another program."""
     for pattern, framework, trainer in _PROGRAMS:
         match = re.search(pattern, line)
         if match:
@@ -102,7 +102,7 @@ def kind_of_command(line: str, names: Collection[str]) -> Kind | None:
 
 
 def kind_of_names(names: Collection[str]) -> Kind | None:
-    """Return whose settings these are; None of nobody's that is known."""
+    """Return the kind of settings with these names; None if no known framework has them."""
     if any(re.fullmatch(r"policy\..+", each) for each in names) and any(
         re.match(r"cluster\.|grpo\.", n) for n in names
     ):
@@ -127,9 +127,9 @@ def _trl_kind(names: Collection[str]) -> Kind:
 
 
 def require_kind(kind: Kind | None, framework: str, path: str, trainer: str | None) -> Kind:
-    """Return the kind that a file is translated as. Raises ConfigError where it is another framework's, or nobody's.
+    """Return the kind that a file is translated as. Raises ConfigError if it is another framework's, or none's.
 
-    trainer: the user's word for it, which a file that names another one contradicts.
+    trainer: the user's choice; a file that names another trainer contradicts it.
     """
     if kind is None:
         raise ConfigError(
@@ -160,7 +160,7 @@ _INSTEAD = {
 
 
 def refuse_trainer(kind: Kind, path: str, known: Collection[str]) -> ConfigError:
-    """Return the error for a trainer of a framework that has no counterpart here."""
+    """Return the error for a framework's trainer that has no counterpart here."""
     if not kind.trainer:
         return ConfigError(
             f"{path} does not say which of {kind.framework}'s trainers it is for; say so by --trainer, as in "

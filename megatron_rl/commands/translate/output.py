@@ -1,4 +1,4 @@
-"""Writes a translation as our YAML, under a header that says what it is worth."""
+"""The output of a translation as our YAML, under a header of its open points."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH = 118
 
 
 def as_yaml(translation: Translation, source: str, check: Check, notes: Sequence[str] = ()) -> str:
-    """Return our YAML; above it, as comments, what is open, what will not start, what was checked and what is left."""
+    """Return our YAML under comments that list open keys, faults, checks and untranslated settings."""
     lines = [
         f"# Translated from {translation.framework}'s {source}. docs/coming-from.md says what each setting means there "
         "and here."

@@ -1,6 +1,6 @@
-"""Reads a file of another framework's settings: a YAML, or the script that gives them to a program.
+"""The reader of another framework's file of settings: a YAML, or the script that gives them to a program.
 
-Either is bounded: a YAML as a configuration of ours is, a script's words by MOST_WORD.
+Either is bounded: a YAML like our own configuration, a script's words by MOST_WORD.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _OTHER_FORMS = {
     ".toml": "TOML, the form of prime-rl and torchtitan",
     ".ipynb": "a notebook",
 }
-# verl's own YAMLs, whose defaults of translated settings are the same.
+# verl's own YAMLs; their defaults of translated settings are the same.
 _OF_VERL = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer")
 
 
 def read_settings(path: pathlib.Path, framework: str = "verl", values: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings of a YAML, or of the command in a script that is the framework's.
+    """Return the settings of a YAML, or of the framework's command in a script.
 
     values: of the script's variables and arguments, by name. Raises ConfigError for a bad file.
     """
@@ -54,7 +54,8 @@ def read_settings(path: pathlib.Path, framework: str = "verl", values: Mapping[s
 
 
 def _of_script(script: Script, framework: str, path: pathlib.Path, text: str) -> Settings:
-    lost = [call for call in script.calls if _OVERRIDE.match(call.words[0].text)]  # behind a line that does not go on
+    # Find the framework's commands among the script's calls.
+    lost = [call for call in script.calls if _OVERRIDE.match(call.words[0].text)]  # after a line without a continuation
     commands = [(call, *_named(call, flags=framework != "verl")) for call in script.calls if call not in lost]
     kinds = [
         kind_of_command(" ".join(w.text for w in call.words), [*written, *unknown])
@@ -71,6 +72,7 @@ def _of_script(script: Script, framework: str, path: pathlib.Path, text: str) ->
             )
         of_text = kind_of_command(text, ())  # of a command in a here-document, say
         return Settings(kind=of_text if of_text and of_text.framework != framework else None, given={})
+    # Translate the first command, and note everything that is not read.
     call, written, unknown = commands[chosen[0]]
     notes = [_note(branch) for branch in script.branches]
     notes += [f"not read: {quoted(each, 80)}" for each in script.unread]
@@ -79,6 +81,7 @@ def _of_script(script: Script, framework: str, path: pathlib.Path, text: str) ->
     if len(own) > 1:
         further = ", ".join(str(commands[i][0].line) for i in own[1:])
         notes.append(f"line {call.line} is translated; further commands of {framework}'s are not: line {further}")
+    # Add the settings of a YAML that the command names.
     kind = kinds[chosen[0]]
     if kind is not None and kind.framework == framework:
         elsewhere = _elsewhere(call, framework, written, path, notes)
@@ -88,10 +91,10 @@ def _of_script(script: Script, framework: str, path: pathlib.Path, text: str) ->
 
 
 def _elsewhere(call: Call, framework: str, written: dict[str, Any], script: pathlib.Path, notes: list[str]) -> Settings:
-    """Return the settings of the YAML that a command line names; ``written`` loses that name.
+    """Return the settings of the YAML that a command line names, and remove its name from ``written``.
 
-    verl's is named in ``notes`` alone, since it builds upon others. Raises ConfigError where
-    another's is not here.
+    A YAML of verl's is only named in ``notes``, since it builds upon others. Raises ConfigError if
+    another framework's YAML is not here.
     """
     line = " ".join(word.text for word in call.words)
     if framework == "verl":
@@ -124,8 +127,8 @@ def _note(branch: Branch) -> str:
 def _named(call: Call, *, flags: bool) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the settings of a command line, and those whose value is not known.
 
-    flags: whether ``--name value`` behind the program is a setting too; of a launcher's,
-        ``--num_processes`` is.
+    flags: whether ``--name value`` after the program is a setting too; among a launcher's flags
+        only ``--num_processes`` is.
     """
     written: dict[str, Any] = {}
     unknown: dict[str, str] = {}

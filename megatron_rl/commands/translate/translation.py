@@ -1,4 +1,4 @@
-"""The result of a translation: our settings, and what of theirs has no place among them."""
+"""The result of a translation: our settings, and those of theirs that have no place among them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 from megatron_rl.errors import ConfigError, quoted
 
-MISSING = "???"  # what stands for a value that the user has to fill in; no field takes it
+MISSING = "???"  # stands for a value that the user has to fill in; no field accepts it
 FREE_NAMES = ("rollout.vllm.", "megatron.", "data.template_variables.", "critic.optimizer.", "critic.parallel.")
 
 
 @dataclass(slots=True, kw_only=True)
 class Translation:
-    """Collects a configuration key by key.
+    """Collects a configuration key by key. "Their" refers to the other framework.
 
     framework: whose settings they are.
     given:   their settings, name → value: those that the user wrote.
     assumed: their defaults for settings that the user did not write and that differ from ours.
-    unknown: their settings whose values are not known → what those depend on.
+    unknown: their settings whose values are not known → what the values depend on.
     ours:    our settings, ``section.key`` → value.
-    open:    our key → why it has no value: it is written as MISSING, and the file does not load
-             before it has one.
-    left:    their name → why it is not translated.
-    needless: their names whose work is done here without a setting.
+    open:    our key → the reason why it has no value. It is written as MISSING, and the file does
+             not load until it has one.
+    left:    their name → the reason why it is not translated.
+    needless: their names that need no setting here.
     """
 
     framework: str
@@ -38,9 +38,9 @@ class Translation:
     _read: set[str] = field(default_factory=set)
 
     def get(self, name: str) -> Any:
-        """Return their value, written or assumed, and count the setting as read; None where it is neither.
+        """Return their value, written or assumed, and count the setting as read; None if it is neither.
 
-        A value that is not known is left, and their default stands in for it.
+        A value that is not known is noted in ``left``, and their default stands in for it.
         """
         self._read.add(name)
         if name in self.unknown:
@@ -55,7 +55,7 @@ class Translation:
         return [name for name in (*self.given, *self.unknown) if name.startswith(prefix)]
 
     def need(self, key: str, why: str) -> None:
-        """Leave a key for the user to fill in. What stands within a mapping of free names is left out instead."""
+        """Leave a key for the user to fill in; a key within a mapping of free names is left out instead."""
         if key.startswith(FREE_NAMES):
             self.left[key] = why
             return
@@ -63,11 +63,11 @@ class Translation:
         self.open[key] = why
 
     def take(self, name: str, key: str, convert: Callable[[Any], Any] = lambda value: value) -> None:
-        """Set ``key`` to their value, where they have one. A ValueError of ``convert`` leaves it open."""
+        """Set ``key`` to their value, if they have one. If ``convert`` raises ValueError, the key stays open."""
         self.compute(key, (name,), convert)
 
     def compute(self, key: str, names: Sequence[str], function: Callable[..., Any]) -> None:
-        """Set ``key`` to a function of their values, where all are there. A value that is not known leaves it open."""
+        """Set ``key`` to a function of their values, if all are there. An unknown value leaves the key open."""
         self._read |= set(names)
         for name in names:
             if name in self.unknown:
@@ -84,7 +84,7 @@ class Translation:
             self.need(key, f"{written}: {error}")
 
     def choose(self, name: str, choices: Mapping[object, Mapping[str, Any]], why: str) -> None:
-        """Set the keys that their value stands for; leave those open, with ``why``, where it stands for none."""
+        """Set the keys that their value stands for; leave them open, with ``why``, if it stands for none."""
         self._read.add(name)
         keys = dict.fromkeys(key for settings in choices.values() for key in settings)
         if name in self.unknown:
@@ -109,7 +109,7 @@ class Translation:
             self.left[name] = f"{quoted(self.given[name], 80)}: {why}" if name in self.given else why
 
     def skip(self, *names: str) -> None:
-        """Count settings as needless here; a name that ends with "." stands for all below it."""
+        """Count settings as needless here; a name that ends with "." stands for all names below it."""
         for name in (*self.given, *self.unknown):
             if name not in self._read and any(
                 name == each or (each.endswith(".") and name.startswith(each)) for each in names
@@ -159,7 +159,7 @@ def paths(value: Any) -> list[str]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one with dotted names. Raises ConfigError for a name that is no text of one line."""
+    """Return nested mappings as one with dotted names. Raises ConfigError for a name that is not one line of text."""
     dotted: dict[str, Any] = {}
     for name, value in values.items():
         if not isinstance(name, str) or not name.isprintable():

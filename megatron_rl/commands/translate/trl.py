@@ -1,4 +1,4 @@
-"""Translates the settings of TRL's GRPOTrainer (1.16.0): the YAML of ``trl grpo --config`` and of open-r1's recipes."""
+"""The translation of TRL's GRPOTrainer (1.16.0): the YAML of ``trl grpo --config`` and of open-r1's recipes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from megatron_rl.commands.translate import trl_job
 from megatron_rl.commands.translate.translation import Translation, number, paths, truth, whole
 
-# TRL's defaults of settings that are translated, where the user's file leaves them out.
+# TRL's defaults of translated settings, used if the user's file leaves them out.
 DEFAULTS: dict[str, Any] = trl_job.DEFAULTS | {
     "learning_rate": 1e-6,
     "num_generations": 8,
@@ -52,9 +52,11 @@ def translate(
 ) -> Translation:
     """Return our settings for TRL's GRPO.
 
-    unknown: settings without a value → what it depends on. processes: of the job, where the file's
-        ``num_processes``
-    does not say it: TRL's batch is per device. Raises ConfigError where neither does.
+    unknown: settings without a value → what the value depends on.
+    processes: the job's processes, if the file's ``num_processes`` does not give them: TRL's batch
+        is per device.
+
+    Raises ConfigError if neither gives the processes.
     """
     num_processes = trl_job.processes_of(settings, processes)
     translation = Translation(framework="TRL", given=settings, assumed=DEFAULTS, unknown=unknown or {})
@@ -91,7 +93,8 @@ def _batches(translation: Translation, processes: int) -> None:
     generated = translation.get("generation_batch_size")
     steps = translation.get("steps_per_generation")
     accumulation = whole(translation.get("gradient_accumulation_steps"))
-    if generated is None:  # TRL: per_device × processes × steps_per_generation, which is by default the accumulation
+    # TRL: per_device × processes × steps_per_generation; the default of steps_per_generation is the accumulation
+    if generated is None:
         per_device = whole(translation.get("per_device_train_batch_size"))
         generated = processes * per_device * (accumulation if steps is None else whole(steps))
     generated = whole(generated)
@@ -119,11 +122,12 @@ def _batches(translation: Translation, processes: int) -> None:
 
 
 def _loss(translation: Translation) -> None:
+    # The reduction, the policy's loss and its clips.
     kind, level = translation.get("loss_type"), translation.get("importance_sampling_level")
     reductions = {theirs: {"loss.reduction": ours} for theirs, ours in REDUCTIONS.items()}
     translation.choose("loss_type", reductions, f"of TRL's losses {', '.join(REDUCTIONS)} are here")
     low, high = number(translation.get("epsilon")), translation.get("epsilon_high")
-    if kind == "cispo":  # epsilon_high is the cap of the ratio itself there
+    if kind == "cispo":  # for cispo, epsilon_high is the cap of the ratio itself
         translation.ours |= {"loss.policy": "cispo", "loss.clip_low": 1.0}
         if high is not None:
             translation.ours["loss.clip_high"] = number(high) - 1
@@ -137,6 +141,7 @@ def _loss(translation: Translation) -> None:
             translation.take("delta", "loss.dual_clip", number)
         else:
             translation.left["delta"] = f"{delta!r}: below 1 + epsilon_high it clips otherwise than a dual clip does"
+    # The KL to the reference policy.
     if number(translation.get("beta")):
         translation.take("beta", "loss.kl_coefficient", number)
         unbiased = truth(translation.get("use_bias_correction_kl"))
@@ -146,6 +151,7 @@ def _loss(translation: Translation) -> None:
         translation.leave(
             "sync_ref_model", "reference.refresh_every_rollouts renews the reference whole, without a mixture"
         )
+    # Masks and the entropy term.
     translation.take("mask_truncated_completions", "loss.mask_truncated", truth)
     translation.take("entropy_coef", "loss.entropy_coefficient", number)
     for name, off in (
@@ -161,7 +167,7 @@ def _loss(translation: Translation) -> None:
 
 
 def _advantages(translation: Translation) -> None:
-    """Set the estimator; the sum of standardised rewards is GDPO, which TRL whitens by mean and deviation."""
+    """Set the estimator; a sum of standardised rewards is GDPO, which TRL whitens by mean and deviation."""
     if translation.given.get("multi_objective_aggregation") == "normalize_then_sum":
         translation.ours |= {"advantage.estimator": "gdpo", "advantage.whiten": "center_and_scale"}
         translation.skip("multi_objective_aggregation", "scale_rewards")

@@ -1,4 +1,4 @@
-"""Translates what all of TRL's trainers share: model, data, batch, schedule, records."""
+"""The translation of settings that all of TRL's trainers share: model, data, batch, schedule, records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_rl.config.lora import PROJECTIONS
 from megatron_rl.errors import ConfigError
 from megatron_rl.hub.names import HubName
 
-# TRL's and transformers' defaults of settings that are translated, where the user's file leaves them out.
+# TRL's and transformers' defaults of translated settings, used if the user's file leaves them out.
 DEFAULTS: dict[str, Any] = {
     "lr_scheduler_type": "linear",
     "weight_decay": 0.0,
@@ -49,7 +49,7 @@ NEEDLESS = (
 
 
 def processes_of(settings: Mapping[str, Any], processes: int | None) -> int:
-    """Return the number of processes that train. Raises ConfigError where nothing says it: the batch is per device."""
+    """Return the number of training processes; the batch is per device. Raises ConfigError if it is given nowhere."""
     processes = processes or settings.get("num_processes")
     if processes is None:
         raise ConfigError(
@@ -107,7 +107,7 @@ def _adapters(translation: Translation) -> None:
 
 
 def targets(value: Any) -> list[str]:
-    """Return our layers for projections by their Hugging Face names. Raises ValueError for a part of a joint layer."""
+    """Return our layers for projections' Hugging Face names. Raises ValueError for only a part of a joint layer."""
     names = set(paths(value))
     if names in ({"all-linear"}, {"all"}):
         return list(PROJECTIONS)
@@ -125,7 +125,10 @@ def _dtype(value: Any) -> str:
 
 
 def schedule(translation: Translation, section: str) -> None:
-    """Set the rate, its schedule and AdamW's numbers: ``section`` is ``optimizer``, or ``sft`` for the rate's part."""
+    """Set the rate, its schedule and AdamW's numbers.
+
+    section: ``optimizer``, or ``sft`` for the rate's part.
+    """
     translation.take("learning_rate", f"{section}.lr", number)
     translation.take("weight_decay", f"{section}.weight_decay", number)
     translation.take("max_grad_norm", "optimizer.clip_grad", number)

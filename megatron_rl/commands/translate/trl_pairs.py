@@ -1,4 +1,4 @@
-"""Translates TRL's SFT, DPO, CPO (SimPO) and reward trainers: the supervised steps of a run without RL."""
+"""The translation of TRL's SFT, DPO, CPO (SimPO) and reward trainers: supervised steps of a run without RL."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_rl.commands.translate import trl_job
 from megatron_rl.commands.translate.translation import Translation, number, whole
 
 _SHARED = trl_job.DEFAULTS | {"max_length": 1024}
-# TRL's and transformers' defaults of settings that are translated, by trainer.
+# TRL's and transformers' defaults of translated settings, by trainer.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "sft": _SHARED | {"learning_rate": 2e-5},
     "dpo": _SHARED | {"learning_rate": 1e-6, "beta": 0.1, "loss_type": "sigmoid"},
@@ -94,9 +94,9 @@ def _responses(translation: Translation) -> None:
 
 
 def _pairs(translation: Translation, losses: Mapping[str, str]) -> None:
-    """Set the pairs' loss and β. ``losses``: theirs → ours."""
+    """Set the pairs' loss and β. ``losses``: their names → ours."""
     kinds = translation.get("loss_type")
-    if isinstance(kinds, list):  # TRL takes several, weighted
+    if isinstance(kinds, list):  # TRL takes several losses, weighted
         translation.given = {
             **translation.given,
             "loss_type": kinds[0] if len(kinds) == 1 else ", ".join(map(str, kinds)),

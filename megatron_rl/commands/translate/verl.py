@@ -1,4 +1,4 @@
-"""Translates verl's settings (0.9.1, ``ppo_trainer`` on Megatron or FSDP, and the recipe ``dapo``): data, model."""
+"""The translation of verl (0.9.1, ``ppo_trainer`` on Megatron or FSDP, the recipe ``dapo``): data, model, rewards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.commands.translate import verl_rollout, verl_training
 from megatron_rl.commands.translate.translation import Translation, number, paths, truth, whole
 from megatron_rl.commands.translate.verl_rollout import ACTOR, MODEL, ROLLOUT
 
-# verl's defaults of settings that are translated, where the user's file leaves them out (its own generated YAML).
+# verl's defaults of translated settings, used if the user's file leaves them out (from its own generated YAML).
 DEFAULTS: dict[str, Any] = {
     "algorithm.adv_estimator": "gae",
     "algorithm.norm_adv_by_std_in_grpo": True,
@@ -54,7 +54,7 @@ OF_FSDP = (
     *("forward_prefetch", "wrap_policy", "use_orig_params", "entropy_checkpointing", "use_torch_compile", "strategy"),
     "ulysses_sequence_parallel_size",
 )
-# Of these only time, memory and the place of files depend; never what is trained, or how an evaluation samples.
+# Only time, memory and the place of files depend on these; never training, or how an evaluation samples.
 NEEDLESS = (
     f"{ACTOR}.ppo_micro_batch_size",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu",
@@ -131,7 +131,7 @@ NEEDLESS = (
 
 
 def translate(settings: Mapping[str, Any], unknown: Mapping[str, str] | None = None) -> Translation:
-    """Return our settings for verl's. ``unknown``: those without a value → what it depends on."""
+    """Return our settings for verl's. ``unknown``: settings without a value → what the value depends on."""
     translation = Translation(framework="verl", given=settings, assumed=DEFAULTS, unknown=unknown or {})
     translation.ours |= {"data.template": "chat"}
     _data(translation)
@@ -162,7 +162,7 @@ def _data(translation: Translation) -> None:
         translation.ours["data.on_long_prompt"] == "drop"
         or translation.given.get("data.truncation", "error") == "error"
     ):
-        translation.skip("data.truncation")  # nothing is cut there either
+        translation.skip("data.truncation")  # verl cuts nothing here either
     translation.leave(
         "data.truncation", "no prompt is cut here; data.on_long_prompt=fail ends the run at one, drop goes on"
     )
@@ -178,7 +178,10 @@ def _data(translation: Translation) -> None:
 
 
 def _named(files: list[str]) -> dict[str, str]:
-    """Return evaluation sets by their files' names, those of ``test`` by their folders', with numbers if equal."""
+    """Return evaluation sets named by their files; a file called ``test`` gets its folder's name.
+
+    Sets of equal names get numbers.
+    """
     sets: dict[str, str] = {}
     for path in map(pathlib.PurePath, files):
         own = path.parent.name if path.stem in ("test", "val", "validation", "eval") else path.stem

@@ -1,4 +1,4 @@
-"""Translates verl's rollout and trainer: the engine, sampling, evaluation, records."""
+"""The translation of verl's rollout and trainer: the engine, sampling, evaluation, records."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 from megatron_rl.commands.translate.translation import Translation, number, paths, truth, whole
 
-ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))  # verl's names begin so
-WHOLE_DISTRIBUTION = {"top_p": (1,), "top_k": (-1, 0)}  # verl writes 0 for Hugging Face's engine
+# the beginnings of verl's names
+ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
+WHOLE_DISTRIBUTION = {"top_p": (1,), "top_k": (-1, 0)}  # verl writes top_k 0 for Hugging Face's engine
 
 
 def translate(translation: Translation) -> None:
@@ -59,7 +60,8 @@ def _evaluation(translation: Translation) -> None:
         translation.leave(
             f"{name}.n", "an evaluation is greedy without do_sample, and equal samples are drawn once here"
         )
-    translation.skip(*(f"{name}.{each}" for each in ("n", "temperature", *WHOLE_DISTRIBUTION)))  # greedy: none is read
+    # a greedy evaluation reads none of them
+    translation.skip(*(f"{name}.{each}" for each in ("n", "temperature", *WHOLE_DISTRIBUTION)))
 
 
 def _trainer(translation: Translation) -> None:

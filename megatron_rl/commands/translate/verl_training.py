@@ -1,4 +1,4 @@
-"""Translates verl's actor, critic and algorithm: optimizer, loss, KL, layout, advantages."""
+"""The translation of verl's actor, critic and algorithm: optimizer, loss, KL, layout, advantages."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _optimizer(translation: Translation) -> None:
 
 
 def _loss(translation: Translation) -> None:
-    for side in ("low", "high"):  # verl reads clip_ratio where the side is null
+    for side in ("low", "high"):  # verl reads clip_ratio if the side is null
         name = f"{ACTOR}.clip_ratio_{side}"
         is_null = name in translation.given and translation.get(name) is None
         translation.take(f"{ACTOR}.clip_ratio" if is_null else name, f"loss.clip_{side}", number)
@@ -122,7 +122,7 @@ def _layout(translation: Translation) -> None:
     for theirs, ours in MEGATRON.items():
         translation.take(f"{megatron}.{theirs}", f"parallel.{ours}", whole)
     tensor = translation.ours.get("parallel.tensor", 1)
-    if isinstance(tensor, int) and tensor > 1:  # verl turns it on wherever there is tensor parallelism
+    if isinstance(tensor, int) and tensor > 1:  # verl turns it on whenever there is tensor parallelism
         translation.ours["parallel.sequence_parallel"] = True
         translation.take(f"{megatron}.sequence_parallel", "parallel.sequence_parallel", truth)
     translation.skip(f"{megatron}.sequence_parallel")
@@ -214,7 +214,8 @@ def _critic(translation: Translation) -> None:
 
 
 def _groups_and_weights(translation: Translation) -> None:
-    """Translate the groups that are drawn again, and the importance weights against the engine."""
+    """Translate the settings of groups that are drawn again, and of importance weights against the engine."""
+    # Groups that are drawn again.
     filtered = translation.get("algorithm.filter_groups.enable")
     if filtered is not None and truth(filtered):
         rounds = "algorithm.filter_groups.max_num_gen_batches"
@@ -230,6 +231,7 @@ def _groups_and_weights(translation: Translation) -> None:
         ):  # of scores with the overlong penalty
             translation.ours["rollout.dynamic_sampling.metric"] = "shaped"
     translation.skip("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches")
+    # Importance weights against the engine.
     name = "algorithm.rollout_correction"
     weights = translation.get(f"{name}.rollout_is")
     if weights in ("token", "sequence"):

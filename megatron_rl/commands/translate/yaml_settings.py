@@ -1,4 +1,4 @@
-"""Reads a YAML of another framework's settings, within the bounds of a configuration of ours."""
+"""The reader of another framework's YAML, within the bounds of our own configuration."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from megatron_rl.commands.translate.translation import flat, number
 from megatron_rl.config.yaml_text import parse_yaml, read_yaml
 
 SUFFIXES = (".yaml", ".yml", ".json")
-MOST_TEXT = 2**13  # characters of a value that refers to others
+MOST_TEXT = 2**13  # the most characters of a value that refers to others
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:\s*)?([\w.]+)(?:,([^{}]*))?\}")
-_MOST_PASSES = 5  # references to references
+_MOST_PASSES = 5  # the most steps of a reference to a reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Holds what a file sets.
+    """Holds the settings of a file.
 
-    kind: whose it is; None if nothing says so.
-    given: name → value. unknown: name → what its value depends on.
-    notes: what of the file is not among them, a line each.
+    kind: the framework and trainer; None if nothing tells it.
+    given: name → value.
+    unknown: name → what its value depends on.
+    notes: the parts of the file that are not among the settings, a line each.
     """
 
     kind: Kind | None
@@ -43,7 +44,7 @@ def of_yaml(path: pathlib.Path) -> Settings:
 
 
 def followed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with Hydra's references to one another put in, where those have values of their own."""
+    """Return settings with Hydra's references replaced by the values that they refer to, if these are known."""
     values = dict(settings)
     for _ in range(_MOST_PASSES):
         for name, value in values.items():
@@ -69,10 +70,10 @@ def parsed(text: str) -> Any:
     if text.startswith("["):
         try:
             return list(ast.literal_eval(text))
-        except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two of many brackets
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two for many brackets
             return [part.strip(" '\"") for part in text.strip("[]").split(",")]
     try:
         value = parse_yaml(text, "a word")
         return number(value) if isinstance(value, str) or (isinstance(value, float) and "e" in text.lower()) else value
-    except ValueError:  # no number; a ConfigError of what is no YAML is one too
+    except ValueError:  # no number; the ConfigError for invalid YAML is a ValueError too
         return text

@@ -1,1 +1,1 @@
-"""Compares a topology with one process, on a thin model: `megatron-rl verify`."""
+"""The comparison of a topology with one process, on a thin model: `megatron-rl verify`."""

@@ -1,4 +1,4 @@
-"""Start a rank: ``torchrun … -m megatron_rl.commands.verify`` is ``megatron-rl verify --nproc …``."""
+"""The start of a rank: ``torchrun … -m megatron_rl.commands.verify`` is ``megatron-rl verify --nproc …``."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ import traceback
 from typing import NoReturn
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-2}
-GRACE_S = 3.0  # torchrun ends every rank as soon as one has ended: the main rank's message must be out before that
+GRACE_S = 3.0  # torchrun ends every rank as soon as one has ended: the main rank's message must be printed before
 FAULT_NAMES = ("tp_all_reduce", "microbatch_mean", "context_offset", "other_plan")
 
 
@@ -124,6 +124,7 @@ def prepare(options: argparse.Namespace) -> Thin:
     from megatron_rl.model.settings import ModelSettings
     from megatron_rl.weights.config_json import read_hf_config
 
+    # Check the options and the configuration, then make the thin model and its work.
     keep = KEEP if options.keep == "all" else tuple(x for x in options.keep.split(",") if x)
     unknown = [x for x in keep if x not in KEEP]
     if unknown:
@@ -144,8 +145,7 @@ def prepare(options: argparse.Namespace) -> Thin:
 def measure(options: argparse.Namespace, thin: Thin) -> tuple[object, object]:
     """Return (measured, reference).
 
-    The reference is None on every rank but the main one, which measures it before it joins the
-    others.
+    The reference is None except on the main rank, which measures it before it joins the others.
     """
     import torch
     import torch.distributed as dist
@@ -220,6 +220,7 @@ def report(options: argparse.Namespace, thin: Thin, measured, reference) -> bool
     )
     from megatron_rl.commands.verify.verdict import judge
 
+    # Judge the measurements.
     parallel, facts = thin.config.parallel, measured.facts
     microbatches = max(facts["microbatches"])
     counts = {
@@ -239,6 +240,7 @@ def report(options: argparse.Namespace, thin: Thin, measured, reference) -> bool
         counts=counts,
         no_skip=f"{terms} makes skip another objective than dense",
     )
+    # Print the table, and write the JSON if asked.
     host = machine()
     machine_line = f"{host['backend']}, {host['device']}"
     header = [
@@ -306,7 +308,7 @@ def run(options: argparse.Namespace) -> int:
 def main() -> NoReturn:
     """Run the comparison and end the process at once, even on success.
 
-    Models hold gloo groups in reference cycles, and gloo's threads may abort while the interpreter
+    Models hold gloo groups in reference cycles. gloo's threads may abort while the interpreter
     shuts down, which would replace the exit code.
     """
     from megatron_rl.cli import EXIT_FAILED, set_up_logging

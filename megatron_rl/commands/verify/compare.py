@@ -1,8 +1,8 @@
-"""Compares two sets of measurements for megatron-rl verify; pure: tensors in, errors and sentences out.
+"""The comparison of two sets of measurements for megatron-rl verify; pure: tensors in, errors and sentences out.
 
-An error is ‖measured − wanted‖ / ‖wanted‖. A check's verdict is taken per class of tensors, so that
-a tensor whose gradient is only cancelled rounding (a key's bias, often) cannot fail by itself; the
-errors of single tensors name the culprit.
+An error is ‖measured − wanted‖ / ‖wanted‖. A check is judged per class of tensors. So a single
+tensor whose gradient is only cancelled rounding (a key's bias, often) cannot fail it. The errors of
+single tensors name the culprit.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ LOOK_AT = {
     "final norm": "the final norm's weight",
 }
 FACTOR_SLACK = 2.0  # a common factor explains a difference if the rest is within so many tolerances
-FAINT = 0.1  # a tensor is named if its difference is also above this share of its class's allowed difference
+FAINT = 0.1  # a tensor is named only if its difference exceeds this share of its class's allowed difference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Point:
 class Row:
     """Holds one line of the table.
 
-    error: None if the check was not compared; ``note`` then says why.
+    error: None if the check was not compared; ``note`` then gives the reason.
     """
 
     check: str
@@ -112,9 +112,9 @@ class Measured:
     gradient: the dense step's gradient.
     grad_norm: the first step's norm, as ``optim_step`` reports it.
     weights: the weights after the last step.
-    traces: per replica, the activations of one sample, [tokens, columns] each, several if ranks
+    traces: per replica, the activations of one sample, [tokens, columns] each; several if ranks
         hold copies.
-    skip_gradient: the skip step's gradient, None if skip is not compared.
+    skip_gradient: the skip step's gradient; None if skip is not compared.
     """
 
     logprobs: Mapping[str, np.ndarray]
@@ -127,7 +127,7 @@ class Measured:
 
 
 def relative_error(measured: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return ‖measured − wanted‖ / ‖wanted‖; inf if not a number or if shapes differ, 0 if both are zero."""
+    """Return ‖measured − wanted‖ / ‖wanted‖; inf if it is no number or the shapes differ, 0 if both are zero."""
     if measured.shape != wanted.shape:
         return math.inf
     return _ratio(float((measured.double() - wanted.double()).norm()), float(wanted.double().norm()))
@@ -140,7 +140,7 @@ def _ratio(difference: float, norm: float) -> float:
 
 
 def tensor_class(name: str) -> str:
-    """Return the class (of CLASSES) of a Hugging Face name; biases go with their weights.
+    """Return the class (of CLASSES) of a Hugging Face name; biases belong to their weights' classes.
 
     Example: ``model.layers.0.self_attn.k_proj.bias`` → "attention qkv".
     """
@@ -181,9 +181,9 @@ _BACKWARD = (
 
 
 def backward_order(names: Iterable[str]) -> list[str]:
-    """Sort names from the head to the embedding, in the backward pass's order.
+    """Return names sorted from the head to the embedding, in the backward pass's order.
 
-    A tied embedding comes last, though its head came first.
+    A tied embedding comes last, though it is also the head.
     """
 
     def key(name: str) -> tuple[int, int, int, str]:
@@ -248,9 +248,9 @@ def total_error(measured: Mapping[str, torch.Tensor], wanted: Mapping[str, torch
 def common_factor(
     measured: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float
 ) -> float | None:
-    """Return f if every class of ``measured`` is f · ``wanted``, f not 1.
+    """Return f if every class of ``measured`` is f · ``wanted`` and f is not 1.
 
-    Returns None if no one factor explains the difference.
+    Returns None if no single factor explains the difference.
     """
     if set(measured) != set(wanted) or any(measured[k].shape != wanted[k].shape for k in wanted):
         return None
@@ -292,7 +292,7 @@ def first_gradient(errors: Mapping[str, ClassError]) -> tuple[str, float] | None
 class ActivationError:
     """Holds the worst copy's error at one point of one replica.
 
-    tokens: indices of the tokens that differ at that point, of the sample's ``num_tokens``.
+    tokens: indices of the tokens that differ at the point, of the sample's ``num_tokens``.
     """
 
     replica: int

@@ -1,4 +1,4 @@
-"""Plants faults in the user's topology, mistakes that ports and patches make, for megatron-rl verify to report."""
+"""The faults that megatron-rl verify can plant in the user's topology: mistakes that ports and patches make."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Fault:
 
     @contextlib.contextmanager
     def planted(self, backend: MegatronBackend) -> Iterator[None]:
-        """Plant the fault while the block runs; raises ConfigError if the topology cannot host it."""
+        """Plant the fault while the block runs; raise ConfigError if the topology cannot have it."""
         with {
             "tp_all_reduce": _tp_all_reduce,
             "microbatch_mean": _microbatch_mean,

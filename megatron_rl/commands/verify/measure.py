@@ -1,4 +1,4 @@
-"""Measures one topology for megatron-rl verify: log-probs, gradients, optimizer steps, one sample's activations."""
+"""The measurement of one topology for megatron-rl verify: log-probs, gradients, steps, one sample's activations."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Bench:
 
 @contextlib.contextmanager
 def open_bench(backend: MegatronBackend, work: Work, fault: Fault | None = None) -> Iterator[Bench]:
-    """Open a bench on a backend of NUM_STEPS steps; the world stays afterwards, Megatron's groups do not."""
+    """Open a bench on a backend of NUM_STEPS steps. The world stays afterwards, Megatron's groups do not."""
     with contextlib.ExitStack() as stack:
         stack.callback(topology.destroy)
         if fault is not None:
@@ -95,7 +95,7 @@ def open_bench(backend: MegatronBackend, work: Work, fault: Fault | None = None)
 
 
 def gather(backend: MegatronBackend, samples: tuple[Sample, ...], groups: tuple[int, ...]) -> Batch:
-    """Make the samples a batch; rank i mod world contributes sample i."""
+    """Make a batch of the samples; rank i mod world contributes sample i."""
     mine = range(backend.topology.rank, len(samples), backend.topology.world_size)
     return backend.gather([samples[i] for i in mine], [groups[i] for i in mine], list(mine))
 
@@ -103,10 +103,11 @@ def gather(backend: MegatronBackend, samples: tuple[Sample, ...], groups: tuple[
 def measure_reference(
     config: Config, hf_config, weights: Mapping[str, torch.Tensor], work: Work
 ) -> tuple[Measured, Work]:
-    """Measure one process in a world of its own; return it, and the work with an engine's log-probs near the policy.
+    """Measure one process in its own world; return the measurement, and the work with log-probs near the policy's.
 
-    That world is gone afterwards. The store is named here: under torchrun's agent torch's own
-    rendezvous would take the launcher's, by TORCHELASTIC_USE_AGENT_STORE.
+    The log-probs are those of an engine with slightly other weights. The world is gone afterwards.
+    The store is given explicitly: under torchrun's agent torch's own rendezvous would take the
+    launcher's, by TORCHELASTIC_USE_AGENT_STORE.
     """
     timeout = datetime.timedelta(seconds=config.run.deadline_s)
     dist.init_process_group(HOST.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -178,13 +179,14 @@ def token_holders(backend: MegatronBackend, tokens: int) -> list[int]:
 def trace_sample(backend: MegatronBackend, sample: Sample) -> list[dict[Point, list[torch.Tensor]]]:
     """Return, per replica, the activations of the sample forwarded alone, whole and without pads.
 
-    They come to the main rank; the other ranks get [].
+    They are sent to the main rank; the other ranks get [].
     """
     ranks = backend.topology
     copies = tuple(dataclasses.replace(sample, sample_id=f"{sample.sample_id}{d}") for d in range(ranks.data_size))
     batch = gather(backend, copies, tuple(range(ranks.data_size)))
     rules = backend.rules
-    backend.rules = dataclasses.replace(rules, samples_per_microbatch=1, repack=True)  # so each replica runs one copy
+    # so that each replica runs one copy
+    backend.rules = dataclasses.replace(rules, samples_per_microbatch=1, repack=True)
     with record(backend) as taken:
         backend.logprobs(batch, np.ones(ranks.data_size, dtype=bool))
     backend.rules = rules
@@ -202,7 +204,7 @@ def run_tokens(backend: MegatronBackend, sample: Sample) -> int:
 class Taken:
     """Holds one rank's part of the activations at one point.
 
-    columns: True if tensor ranks hold columns of it, not tokens or copies.
+    columns: True if the tensor ranks hold columns of it; False if they hold tokens or copies.
     """
 
     point: Point
@@ -216,7 +218,7 @@ class Record:
     positions: list[int] = dataclasses.field(default_factory=list)
 
     def keep(self, layer: int, name: str, value: torch.Tensor, *, columns: bool = False) -> None:
-        """Keep the first value of a point only: later micro-batches are fillers."""
+        """Keep only the first value of a point: later micro-batches are fillers."""
         point = Point(layer=layer, name=name)
         if point not in self.parts:
             flat = value.detach().float().reshape(-1, value.shape[-1])
@@ -228,6 +230,7 @@ def record(backend: MegatronBackend) -> Iterator[Record]:
     """Hook this rank's chunks while the block runs, and yield the record that they fill."""
     taken, handles = Record(), []
 
+    # The hooks: of a module's output, of its argument, and of the token positions.
     def output(module, layer: int, name: str, *, columns: bool = False) -> None:
         def hook(_module, _args, result) -> None:
             taken.keep(layer, name, result[0] if isinstance(result, tuple) else result, columns=columns)
@@ -244,6 +247,7 @@ def record(backend: MegatronBackend) -> Iterator[Record]:
         if not taken.positions:  # in a single sequence, a token's position is its index
             taken.positions.extend(args[1].flatten().tolist())
 
+    # Put them on this rank's chunks.
     for chunk in backend.chunks:
         model = chunk.module
         handles.append(model.register_forward_pre_hook(where))
@@ -310,7 +314,7 @@ def join(
 ) -> list[torch.Tensor]:
     """Join parts by (tensor rank, context rank) to the whole, once per copy.
 
-    Tensor ranks hold columns, or runs of tokens (sequence parallelism), or each a copy; context
+    Tensor ranks hold columns, or runs of tokens (sequence parallelism), or a copy each. Context
     ranks hold the tokens at ``positions``.
     """
     tensor_ranks, context_ranks = sorted({t for t, _ in parts}), sorted({c for _, c in parts})
@@ -332,5 +336,5 @@ def join(
         whole[indices] = joined
         wholes.append(whole)
         if columns or len(parts[copy, context_ranks[0]]) < len(positions[context_ranks[0]]):
-            break  # tensor ranks hold no copies: one whole is all
+            break  # tensor ranks hold no copies: there is one whole
     return wholes

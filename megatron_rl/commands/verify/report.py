@@ -1,4 +1,4 @@
-"""Prints and writes the result of megatron-rl verify: the table, the verdict's line, the JSON."""
+"""The output of megatron-rl verify's result: the table, the verdict's line, the JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "ape
 
 
 def layout(parallel: ParallelConfig, world: int) -> str:
-    """Name the topology's sizes, as in ``TP2 SP · PP2 · DP1 (4 processes)``."""
+    """Return the topology's sizes in words, as in ``TP2 SP · PP2 · DP1 (4 processes)``."""
     dense = parallel.tensor * parallel.context * parallel.pipeline
     parts = [f"TP{parallel.tensor}" + (" SP" if parallel.sequence_parallel else ""), f"PP{parallel.pipeline}"]
     parts += [f"VPP{parallel.virtual_pipeline}"] if parallel.virtual_pipeline > 1 else []
@@ -33,7 +33,7 @@ def layout(parallel: ParallelConfig, world: int) -> str:
 
 
 def machine() -> dict:
-    """Describe the machine and its packages, without host name or paths."""
+    """Return the machine and its packages, without host name or paths."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -49,7 +49,7 @@ def machine() -> dict:
 
 
 def model_line(real, thin) -> str:
-    """Describe the thin model beside the real one."""
+    """Return a description of the thin model beside the real one."""
     full, small = real.to_dict(), thin.to_dict()
     named = {
         "layers": "num_hidden_layers",

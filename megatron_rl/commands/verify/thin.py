@@ -1,4 +1,4 @@
-"""Makes the thin stand-in that megatron-rl verify runs: the user's model with fewer layers and less width.
+"""The thin stand-in that megatron-rl verify runs: the user's model with fewer layers and less width.
 
 The user's configuration around it and synthetic samples are made here too. Every rank makes the
 same from the configuration alone.
@@ -27,10 +27,10 @@ KEEP = ("hidden", "ffn", "vocabulary", "experts")
 EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
 LEARNING_RATE = 1e-4
 GROUP_SAMPLES = 4
-# Old log-probs lie this far from the current ones: ratios 0.61, 1 and 1.65, some clipped, none at
-# the edge of a clip of 0.2, since rounding would decide there.
+# The distances of old log-probs from the current ones: ratios 0.61, 1 and 1.65. Some are clipped, and none is at the
+# edge of a clip of 0.2, where rounding would decide.
 SHIFTS = np.array([-0.5, 0.0, 0.5], dtype=np.float32)
-# These change how Megatron-Core computes, not its result: one process overlaps nothing and recomputes nothing.
+# These change how Megatron-Core computes, not its result; one process overlaps nothing and recomputes nothing.
 EXECUTION_FIELDS = (
     "recompute_",
     "tp_comm_",
@@ -47,7 +47,7 @@ SHARDED_FIELDS = ("overlap_param_gather",)
 class Size:
     """Sets how thin the stand-in is.
 
-    keep: the widths (of KEEP) that stay as the real model has them.
+    keep: the widths (of KEEP) that stay as in the real model.
     """
 
     layers_per_stage: int = 1
@@ -55,10 +55,10 @@ class Size:
 
 
 def thin_layout(real, settings: ModelSettings, layers_per_stage: int) -> tuple[int, ...]:
-    """Return the thin model's layers of each stage: as even or uneven as the real model's, and as empty.
+    """Return the thin model's number of layers per stage, uneven or empty where the real model's are.
 
-    A stage that has more layers than the leanest keeps one more. Raises ConfigError where the real
-    model's layers do not lie on the stages.
+    A stage with more layers than the smallest one keeps one layer more. Raises ConfigError if the
+    real model's layers cannot be laid on the stages.
     """
     from megatron_rl.model.costs import layout_of
     from megatron_rl.model.hf_config import read_shape
@@ -89,9 +89,9 @@ def thin_hf_config(real, settings: ModelSettings, size: Size):
         fields["layer_types"] = (list(real_fields["layer_types"]) * fields["num_hidden_layers"])[
             : fields["num_hidden_layers"]
         ]
-    if real_fields.get("first_k_dense_replace"):  # dense layers first, and a mixture at the least behind them
+    if real_fields.get("first_k_dense_replace"):  # dense layers first, and at least one mixture after them
         fields["first_k_dense_replace"] = min(real.first_k_dense_replace, fields["num_hidden_layers"] - 1)
-    if real_fields.get("no_rope_layers"):  # Llama 4's lists by layer; transformers made them of the steps
+    if real_fields.get("no_rope_layers"):  # Llama 4's lists by layer, which transformers made of the steps
         depth = fields["num_hidden_layers"]
         fields["no_rope_layers"] = (list(real.no_rope_layers) * depth)[:depth]
         fields["moe_layers"] = [layer for layer in real.moe_layers if layer < depth] or [depth - 1]
@@ -123,7 +123,7 @@ def thin_hf_config(real, settings: ModelSettings, size: Size):
 
 
 def check_real(real, parallel: ParallelConfig, hf_path: str) -> None:
-    """Raise ConfigError if the real model does not split over this topology, which the thin one would hide."""
+    """Raise ConfigError if the real model does not split over this topology; the thin one would hide this."""
     experts = num_experts(real)
     ffn = FAMILIES[real.model_type].ffn_field
     split = {
@@ -158,7 +158,7 @@ def _multiple(number: int, of: int) -> int:
 def thin_weights(hf_config, seed: int) -> Mapping[str, torch.Tensor]:
     """Return random weights by Hugging Face name, the same on every rank.
 
-    Norms and biases lie off their neutral values, so that a lost one shows; matrices keep
+    Norms and biases lie off their neutral values, so that a lost one shows. Matrices keep
     activations near 1 at any width, so that attention and softmax are neither flat nor one-hot.
     """
     from transformers import AutoModelForCausalLM
@@ -191,7 +191,7 @@ class Work:
         return max(len(s.token_ids) for s in self.samples)
 
     def near_policy(self, flat: np.ndarray) -> Work:
-        """Return the samples as an engine of slightly other weights would report them.
+        """Return the samples with log-probs as an engine of slightly other weights would report them.
 
         flat: the policy's own log-probs, in order.
         """
@@ -251,12 +251,12 @@ def _sample(name: str, prompt: int, response: int, vocab_size: int, random: np.r
 
 
 def user_config(config: Config, dtype: str, work: Work, world: int, layout: tuple[int, ...]) -> Config:
-    """Put the user's topology, overlaps and optimizer around a thin batch of one mini-batch.
+    """Return the user's configuration for the thin model: its topology, overlaps and optimizer, and one mini-batch.
 
-    layout: the thin model's layers of each stage.
+    layout: the thin model's number of layers per stage.
 
-    Every replica has about four micro-batches or more, since a batch of a few hundred tokens would
-    otherwise be one.
+    The token cap is lowered so that every replica has at least about four micro-batches: a batch of
+    a few hundred tokens would otherwise be one.
     """
     lengths = np.array([len(s.token_ids) for s in work.samples])
     multiple, replicas = pad_multiple(config.parallel), data_size(config.parallel, world)
@@ -286,7 +286,7 @@ def user_config(config: Config, dtype: str, work: Work, world: int, layout: tupl
 
 
 def whole_gradients(optimizer: OptimizerConfig, megatron: MegatronConfig) -> tuple[OptimizerConfig, MegatronConfig]:
-    """Return the sections with gradients whole on every rank: a reduce-scatter would leave each its shard."""
+    """Return the sections with whole gradients on every rank: a reduce-scatter would leave each its shard."""
     whole = dataclasses.replace(megatron, ddp=_without(megatron.ddp, SHARDED_FIELDS))
     return dataclasses.replace(optimizer, distributed=False), whole
 
@@ -298,7 +298,7 @@ def _without(fields: Mapping[str, object], prefixes: tuple[str, ...]) -> dict[st
 def reference_config(config: Config) -> Config:
     """Return the config of the reference, which runs in one process.
 
-    Every sample has a micro-batch of its own; nothing is overlapped, sharded or recomputed.
+    Every sample has its own micro-batch; nothing is overlapped, sharded or recomputed.
     """
     optimizer, megatron = whole_gradients(config.optimizer, config.megatron)
     transformer = _without(megatron.transformer, EXECUTION_FIELDS)

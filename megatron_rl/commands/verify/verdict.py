@@ -1,4 +1,4 @@
-"""Judges two topologies' measurements: the table's rows, and the sentence that names the first difference."""
+"""The verdict on two topologies' measurements: the table's rows, and the sentence that names the first difference."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """Holds the errors of every measurement but the norm and the weights.
+    """Holds the errors of every measurement except the norm and the weights.
 
-    activations: of one sample. samples: of its log-probs, by sample.
+    activations: of one sample.
+    samples: of the log-probs, by sample.
     classes, skip: of the gradients, and of skip against dense, by class.
     """
 
@@ -136,6 +137,7 @@ def diagnose(
     counts: Mapping[str, int],
 ) -> str:
     """Name the first difference: in the forward pass, then in the backward pass, then after it."""
+    # The forward pass.
     forward = next((x for x in errors.activations if not x.error <= tolerance), None)
     if forward is not None:
         holders = measured.facts.get("holders", [0] * forward.num_tokens)
@@ -147,8 +149,10 @@ def diagnose(
             f"agree ({errors.samples[sample]:.1e}): look at packing, at padding and at the vocabulary-parallel "
             "log-probs."
         )
+    # The backward pass.
     if any(not x.error <= tolerance for x in errors.classes.values()):
         return _diagnose_gradient(measured, wanted, errors.classes, tolerance, counts)
+    # The optimizer's steps, and skip against dense.
     failed = {row.check for row in rows if not row.passes(tolerance)}
     if "gradient norm of optim_step" in failed:
         ratio = measured.grad_norm / wanted.grad_norm

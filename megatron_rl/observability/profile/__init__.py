@@ -1,1 +1,1 @@
-"""Records a few steps of a run for torch.profiler's viewers or Nsight Systems, and sums up what was recorded."""
+"""The profile of a few steps of a run, for torch.profiler's viewers or Nsight Systems, and its summary."""

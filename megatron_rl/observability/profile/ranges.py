@@ -1,8 +1,8 @@
-"""Puts named ranges around what a run's parts do, and takes them off again.
+"""The named ranges around the work of a run's parts: put on for a recording, and taken off again.
 
-Ranges lie around public methods, by an attribute of the instance that hides the class's own, and
-around a schedule's passes by its seam (PassWatch in backend/part.py). No range reads a tensor or
-draws a number.
+A range is put around a public method by an attribute of the instance, which hides the class's
+method. Ranges around a schedule's passes use its seam (PassWatch in backend/part.py). No range
+reads a tensor or draws a random number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_rl.planning.timeline import rank_order
 from megatron_rl.types import StepKind
 
 Mark = Callable[[str], AbstractContextManager[None]]
-"""Returns a range of a name around its block; ranges of one thread nest."""
+"""Returns a context that puts a range of the given name around its block; ranges of one thread nest."""
 
 STEPS = {StepKind.REAL: "optimizer step", StepKind.GHOST: "ghost step", StepKind.HELD: "held step"}
 
@@ -38,7 +38,7 @@ def nvtx_range(name: str) -> Iterator[None]:
 
 
 def mark_for(*, traces: bool, nvtx: bool) -> Mark:
-    """Return a mark of ranges for torch.profiler (``traces``), for NVTX, or for both."""
+    """Return the mark that puts ranges for torch.profiler (``traces``), for NVTX, or for both."""
 
     @contextlib.contextmanager
     def mark(name: str) -> Iterator[None]:
@@ -55,14 +55,14 @@ def mark_for(*, traces: bool, nvtx: bool) -> Mark:
 class WatchedPasses:
     """Puts a range around every pass of a model's micro-batches (a PassWatch).
 
-    A name says the micro-batch's number among those of its step on this replica, from 0, the stage
-    in the order of the layers, and the chunk of this rank.
+    A name holds the micro-batch's number within its step on this replica, from 0, the stage in the
+    order of the layers, and this rank's chunk.
 
     Example: ``forward mb=3 stage=1 chunk=0``; the passes of one step lie in ``passes that train``.
     """
 
     def __init__(self, mark: Mark, topology: Topology, prefix: str, ended: Callable[[], None]) -> None:
-        """Watch no pass yet. prefix: of the names. ended: called after the passes of each step."""
+        """Watch no pass yet. ``prefix``: of the ranges' names. ``ended``: called after the passes of each step."""
         self._mark, self._topology, self._prefix, self._ended = mark, topology, prefix, ended
         self._forwards: Counter[int] = Counter()
         self._losses = 0
@@ -70,7 +70,7 @@ class WatchedPasses:
 
     @contextlib.contextmanager
     def running(self, num_microbatches: int, *, trains: bool) -> Iterator[None]:
-        """Begin to count a step's micro-batches anew."""
+        """Start counting a step's micro-batches from 0."""
         grid = self._topology
         self._forwards, self._losses = Counter(), 0
         order = rank_order(grid.pipeline_rank, grid.pipeline_size, grid.virtual_size, num_microbatches)
@@ -80,7 +80,7 @@ class WatchedPasses:
         self._ended()
 
     def forward(self, chunk: int, microbatch: PackedMicroBatch) -> AbstractContextManager[None]:
-        """Count a chunk's next micro-batch; a filler's range says so."""
+        """Count a chunk's next micro-batch; a filler's range is named so."""
         number, stage = self._forwards[chunk], chunk * self._topology.pipeline_size + self._topology.pipeline_rank
         self._forwards[chunk] += 1
         filler = " filler" if microbatch.source is not None and microbatch.source.filler else ""
@@ -92,7 +92,7 @@ class WatchedPasses:
         return self._mark(f"{self._prefix}loss mb={self._losses - 1}")
 
     def backward(self) -> AbstractContextManager[None]:
-        """Take the next backward of the schedule's order."""
+        """Take the next backward pass in the schedule's order."""
         stage, number = next(self._backwards)
         chunk = stage // self._topology.pipeline_size
         return self._mark(f"{self._prefix}backward mb={number} stage={stage} chunk={chunk}")
@@ -101,8 +101,8 @@ class WatchedPasses:
 class _WatchedPacker:
     """Packs as a Packer does, within a range that numbers the micro-batches since ``restart``.
 
-    A step's passes ask for each of its micro-batches once, so that none of the next step is packed
-    before they end.
+    A step's passes ask for each of its micro-batches once, so that no micro-batch of the next step
+    is packed before they end.
     """
 
     def __init__(self, packer: Packer, mark: Mark, prefix: str) -> None:
@@ -122,7 +122,7 @@ class _WatchedPacker:
 class Ranges:
     """Holds the ranges that were put around a run's parts. No method is a collective.
 
-    whole: the name of the range that lasts until all are taken off.
+    whole: the name of the range that lasts until all ranges are taken off.
     """
 
     def __init__(self, mark: Mark, whole: str) -> None:
@@ -133,7 +133,7 @@ class Ranges:
     def put_around(self, owner: object, method: str, name: str | Callable[..., str]) -> None:
         """Put a range around each call of an object's method.
 
-        name: of the range, or a function of the call's arguments that returns it.
+        name: the range's name, or a function of the call's arguments that returns it.
         """
         true, own = getattr(owner, method), method in vars(owner)
 
@@ -148,7 +148,7 @@ class Ranges:
     def put_around_model(self, model: TrainableModel, prefix: str = "") -> None:
         """Put ranges around a model's passes, packing, reduction and optimizer steps.
 
-        prefix: of the names, for a model that is not the policy.
+        prefix: of the ranges' names, for a model that is not the policy.
         """
         schedule, packer = model.schedule, model.packer
         watched = _WatchedPacker(packer, self.mark, prefix)
@@ -160,5 +160,5 @@ class Ranges:
         self.put_around(model, "optim_step", lambda kind, *_, **__: prefix + STEPS[kind])
 
     def take_off(self) -> None:
-        """Take every range off, and end the one that lasts until now."""
+        """Take every range off, and end the range around everything."""
         self._undo.close()

@@ -1,4 +1,4 @@
-"""Records what one process does between ``start`` and ``stop``: by torch.profiler, or for Nsight Systems."""
+"""The recording of one process between ``start`` and ``stop``: by torch.profiler, or for Nsight Systems."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from megatron_rl.observability.profile.table import table_of
 
 log = logging.getLogger(__name__)
 
-MOST_ALLOCATIONS = 50_000  # entries that a memory snapshot keeps, the newest; each may take kilobytes
-MOST_READ_BYTES = 2**29  # of a trace that is summed up, which takes six times as much memory
-WHOLE = "profiled"  # the range that is summed up
+MOST_ALLOCATIONS = 50_000  # a memory snapshot keeps so many newest entries; each may take kilobytes
+MOST_READ_BYTES = 2**29  # the largest trace that is summed up; this takes six times as much memory
+WHOLE = "profiled"  # the range over which the summary is made
 
 
 class Recording:
     """Records this process from ``start`` to ``stop``, any number of times. No method is a collective.
 
-    folder: where files are written, of names that begin with ``rank<rank>.<first step>``.
+    folder: for the files, whose names begin with ``rank<rank>.<first step>``.
     who: this rank in words.
     """
 
@@ -39,11 +39,11 @@ class Recording:
 
     @property
     def mark(self) -> Mark:
-        """Return the mark of ranges that this recording shows."""
+        """Return the mark of the ranges that this recording shows."""
         return mark_for(traces=self._settings.tool == "torch", nvtx=HOST.is_cuda)
 
     def start(self) -> None:
-        """Begin to record, on this thread and all others."""
+        """Begin to record, on all threads."""
         settings = self._settings
         if settings.memory and HOST.is_cuda:
             torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS, stacks="python")
@@ -55,10 +55,10 @@ class Recording:
             torch.cuda.profiler.start()
 
     def stop(self, first_step: int, last_step: int) -> None:
-        """End the recording, write its files and log its summary; a disk that takes none costs a warning.
+        """End the recording, write its files and log its summary; log a warning if they cannot be written.
 
-        first_step, last_step: the optimizer steps that were recorded; none if the second is below
-            the first, as of a rollout whose steps come later.
+        first_step, last_step: the optimizer steps that were recorded. A second number below the
+            first means none, as for a rollout whose steps come later.
         """
         stem = self._folder / f"rank{self._rank}.{first_step}"
         try:
@@ -77,7 +77,7 @@ class Recording:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def _end(self) -> profile | None:
-        """Record no more; return torch's profiler, if that recorded."""
+        """Stop recording; return torch's profiler if it recorded."""
         profiler, self._profiler = self._profiler, None
         HOST.synchronize()
         if self._settings.tool == "nsys":
@@ -102,7 +102,7 @@ class Recording:
                 plain.write_text(json.dumps(content), encoding="utf-8")
             _compress(plain, trace)
         finally:
-            for left in (plain, plain.with_name(f"{plain.name}.tmp")):  # the latter is Kineto's, where a disk is full
+            for left in (plain, plain.with_name(f"{plain.name}.tmp")):  # the second is Kineto's, left if a disk is full
                 left.unlink(missing_ok=True)
         steps = f"steps {first_step} to {last_step}" if last_step >= first_step else f"before step {first_step}"
         log.info("profile of %s, %s: %s", self._who, steps, trace)
@@ -114,7 +114,7 @@ class Recording:
 
 
 def _profiler(settings: ProfileConfig) -> profile:
-    """Return torch's profiler of all threads. On a CPU the peaks of memory are known of the main thread alone."""
+    """Return torch's profiler of all threads; to record memory peaks on a CPU, of the main thread alone."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if HOST.is_cuda else [])]
     peaks = settings.memory and not HOST.is_cuda
     # a profiler of all threads reports no allocation (torch 2.13)
@@ -125,7 +125,7 @@ def _profiler(settings: ProfileConfig) -> profile:
 
 
 def name_threads(events: list[dict], who: str) -> None:
-    """Give the process and its Python threads their names within the events of a trace."""
+    """Write the names of the process and its Python threads into a trace's events."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     names[threading.get_native_id()] = "main"
     for event in events:
@@ -138,7 +138,7 @@ def name_threads(events: list[dict], who: str) -> None:
 
 
 def _compress(plain: pathlib.Path, path: pathlib.Path) -> None:
-    """Write a file anew, compressed; it appears whole or not at all."""
+    """Write a compressed copy of a file, which appears whole or not at all."""
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
         with plain.open("rb") as source, gzip.open(unfinished, "wb", compresslevel=3) as target:

@@ -1,11 +1,12 @@
-"""Sums up the events of a trace: where the time went, by range and by operation, and what waited for the device.
+"""The summary of a trace's events: the time by range and by operation, and the calls that waited for the device.
 
 The events are those of torch.profiler's Chrome trace (2.13): ``cpu_op`` and ``user_annotation`` of
 the host's threads, ``kernel``, ``gpu_memcpy`` and ``gpu_memset`` of a GPU. Times in the events are
 microseconds, here seconds.
 
-1. A range's own time is its time less that of the ranges directly within it on the same thread; the
-   own times of a thread add up to the time of its outermost ranges. The same holds of operations.
+1. A range's own time is its time less the time of the ranges directly within it on the same thread.
+   The own times of a thread add up to the time of its outermost ranges. The same holds for
+   operations.
 2. An idle share is 1 − (the union of the busy intervals within the window) / (the window).
 """
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 RANGE, OPERATION = "user_annotation", "cpu_op"
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 COLLECTIVE = re.compile(r"gloo:|nccl")  # ranges of torch's process groups, and NCCL's kernels
-# What makes the host wait for a GPU: calls of the driver, and operations that call them there.
+# Calls that make the host wait for a GPU: calls of the driver, and operations that make such calls.
 WAITS = frozenset({
     *("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
     *("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize"),
@@ -40,9 +41,9 @@ Interval = tuple[float, float]
 class Timed:
     """Holds the times of all ranges or operations of one name.
 
-    total_s, own_s: seconds, with and without what lies within them on their threads.
-    peak_bytes: of a range, the most bytes allocated at once since the recording began; None where
-        no allocation was recorded.
+    total_s, own_s: seconds, with and without the ranges or operations within them on their threads.
+    peak_bytes: the most bytes allocated at once within a range, counted from the recording's start;
+        None if no allocation was recorded.
     """
 
     count: int
@@ -53,18 +54,18 @@ class Timed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Holds what a trace says.
+    """Holds the figures of a trace.
 
     window_s: seconds of the whole recording.
-    num_events: of the trace.
-    main_idle_share: share of the window in which the main thread was in no operation of torch.
+    num_events: the number of events in the trace.
+    main_idle_share: share of the window in which the main thread ran no operation of torch.
     device_idle_share: share of the window in which no kernel or copy ran; None without a GPU.
-    collectives_s: seconds of the window in which a collective was under way.
-    passes_s, in_passes_s: seconds of the main thread in the schedule, and in forwards, losses and
-        backwards there; the rest is the pipeline's bubbles, communication and the schedule itself.
-    waits: by pass and by the name of what waits for a device, the number per micro-batch.
-    ranges, collectives, operations, kernels: by name, numbers of micro-batches and steps left out;
-        kernels and copies of a GPU, collectives among them.
+    collectives_s: seconds of the window in which a collective was running.
+    passes_s, in_passes_s: seconds of the main thread in the schedule, and in its forwards, losses
+        and backwards. The rest is the pipeline's bubbles, communication and the schedule itself.
+    waits: the number of waits for a device per micro-batch, by pass and by the waiting call's name.
+    ranges, collectives, operations, kernels: by name, without the numbers of micro-batches and
+        steps. Kernels are a GPU's kernels and copies, collectives included.
 
     Example: one ``forward mb=0`` of 3 s within ``passes that train`` of 4 s: ``passes_s=4``,
     ``in_passes_s=3``, ``ranges["passes that train"].own_s=1``.
@@ -98,10 +99,12 @@ def summarize(events: Iterable[dict], window: str, main: int) -> Summary:
     """Sum up the events of a trace.
 
     window: the name of the range around everything, on the main thread.
-    main: the system's number of the main thread.
+    main: the operating system's number of the main thread.
+
     Raises ValueError for a trace without that range.
     """
     events = list(events)
+    # Sort the events by kind, and find the window.
     by_kind: dict[str, list[dict]] = defaultdict(list)
     for event in events:
         if event.get("ph") == "X" and "dur" in event:
@@ -111,6 +114,7 @@ def summarize(events: Iterable[dict], window: str, main: int) -> Summary:
     whole = next((_interval(event) for event in ranges if event["name"] == window), None)
     if whole is None:
         raise ValueError(f"the trace has no range {window!r} around it")
+    # The events of each figure.
     on_main = [event for event in operations if event["tid"] == main]
     device = [event for kind in ON_DEVICE for event in by_kind[kind]]
     collectives = [event for event in (*annotated, *device) if COLLECTIVE.match(event["name"])]
@@ -142,7 +146,7 @@ def _idle_share(events: Sequence[dict], window: Interval) -> float:
 
 
 def _busy_us(events: Sequence[dict], window: Interval) -> float:
-    """Return the microseconds of the window in which one of the events runs."""
+    """Return the microseconds of the window in which at least one of the events runs."""
     busy, reached = 0.0, window[0]
     for start, end in sorted(map(_interval, events)):
         start, end = max(start, reached), min(end, window[1])
@@ -152,13 +156,13 @@ def _busy_us(events: Sequence[dict], window: Interval) -> float:
 
 
 def _timed(events: Sequence[dict], peaks: _Peaks | None) -> dict[str, Timed]:
-    """Return the times by name, those of the most own time first."""
+    """Return the times by name, largest own time first."""
     count, total, own, peak = Counter(), Counter(), Counter(), {}
     by_thread: dict[tuple, list[dict]] = defaultdict(list)
     for event in events:
         by_thread[event["pid"], event["tid"]].append(event)
     for members in by_thread.values():
-        open_ones: list[tuple[float, str]] = []  # (end, name) of those that lie around the next event
+        open_ones: list[tuple[float, str]] = []  # (end, name) of the events around the next event
         for event in sorted(members, key=lambda event: (event["ts"], -event["dur"])):
             name, (start, end) = group_of(event["name"]), _interval(event)
             while open_ones and open_ones[-1][0] <= start:
@@ -178,7 +182,7 @@ def _timed(events: Sequence[dict], peaks: _Peaks | None) -> dict[str, Timed]:
 
 
 class _Peaks:
-    """Holds the bytes allocated at each moment at which they changed."""
+    """Holds the allocated bytes at each moment at which they changed."""
 
     def __init__(self, changes: list[tuple[float, int]]) -> None:
         self._moments, self._bytes = [moment for moment, _ in changes], [total for _, total in changes]
@@ -199,10 +203,10 @@ def _peaks(events: Sequence[dict]) -> _Peaks | None:
 
 
 def _waits(passes: Sequence[dict], calls: Sequence[dict], ranges: Sequence[dict]) -> dict[str, dict[str, float]]:
-    """Count what waits for the device within the passes of micro-batches, by pass and name, per micro-batch.
+    """Count the waits for the device within the passes of micro-batches, by pass and name, per micro-batch.
 
-    Autograd may run a backward in a thread of its own, in which no range lies; what threads with
-    ranges of their own do beside the pass is not counted.
+    Autograd may run a backward pass in a thread of its own, which has no ranges. Calls in threads
+    with ranges other than the passes' threads are not counted.
     """
     elsewhere = {event["tid"] for event in ranges} - {event["tid"] for event in passes}
     waiting = sorted((x["ts"], x["name"]) for x in calls if x["name"] in WAITS and x["tid"] not in elsewhere)

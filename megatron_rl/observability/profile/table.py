@@ -1,4 +1,4 @@
-"""Writes the summary of a profile as a table for the log."""
+"""The summary of a profile as a table for the log."""
 
 from __future__ import annotations
 

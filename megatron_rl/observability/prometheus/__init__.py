@@ -1,1 +1,1 @@
-"""The metrics of a run as Prometheus reads them: names, values, and the server that is asked for them."""
+"""The metrics of a run for Prometheus: names, values, and the server that is scraped."""

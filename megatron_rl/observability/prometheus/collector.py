@@ -1,4 +1,4 @@
-"""The metric families of a run, made anew for each scrape from the values of its rows and of now."""
+"""The metric families of a run, made for each scrape from the values of its rows and its current values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron_rl.observability.prometheus.values import Histogram, RunValues, cu
 from megatron_rl.types import StepKind
 
 GROUPS = ("asked", "generated", "scored")
-# Of an engine: the field of EngineReading, the name and the help. What an engine does not say has no sample.
+# For engines: the field of EngineReading, the name and the help. A field of None gives no sample.
 ENGINE_GAUGES = (
     ("is_up", "engine_up", "Whether the engine serves, as far as its rank knows."),
     ("weight_version", "engine_weight_version", "Version of the weights that the engine holds; below 0: none."),
@@ -45,7 +45,7 @@ ENGINE_GAUGES = (
 
 
 def gauge(name: str, words: str, value: float | None) -> GaugeMetricFamily:
-    """Return a gauge; without a value it has no sample."""
+    """Return a gauge; with a value of None it has no sample."""
     family = GaugeMetricFamily(PREFIX + name, words)
     if value is not None:
         family.add_metric((), value)
@@ -81,8 +81,8 @@ def histogram(name: str, words: str, by_label: Mapping[tuple[str, ...], Histogra
 class RunCollector(Collector):
     """Gives prometheus_client the families of a run.
 
-    run_name: of the run's folder.
-    live: gives the values of now; None before the run's parts are built.
+    run_name: the name of the run's folder.
+    live: returns the current values; None before the run's parts are built.
     """
 
     def __init__(self, values: RunValues, run_name: str) -> None:
@@ -156,7 +156,7 @@ class RunCollector(Collector):
 
 
 def of_live(live: LiveValues) -> Iterator[Metric]:
-    """Yield the families of what holds between two steps."""
+    """Yield the families of the values between two steps."""
     stage = stage_label(live.stage)
     stages = {(name,): float(name == stage) for name in (*STAGES, OTHER_STAGE)}
     yield labelled("stage", "Whether the first rank's main thread is in this stage now.", ("stage",), stages)

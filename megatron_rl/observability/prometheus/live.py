@@ -1,4 +1,4 @@
-"""The values of a run between its steps, as the parts of a run give them to a scrape."""
+"""The values of a run between its steps, in the form in which a scrape gets them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReading:
-    """Holds what is known of one engine. None: it does not say.
+    """Holds the known facts of one engine; None for a fact that the engine does not report.
 
-    number: its place in ``rollout.servers``; None for the rank's own one, whose number is the rank.
-    is_up: it serves, as far as its rank knows.
-    weight_version: of the weights that it holds; below 0 if it holds no whole set.
+    number: its place in ``rollout.servers``; None for the rank's own engine, whose number is the
+        rank.
+    is_up: whether it serves, as far as its rank knows.
+    weight_version: the version of its weights; below 0 if it holds no whole set.
     restarts: how often it was started again, or served again after a loss.
-    running, waiting: its samples that are computed, and those that wait for room.
-    kv_cache_usage: used share of its keys and values, from 0 to 1.
+    running, waiting: its samples that are being computed, and those that wait for room.
+    kv_cache_usage: the used share of its KV cache, from 0 to 1.
     most_running, most_waiting, most_kv_cache_usage: the most of each, since it last had no request.
 
     Example: ``EngineReading(number=None, is_up=True, weight_version=7, restarts=0, running=64,
@@ -36,16 +37,19 @@ class EngineReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveValues:
-    """Holds a run's values of now, as the first rank sees them.
+    """Holds a run's current values, as the first rank sees them.
 
-    facts: what stays the same during a run, as labels: model family, degrees of parallelism, engine.
+    facts: labels that stay the same during a run: model family, degrees of parallelism, engine.
     stage, stage_s: the main thread's stage, and the seconds since it began.
     rollouts_under_way: rollouts that were started and not taken.
-    groups: of these rollouts, this rank's groups that were asked for, are generated, are scored.
-    sent_version: of the weights that the engines were sent last; below 0 before the first sync.
-    weight_syncs, weight_sync_s: syncs since the start, and their seconds.
-    checkpoint_at: seconds since 1970 at which the last checkpoint was whole; None if there is none.
-    engines: by their numbers; of other ranks as they were at the end of the last rollout.
+    groups: the number of these rollouts' groups on this rank that were asked for, are generated,
+        are scored.
+    sent_version: the version of the weights last sent to the engines; below 0 before the first
+        sync.
+    weight_syncs, weight_sync_s: the number of syncs since the start, and their seconds.
+    checkpoint_at: when the last checkpoint became whole, in seconds since 1970; None if there is
+        none.
+    engines: by their numbers; other ranks' engines as of the end of the last rollout.
     """
 
     facts: Mapping[str, str]

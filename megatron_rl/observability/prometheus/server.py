@@ -1,11 +1,11 @@
-"""The HTTP server that Prometheus scrapes: GET /metrics, and GET /healthz, which says "ok".
+"""The HTTP server that Prometheus scrapes: GET /metrics, and GET /healthz, which answers "ok".
 
-One connection brings one request and ends. At most MOST_CONNECTIONS are open, each in a thread of
-its own; a further one ends the oldest, and none lives longer than REQUEST_S, however slowly its
-client writes or reads. So no client can hold the run, its threads or its descriptors.
+One connection brings one request and ends. At most MOST_CONNECTIONS are open, each in its own
+thread. A further connection ends the oldest one. No connection lives longer than REQUEST_S, however
+slowly its client writes or reads. So no client can hold the run, its threads or its descriptors.
 
-A server on this host's loopback answers under its own names alone, so that no page in a browser
-whose name was pointed here reads the run.
+A server on this host's loopback answers only to loopback names. So a web page whose name was
+pointed at this host cannot read the run.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from megatron_rl.errors import ConfigError, quoted
 log = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 16
-REQUEST_S = 10.0  # of a connection, from its start to its end
-LOOK_S = 0.2  # between two looks at connections that are overdue
-GOODBYE_S = 1.0  # for the answers that are under way when the run ends
+REQUEST_S = 10.0  # the longest life of a connection
+LOOK_S = 0.2  # between two checks for overdue connections
+GOODBYE_S = 1.0  # for unfinished answers when the run ends
 PLAIN_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' text format, version 0.0.4
 BEARER = "bearer "
 
@@ -41,7 +41,8 @@ BEARER = "bearer "
 class MetricsServer(http.server.ThreadingHTTPServer):
     """Answers scrapes of a registry, in threads that end with it.
 
-    address, port: where it listens; port 0: any free one. keys: of clients; (): none is asked for.
+    address, port: the address to listen on; port 0 takes any free one.
+    keys: the clients' keys; (): clients need none.
 
     Raises ConfigError for an address or a port that cannot be taken.
     """
@@ -51,7 +52,7 @@ class MetricsServer(http.server.ThreadingHTTPServer):
 
     def __init__(self, registry: CollectorRegistry, address: str, port: int, keys: Sequence[str]) -> None:
         self.registry, self.keys = registry, tuple(keys)
-        self._open: dict[socket.socket, float] = {}  # since when, the oldest first
+        self._open: dict[socket.socket, float] = {}  # since when each is open, the oldest first
         self._guard = threading.Lock()
         self.address_family, place = _resolved(address, port)
         try:
@@ -65,7 +66,7 @@ class MetricsServer(http.server.ThreadingHTTPServer):
         self._loop = threading.Thread(target=self.serve_forever, args=(LOOK_S,), name="metrics", daemon=True)
 
     def server_bind(self) -> None:
-        """Bind, without HTTPServer's question for the host's name, which a slow name server would answer late."""
+        """Bind without HTTPServer's lookup of the host's name, which a slow name server would delay."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]
 
@@ -80,7 +81,7 @@ class MetricsServer(http.server.ThreadingHTTPServer):
         return f"http://{host}:{self.server_port}/metrics"
 
     def get_request(self) -> tuple[socket.socket, object]:
-        """Accept a connection. Out of descriptors, wait a little: the loop would ask again at once."""
+        """Accept a connection. If no descriptor is free, wait a little: the loop would retry at once."""
         try:
             return super().get_request()
         except OSError:
@@ -97,14 +98,14 @@ class MetricsServer(http.server.ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """End the connections that are overdue; the loop calls it every LOOK_S."""
+        """End overdue connections; the loop calls this every LOOK_S."""
         with self._guard:
             since = time.monotonic() - REQUEST_S
             for request in [each for each, begun in self._open.items() if begun < since]:
                 self._end(request)
 
     def _end(self, request: socket.socket) -> None:
-        """End a connection under the guard; its thread, which waits for it, sees that and ends too."""
+        """End a connection, with the guard held; the thread that waits for the connection then ends too."""
         del self._open[request]
         with contextlib.suppress(OSError):  # its client has gone already
             request.shutdown(socket.SHUT_RDWR)
@@ -115,12 +116,12 @@ class MetricsServer(http.server.ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Pass over a client that went away; log any other error of an answer, and go on."""
+        """Ignore a client that went away; log any other error of an answer, and go on."""
         if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
             log.exception("an answer to a scrape of the metrics failed; the run goes on")
 
     def close(self) -> None:
-        """Free the port, and end: answers under way have GOODBYE_S."""
+        """Free the port and end the server; unfinished answers have GOODBYE_S."""
         if self._loop.is_alive():
             self.shutdown()
         self.server_close()
@@ -139,7 +140,7 @@ class MetricsHandler(http.server.BaseHTTPRequestHandler):
     timeout = REQUEST_S
 
     def version_string(self) -> str:
-        """Return what the answers say of the server: no release."""
+        """Return the server's name for the answers, without a release number."""
         return "megatron_rl"
 
     def do_GET(self) -> None:
@@ -157,7 +158,7 @@ class MetricsHandler(http.server.BaseHTTPRequestHandler):
         self._answer(http.HTTPStatus.OK, content, kind)
 
     def _refusal(self) -> tuple[http.HTTPStatus, bytes, str] | None:
-        """Return the answer by which a request is refused; None: it is not."""
+        """Return the answer that refuses a request; None if the request is allowed."""
         text, path = "text/plain; charset=utf-8", urllib.parse.unquote(self.path.partition("?")[0])
         hosts = self.headers.get_all("Host", [])
         if self.server.is_local and not all(names_loopback(host) for host in hosts):
@@ -168,7 +169,7 @@ class MetricsHandler(http.server.BaseHTTPRequestHandler):
         if path != "/metrics":
             said = f"{quoted(path)} is not served; ask for /metrics or /healthz\n"
             return http.HTTPStatus.NOT_FOUND, said.encode("utf-8", "replace"), text
-        # the library reads headers as Latin-1, and keys of an environment variable are UTF-8
+        # The library reads headers as Latin-1, and keys of an environment variable are UTF-8.
         given = self.headers.get("Authorization", "").encode("latin-1", "replace").decode("utf-8", "surrogateescape")
         key = given[len(BEARER) :].strip() if given[: len(BEARER)].lower() == BEARER else ""
         if not is_known(key, self.server.keys):
@@ -192,7 +193,7 @@ class MetricsHandler(http.server.BaseHTTPRequestHandler):
 
 
 def _resolved(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Return an address's family and its numbers. Raises ConfigError for one that is none of a host's."""
+    """Return an address's family and its numbers. Raises ConfigError if it is no address of a host."""
     try:
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:

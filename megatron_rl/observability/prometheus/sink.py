@@ -1,4 +1,4 @@
-"""The sink that Prometheus reads: it keeps what a run's rows say, and a server answers scrapes of it."""
+"""The sink for Prometheus: it keeps the values of a run's rows, and a server answers scrapes with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def server_of(settings: MetricsConfig, registry: CollectorRegistry) -> MetricsServer:
-    """Return the server that the settings ask for, bound to its port. Raises ConfigError if it cannot be."""
+    """Return the server that the settings ask for, bound to its port. Raises ConfigError if it cannot be bound."""
     keys = keys_in(settings.prometheus_key_env, setting="metrics.prometheus_key_env")
     return MetricsServer(registry, settings.prometheus_address, settings.prometheus_port, keys)
 
@@ -30,7 +30,7 @@ class PrometheusSink:
     """Serves a run's metrics until ``close``.
 
     config: the resolved configuration as plain values, with ``total_steps``.
-    earlier: the rows of a run that goes on, up to its checkpoint: its counters begin with them.
+    earlier: the rows of a resumed run, up to its checkpoint; counters begin with them.
 
     Raises ConfigError for a variable without a key, and for an address or a port that cannot be
     taken.
@@ -58,14 +58,14 @@ class PrometheusSink:
         self._values.add_interval(stage, seconds)
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
-        """Keep one step's values; those that are not finite come from ``scalars``."""
+        """Keep one step's values; non-finite values come from ``scalars``."""
         self._values.add({**row, **scalars}, at=time.time())
 
     def show(self, step: int, source: str, completions: Sequence[Completion]) -> None:
-        """Serve nothing: a metric holds no text of a prompt."""
+        """Do nothing: a metric holds no text of a prompt."""
 
     def follow(self, live: ReadLive) -> None:
-        """Ask ``live`` for the values of now at each scrape."""
+        """Read the current values by ``live`` at each scrape."""
         self._collector.live = live
 
     def close(self, files: Sequence[pathlib.Path], *, failed: bool) -> None:

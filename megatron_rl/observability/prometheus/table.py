@@ -1,6 +1,6 @@
-"""The names of Prometheus for the names of metrics.jsonl: one table.
+"""The table that maps names of metrics.jsonl to names of Prometheus.
 
-A metric that the table lacks is not served, so that no row can make the number of series grow.
+A metric that is not in the table is not served, so that no row can increase the number of series.
 Names follow Prometheus' practice (prometheus.io/docs/practices/naming): base units, ``_total`` for
 counters, ``_ratio`` for shares from 0 to 1.
 """
@@ -15,11 +15,11 @@ STAGES = (
     *("start", "rollout", "reward", "plan", "logprob", "teacher", "critic", "update", "weight_sync", "eval"),
     *("checkpoint", "export", "loss", "environment", "between"),
 )
-OTHER_STAGE = "other"  # of a name that is none of STAGES
+OTHER_STAGE = "other"  # label of any stage that is not in STAGES
 
 
 class Kind(Enum):
-    """How a metric follows from its rows: GAUGE the last value, SUM all values added up, SO_FAR the last count."""
+    """Says how a metric is made of its rows: GAUGE is the last value, SUM the sum of values, SO_FAR the last count."""
 
     GAUGE = "gauge"
     SUM = "sum"
@@ -30,7 +30,9 @@ class Kind(Enum):
 class Served:
     """Names a metric of Prometheus.
 
-    key: in metrics.jsonl. name: without PREFIX; a counter's without ``_total``. help: its line.
+    key: its name in metrics.jsonl.
+    name: without PREFIX, and for a counter without ``_total``.
+    help: its help line.
     """
 
     key: str
@@ -173,7 +175,7 @@ TABLE = (
     ),
 )
 BY_KEY = {each.key: each for each in TABLE}
-EVAL = {  # of eval/<set>/<key>: the name and the help
+EVAL = {  # the name and the help for each <key> of eval/<set>/<key>
     "mean": ("eval_reward_mean", "Mean total reward of an evaluation set, over k samples of each prompt."),
     "mean_se": ("eval_reward_mean_stderr", "Standard error of that mean."),
     "pass": ("eval_pass_ratio", "Chance that one of k samples passes."),
@@ -188,7 +190,7 @@ FUNCTION = ("function_reward_mean", "Mean of one reward function over the last r
 
 
 def stage_label(stage: str) -> str:
-    """Return the label of a stage's name: itself, or OTHER_STAGE.
+    """Return the label for a stage's name: the name itself, or OTHER_STAGE.
 
     Example: ``stage_label("between stages")`` is ``"between"``.
     """

@@ -1,7 +1,7 @@
 """The values of a run's rows and stages: the last of each gauge, the sums of counters, histograms of seconds.
 
-The main thread adds, a scrape reads; both under one lock, so that a scrape sees whole rows. What
-may be held is bounded by the table, the stages, and the names that the configuration gives to
+The main thread adds values, a scrape reads them. Both hold one lock, so that a scrape sees whole
+rows. The number of values is bounded by the table, the stages, and the configuration's names of
 evaluation sets and reward functions.
 """
 
@@ -18,9 +18,9 @@ from megatron_rl.observability.prometheus.table import BY_KEY, EVAL, Kind, stage
 from megatron_rl.observability.timer import STEP
 from megatron_rl.types import StepKind
 
-# Seconds: from a step of a tiny model to an hour's rollout.
+# Bounds in seconds: from a step of a tiny model to a rollout of an hour.
 BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
-MOST_NAMES = 64  # of evaluation sets, and of reward functions, that get series
+MOST_NAMES = 64  # the most evaluation sets, and the most reward functions, that get series
 MOST_PASS = 32  # values of k for each evaluation set
 OUTSIDE = ("checkpoint", "export")  # stages that no row holds: the timer reports them
 _BEFORE = "_before"
@@ -28,7 +28,7 @@ _BEFORE = "_before"
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts observations by BUCKETS; the last count is of those beyond them all."""
+    """Counts observations by BUCKETS; the last count is for observations above all bounds."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
     total: float = 0.0
@@ -42,14 +42,14 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Holds the names that a configuration gives to evaluation sets and reward functions, MOST_NAMES of each."""
+    """Holds a configuration's names of evaluation sets and reward functions, at most MOST_NAMES of each."""
 
     sets: frozenset[str]
     functions: frozenset[str]
 
     @classmethod
     def of(cls, config: Mapping[str, object]) -> Names:
-        """Read them from a configuration of plain values (``config_to_dict``); a section may be absent."""
+        """Read the names from a configuration of plain values (``config_to_dict``); a section may be absent."""
         evaluation, reward = config.get("eval", {}), config.get("reward", {})
         sets = [evaluation["name"]] if evaluation.get("path") else []
         sets += evaluation.get("sets", {})
@@ -58,7 +58,10 @@ class Names:
 
 
 class RunValues:
-    """Adds up what a run's rows say. ``total_steps``: that the run is to take. Methods are safe in any thread."""
+    """Adds up the values of a run's rows. Methods are safe in any thread.
+
+    total_steps: the steps that the run is to take.
+    """
 
     def __init__(self, names: Names, total_steps: int) -> None:
         self.lock = threading.Lock()
@@ -66,7 +69,7 @@ class RunValues:
         self.values: dict[str, float] = {}  # by the key of metrics.jsonl: the last value, or the sum
         self.steps: Counter[str] = Counter()  # by their kind
         self.functions: dict[str, float] = {}
-        self.evaluations: dict[tuple[str, str, str], float] = {}  # by the key in EVAL, the set and k or ""
+        self.evaluations: dict[tuple[str, str, str], float] = {}  # by the key in EVAL, the set, and k or ""
         self.function_evaluations: dict[tuple[str, str], float] = {}  # by the set and the function
         self.stages: dict[str, Histogram] = {}
         self.step_seconds = Histogram()
@@ -76,12 +79,12 @@ class RunValues:
     def add(self, row: Mapping[str, object], *, at: float | None = None) -> None:
         """Add one row of metrics.jsonl, its non-finite values as floats.
 
-        at: seconds since 1970 at which its step ended; None for a row of an earlier start.
+        at: when its step ended, in seconds since 1970; None for a row from before a resume.
         """
         with self.lock:
             self.steps[StepKind(row["step_kind"]).value] += 1
             self.last_step_at = at
-            # what was measured before the step comes first, so that a later value of the same row counts
+            # Values measured before the step come first, so that a later value in the same row replaces them.
             for key in sorted(row, key=lambda name: not name.endswith(_BEFORE)):
                 if isinstance(row[key], (int, float)):
                     self._add_value(key, row[key])
@@ -93,7 +96,7 @@ class RunValues:
                 self._observe(stage, seconds)
 
     def _add_value(self, key: str, value: float) -> None:
-        """Add one value by its key, or leave it out if the table and the configuration do not name it."""
+        """Add one value by its key; ignore it if neither the table nor the configuration names it."""
         name = key.removesuffix(_BEFORE)
         if name in BY_KEY:
             added = BY_KEY[name].kind is Kind.SUM

@@ -1,5 +1,5 @@
-"""The advantages of a rollout: a source for each kind of estimator (source.py), chosen in trainer/parts.py.
+"""The advantages of a rollout: one source for each kind of estimator (source.py), chosen in trainer/parts.py.
 
-Every rank computes them from the same numbers. Where exp or log took part, every rank takes rank
-0's result, so that another CPU's rounding cannot give another plan.
+Every rank computes the advantages from the same numbers. exp and log may round differently on
+another CPU. After them every rank takes rank 0's result, so that all ranks make the same plan.
 """

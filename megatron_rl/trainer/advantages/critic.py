@@ -20,16 +20,19 @@ if TYPE_CHECKING:
 
 
 class CriticAdvantages:
-    """Finds the advantages of ``gae``, and the critic's targets.
+    """Finds the advantages of ``gae`` and the critic's targets.
 
-    kl: taken from each token's reward; None without one.
+    kl: the KL that is taken from each token's reward; None if the reward has no KL.
     """
 
     def __init__(self, settings: AdvantageConfig, *, kl: KLInReward | None = None) -> None:
         self.settings, self.kl = settings, kl
 
     def __call__(self, scored: ScoredBatch, passes: Passes) -> AdvantageResult:
-        """Return the advantages. ``passes``: with the critic's values, and those that the KL needs. A collective."""
+        """Return the advantages of a rollout, and the critic's targets. A collective.
+
+        passes: hold the critic's values, and the log-probs that a KL in the reward needs.
+        """
         settings, facts, mask = self.settings, scored.facts, passes.loss_mask
         penalty = None if self.kl is None else self.kl.of(passes, facts.num_samples)
         rewards = token_rewards(

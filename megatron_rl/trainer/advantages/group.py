@@ -1,4 +1,4 @@
-"""Advantages by an estimator over groups: rewards alone, less a KL in the reward and with noise where configured."""
+"""Advantages by an estimator over groups, with a KL in the reward or with noise if the settings ask for one."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ EnterOwn = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
 class GroupAdvantages:
-    """Finds advantages by an estimator over groups, or by a function of the user's own.
+    """Finds advantages by an estimator over groups, or by the user's own function.
 
-    kl:        taken from each sample's total reward; None without one. It goes with no noise.
-    noise:     added to the advantages of a run's first steps; None without one.
-    enter_own: entered, with the name "advantage", around the work: it may call a user's function.
+    kl:        the KL that is taken from each sample's total reward; None if the reward has no KL. A
+               KL excludes noise.
+    noise:     added to the advantages in a run's first steps; None for no noise.
+    enter_own: a context around the work, entered with the name "advantage", since the work may call
+        a user's function.
     """
 
     def __init__(
@@ -45,12 +47,12 @@ class GroupAdvantages:
         self.is_own = is_own(settings.estimator)
 
     def __call__(self, scored: ScoredBatch, passes: Passes) -> AdvantageResult:
-        """Return the advantages; a collective with a KL, with noise, or of an estimator of the user's own."""
+        """Return the advantages. A collective if a KL, noise or the user's own estimator takes part."""
         with self.enter_own("advantage"):
             if self.kl is not None:
                 return self._less_kl(self.kl, scored, passes)
             plain = self._estimate(scored.rewards)
-            if self.is_own:  # it may use exp or log
+            if self.is_own:  # the user's function may use exp or log
                 plain = collectives.broadcast_from_rank0(plain)
             values = plain if self.noise is None else self.noise(plain, scored.facts)
             return AdvantageResult(advantages=Advantages(of_sample=values), plain=plain)

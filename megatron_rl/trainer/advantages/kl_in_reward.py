@@ -1,4 +1,4 @@
-"""The KL to the reference policy where it is taken from the reward (``reference.kl_in=reward``)."""
+"""The KL to the reference policy if it is taken from the reward (``reference.kl_in=reward``)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _WAY_OUT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KLPenalty:
-    """Holds what a KL takes from the rewards of a rollout.
+    """Holds the amounts that the KL takes from the rewards of a rollout.
 
-    of_token: float64 [T] flat, β·kl_t; 0 where a token carries no loss.
+    of_token: float64 [T] flat, β·kl_t; 0 for a token that carries no loss.
     measured: Σ kl_t over the loss tokens.
     metrics:  ``reward/kl_penalty``.
     """
@@ -41,14 +41,14 @@ class KLInReward:
     """Takes β times the KL of each token from the reward.
 
     estimator:   ``loss.kl_estimator``.
-    coefficient: returns β of the rollout that is trained now.
+    coefficient: returns β of the rollout that is now trained.
     """
 
     estimator: str
     coefficient: Callable[[], float]
 
     def of(self, passes: Passes, num_samples: int) -> KLPenalty:
-        """Return the penalty of a rollout. ``passes``: with those of old and reference policy."""
+        """Return the penalty of a rollout. ``passes``: hold log π_old and log π_ref of every sample."""
         mask, coefficient = passes.loss_mask, self.coefficient()
         kl_T = np.where(mask, kl_penalty_per_token(passes.old.flat, passes.reference, self.estimator), 0.0)
         total = float(kl_T.sum())
@@ -60,7 +60,7 @@ class KLInReward:
 
     @staticmethod
     def less(scored: ScoredBatch, penalty: KLPenalty, loss_mask: np.ndarray) -> GroupRewards:
-        """Return the rewards with each sample's penalty, summed over its loss tokens, taken from its total."""
+        """Return the rewards after each sample's penalty, summed over its loss tokens, is taken from its total."""
         facts = scored.facts
         penalty_S = sum_per_sample(np.where(loss_mask, penalty.of_token, 0.0), facts.response_tokens)
         require_finite(penalty_S, "the KL in the reward", facts.sample_ids, _WAY_OUT)

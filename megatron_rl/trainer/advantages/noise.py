@@ -15,13 +15,15 @@ from megatron_rl.types import BatchFacts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageNoise:
-    """Adds noise to a rollout's advantages, in all its mini-batches and epochs, while few steps are taken.
+    """Adds noise to a rollout's advantages in the first ``steps`` optimizer steps of RL.
 
-    std:      of the noise, above 0.
-    steps:    a rollout that begins at this step of RL or later has none.
-    seed:     of the run.
+    A rollout's mini-batches and epochs all have the same noise.
+
+    std:      the noise's standard deviation, above 0.
+    steps:    a rollout whose first step of RL has this number or a later one gets no noise.
+    seed:     the run's seed.
     epsilon:  ``skip.advantage_epsilon``; a sample without signal gets no noise.
-    rl_steps: returns the optimizer steps of RL taken before, ghosts included.
+    rl_steps: returns the number of RL's optimizer steps taken so far, ghosts included.
     """
 
     std: float
@@ -31,7 +33,7 @@ class AdvantageNoise:
     rl_steps: Callable[[], int]
 
     def __call__(self, plain: np.ndarray, facts: BatchFacts) -> np.ndarray:
-        """Return float64 [S], the advantages ``plain`` with noise. A collective as long as there is noise."""
+        """Return ``plain`` with noise added, float64 [S]. A collective while noise is added."""
         if self.rl_steps() >= self.steps:
             return plain
         signal = has_signal(plain, facts.loss_tokens, advantage_epsilon=self.epsilon, sample_ids=facts.sample_ids)

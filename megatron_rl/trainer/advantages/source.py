@@ -1,4 +1,4 @@
-"""The seam of advantages: what a source is given, and what it gives."""
+"""The seam of advantages: a source's inputs and its result."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron_rl.types import Advantages
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CriticTargets:
-    """Holds what a critic is trained on in a rollout.
+    """Holds the numbers that a critic is trained on in a rollout.
 
-    returns: float32 [T] flat over response tokens, its targets.
-    values:  float32 [T] flat, what it gave before its first step.
+    returns: float32 [T] flat over response tokens, the critic's targets.
+    values:  float32 [T] flat, the critic's values before its first step on the rollout.
     """
 
     returns: np.ndarray
@@ -38,14 +38,14 @@ class MeasuredKL:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdvantageResult:
-    """Holds the advantages of a rollout, and all values that were computed for them.
+    """Holds the advantages of a rollout, and the values that were computed with them.
 
     advantages: the policy trains on them.
     plain:      float64 [S], by rewards alone and without noise; the replay buffer ranks groups by
                 them. 0 if advantages depend on a critic's values, a teacher or a KL in the reward.
-    targets:    of the critic; None without one.
-    kl:         that was taken from the reward; None if none is.
-    metrics:    of the KL in the reward, or of the gap to a teacher.
+    targets:    the critic's targets; None without a critic.
+    kl:         the KL that was taken from the reward; None if the reward has no KL.
+    metrics:    metrics of the KL in the reward, or of the gap to a teacher.
     """
 
     advantages: Advantages
@@ -59,5 +59,5 @@ class AdvantageSource(Protocol):
     """Finds the advantages of a rollout. A collective."""
 
     def __call__(self, scored: ScoredBatch, passes: Passes) -> AdvantageResult:
-        """Return the advantages of scored groups. ``passes``: those that this source needs, of every sample."""
+        """Return the advantages of scored groups. ``passes``: those that this source needs, over every sample."""
         ...

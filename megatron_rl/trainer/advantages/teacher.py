@@ -23,7 +23,7 @@ class TeacherAdvantages:
         self.discount = discount
 
     def __call__(self, scored: ScoredBatch, passes: Passes) -> AdvantageResult:
-        """Return the advantages. ``passes``: with the student's own and the teacher's. A collective."""
+        """Return the advantages. ``passes``: hold log π_old and the teacher's log-probs. A collective."""
         facts, mask, student = scored.facts, passes.loss_mask, passes.old.flat
         plain = distillation_advantages(
             student, passes.teacher, mask, facts.response_tokens, discount=self.discount, sample_ids=facts.sample_ids

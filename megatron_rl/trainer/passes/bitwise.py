@@ -1,4 +1,4 @@
-"""``rollout.bitwise`` in a run: every rollout's log π_old, and the first step's log-probs, equal the engine's."""
+"""The check of ``rollout.bitwise``: log π_old and the first step's log-probs equal the engine's."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ GAP = "train/logprob_gap_max"
 
 
 class BitwiseCheck(GapGuard):
-    """Compares every token of a rollout; every row of its steps has the gap, which is 0."""
+    """Compares every token of a rollout; each row of its steps has the metric of the gap, which is 0."""
 
     def __init__(self, rollout: RolloutConfig, dtype: str, backend: MegatronBackend) -> None:
         super().__init__(rollout, dtype)
         self.backend, self.gap = backend, 0.0
 
     def of_rollout(self, taken: TrainingBatch, old: OldLogProbs) -> dict[str, float]:
-        """Return the metric of a rollout whose log π_old, of every sample, equal the engine's log-probs.
+        """Return the metric of a rollout whose every log π_old equals the engine's log-prob. A collective.
 
-        A collective. Raises EngineError, on every rank alike, naming the first sample and position
-        that differ.
+        Raises EngineError on every rank alike, naming the first sample and position that differ.
         """
         if not taken.is_fresh:
             raise EngineError(
@@ -40,17 +39,17 @@ class BitwiseCheck(GapGuard):
     def of_step(
         self, old: OldLogProbs, step: StepPlan, result: StepResult, *, number: int, fresh: bool
     ) -> dict[str, float]:
-        """Return the rollout's gap; raise EngineError if the first step computed other log-probs than the engine's."""
+        """Return the rollout's gap; raise EngineError if the first step's log-probs differ from the engine's."""
         if number == 0:
             compare_update(result)
         return {GAP: self.gap}
 
 
 def compare_update(result: StepResult) -> None:
-    """Raise EngineError where the first optimizer step of a rollout computed other log-probs than the engine's.
+    """Raise EngineError if the first optimizer step's log-probs differ from the engine's.
 
-    Its forward pass has a gradient and packs by another plan than that of log π_old. result: with
-    sums over all ranks.
+    The step's forward pass computes a gradient, and its packing differs from the pass for log
+    π_old. result: its sums are over all ranks.
     """
     gap = result.sums.get("logprob_gap_max", 0.0)
     if gap != 0.0:

@@ -1,4 +1,4 @@
-"""The check of passes and steps against the engine's log-probs: a guarded gap, or equality (bitwise.py)."""
+"""The check of the trainer's log-probs against the engine's: a guarded gap, or equality (bitwise.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rl.trainer.passes.passes import OldLogProbs
 from megatron_rl.types import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
-# Nats per token in the mean; float32's is a hundred times the gap between two correct implementations.
+# Mean gap in nats per token. float32's limit is a hundred times the gap between two correct implementations.
 WARN_GAP = {"float32": 1e-3, "bfloat16": 0.05}
 
 
@@ -25,18 +25,19 @@ class GapCheck(Protocol):
     def of_pass(self, sums: Mapping[str, float], *, fresh: bool) -> dict[str, float]:
         """Return the metrics of the gap that a pass has measured. Not a collective.
 
-        sums: over all ranks. fresh: whether engine and trainer had the same weights.
+        sums: the pass's sums over all ranks.
+        fresh: whether engine and trainer had the same weights.
         """
         ...
 
     def of_rollout(self, taken: TrainingBatch, old: OldLogProbs) -> dict[str, float]:
-        """Return the metrics of comparing a rollout token by token. A collective if it is compared so."""
+        """Return the metrics of a rollout's token-by-token comparison, which is a collective; {} without one."""
         ...
 
     def of_step(
         self, old: OldLogProbs, step: StepPlan, result: StepResult, *, number: int, fresh: bool
     ) -> dict[str, float]:
-        """Return the gap's metrics of the rollout's ``number``-th step; {} if it has none. Not a collective."""
+        """Return the gap's metrics of the rollout's ``number``-th step; {} if the step has none. Not a collective."""
         ...
 
 
@@ -44,7 +45,7 @@ class GapGuard:
     """Guards the mean gap by ``rollout.max_logprob_gap`` and ``rollout.warn_logprob_gap``."""
 
     def __init__(self, rollout: RolloutConfig, dtype: str) -> None:
-        """dtype: ``model.dtype``."""
+        """Take the limits from ``rollout``. ``dtype``: ``model.dtype``."""
         self.rollout, self.dtype = rollout, dtype
 
     def of_pass(self, sums: Mapping[str, float], *, fresh: bool) -> dict[str, float]:
@@ -57,7 +58,7 @@ class GapGuard:
     def of_step(
         self, old: OldLogProbs, step: StepPlan, result: StepResult, *, number: int, fresh: bool
     ) -> dict[str, float]:
-        """Return the metrics of a rollout whose step has measured the gap itself, since no pass preceded it."""
+        """Return the gap that the step measured itself, if no pass measured it before; else {}."""
         if step is not old.own:
             return {}
         measured = {name: result.sums[name] for name in ("tokens", *GAPS)}
@@ -67,11 +68,11 @@ class GapGuard:
 def guard_logprob_gap(sums: Mapping[str, float], rollout: RolloutConfig, dtype: str, *, fresh: bool = True) -> None:
     """Warn, or raise EngineError, if trainer and engine give different log-probs to the same tokens.
 
-    sums: of a log-prob pass (MegatronBackend.forward) or of an optimizer step, over all ranks, in
-        nats; their mean per token is compared. A pass over no token is not judged.
-    dtype: model.dtype.
-    fresh: whether both had the same weights. If not, training explains a gap, and only a
-        ``warn_logprob_gap`` that is set is compared.
+    sums: the sums of a log-prob pass (MegatronBackend.forward) or of an optimizer step, over all
+        ranks, in nats. Their mean per token is compared. A pass over no token is not judged.
+    dtype: ``model.dtype``.
+    fresh: whether both had the same weights. If not, training explains a gap, and the mean is
+        compared with ``warn_logprob_gap`` alone, if that is set.
     """
     if not sums.get("tokens"):
         return

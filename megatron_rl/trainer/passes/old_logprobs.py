@@ -1,4 +1,4 @@
-"""The pass for log π_old: which samples it takes, what needs it, and the step that can do without it."""
+"""The pass for log π_old: the samples that it takes, the settings that need it, and the step that needs no pass."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from megatron_rl.types import BatchPlan, StepKind, StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldPassRules:
-    """Holds which samples are passed for log π_old.
+    """Holds the rules for the samples that are passed for log π_old.
 
-    needed_by:            the setting that needs every π_old before the first optimizer step; None:
-                          none does.
-    takes_engines:        whether π_old is the engine's own (``correction.old_logprobs=rollout``).
-    recomputes_replayed:  ``replay.recompute_logprobs``; otherwise a replayed group's π_old is the
-                          engine's own.
+    needed_by:            the setting that needs every π_old before the first optimizer step; None
+                          if no setting does.
+    takes_engines:        whether π_old is the engine's log-prob
+                          (``correction.old_logprobs=rollout``).
+    recomputes_replayed:  ``replay.recompute_logprobs``; if false, a replayed group's π_old is the
+                          engine's log-prob.
     drops:                whether samples that the training plan does not run are left out.
-    dense_every_rollouts: of so many rollouts one has ``dense_samples`` dropped samples passed too;
-        0: none has.
+    dense_every_rollouts: in every so many rollouts ``dense_samples`` dropped samples are passed
+        too; 0: in no rollout.
     """
 
     needed_by: str | None
@@ -47,11 +48,12 @@ class OldLogProbPass:
         self.backend, self.rules, self.gap = backend, rules, gap
 
     def own_step(self, plan: BatchPlan, taken: TrainingBatch) -> StepPlan | None:
-        """Return the rollout's first optimizer step if its own log-probs, detached, can be its π_old. No collective.
+        """Return the rollout's first optimizer step if its own log-probs, detached, can serve as π_old; else None.
 
-        Its weights are those that a pass before it would have: it is the first, so that nothing has
-        moved them. There is none if a sample's π_old is known already, of a part that was passed
-        while the next one was sampled, or is the engine's own, of a replayed group.
+        Not a collective. Nothing has moved the weights before the first step, so a pass before it
+        would give the same log-probs. The result is None if the π_old of one of its samples is
+        known already. That is so for a part that was passed while the next part was sampled. It is
+        so for a replayed group if its π_old is the engine's log-prob.
         """
         first = plan.mini_batches[0] if plan.mini_batches else None
         if self.rules.needed_by or first is None or first.kind is not StepKind.REAL:
@@ -67,9 +69,9 @@ class OldLogProbPass:
         own: the optimizer step whose samples are left out, since it reads no π_old.
 
         Every ``metrics.dense_every_rollouts`` rollouts a few dropped samples are passed too, for
-        the metrics alone. Under ``correction.old_logprobs=rollout`` only those are passed, and
-        π_old is the engine's own; so it is for replayed groups without
-        ``replay.recompute_logprobs``.
+        the metrics alone. Under ``correction.old_logprobs=rollout`` only these few are passed, and
+        π_old is the engine's log-prob. Without ``replay.recompute_logprobs`` a replayed group's
+        π_old is the engine's, too.
         """
         # Choose the samples to pass.
         rules, batch, known = self.rules, taken.batch, taken.known
@@ -83,7 +85,7 @@ class OldLogProbPass:
         every = rules.dense_every_rollouts
         if every and index % every == 0:
             wanted[np.flatnonzero(~wanted & ~runs_own)[: rules.dense_samples]] = True
-        # Pass those that are not known yet, and join their log-probs with the known and the engine's own.
+        # Pass the samples that are not known yet, and join their log-probs with the known ones and the engine's.
         computed = self.backend.logprobs(batch, wanted & ~known.covered)
         response_tokens = batch.facts.response_tokens
         flat = np.where(np.repeat(known.covered, response_tokens), known.values, computed.flat)
@@ -99,10 +101,10 @@ class OldLogProbPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldPass:
-    """Passes every sample under the policy, and under the reference too if a KL is taken from the reward.
+    """Passes every sample under the policy; under the reference too if the reward has a KL.
 
-    of_reference: returns log π_ref of chosen samples (``Reference.logprobs``); None without a KL in
-        the reward.
+    of_reference: returns log π_ref of chosen samples (``Reference.logprobs``); None if the reward
+        has no KL.
     """
 
     old: OldLogProbPass
@@ -141,12 +143,13 @@ def needs_old_logprobs(config: Config) -> str | None:
 
 
 def passes_parts(correction: CorrectionConfig, routing_replay: str, needed: str | None, num_steps: int) -> bool:
-    """Return whether the parts of a rollout are worth a log-prob pass each, as they come.
+    """Return whether each part of a rollout gets a log-prob pass of its own, as soon as it comes.
 
-    needed: what ``needs_old_logprobs`` returns. num_steps: the optimizer steps of a rollout.
+    needed: the result of ``needs_old_logprobs``.
+    num_steps: the optimizer steps of a rollout.
 
-    They are not if the engine's log-probs are π_old, or if the one optimizer step needs no pass. A
-    pass whose experts are replayed is one, over the whole rollout.
+    It does not if the engine's log-probs are π_old, or if the rollout's only optimizer step needs
+    no pass. If the pass replays experts, one pass takes the whole rollout.
     """
     if correction.old_logprobs == "rollout" or routing_replay == "old_logprobs":
         return False

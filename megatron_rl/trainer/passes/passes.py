@@ -1,4 +1,4 @@
-"""The passes that a rollout's advantages are made of: who gives them, and the one carrier of what they gave."""
+"""The passes that a rollout's advantages are made of, and the container of their results."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from megatron_rl.types import StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OldLogProbs:
-    """Holds log π_old of a rollout, and its gap to the engine's.
+    """Holds log π_old of a rollout, and its gap to the engine's log-probs.
 
-    flat:    float32 [T] over response tokens; 0 where it was not passed.
+    flat:    float32 [T] over response tokens; 0 for a sample that was not passed.
     own:     the optimizer step whose π_old is its own log-prob, detached, so that no pass gives it;
-             None: no step.
-    sums:    of the gap over the samples passed; those of the ``own`` step join them once it has
-             run.
-    metrics: of the pass.
-    recorded: what parts of the backend recorded in the pass, for the updates.
+             None for no such step.
+    sums:    sums of the gap over the passed samples. The sums of the ``own`` step join them once
+             that step has run.
+    metrics: the metrics of the pass.
+    recorded: the values that parts of the backend recorded in the pass, for the updates.
     """
 
     flat: np.ndarray
@@ -38,7 +38,7 @@ class OldLogProbs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Passes:
-    """Holds what the passes over every sample of a rollout gave; None for each that its advantages do not need.
+    """Holds the results of the passes over every sample of a rollout; None for a result that is not needed.
 
     loss_mask: bool [T] flat over response tokens, the tokens that carry loss.
     old:       log π_old.
@@ -46,7 +46,7 @@ class Passes:
     teacher:   float32 [T], log π_T.
     values:    float32 [T], the critic's values.
 
-    Example: of PPO with a KL in the reward all but ``teacher``; of GRPO none.
+    Example: PPO with a KL in the reward has all but ``teacher``; GRPO has none.
     """
 
     loss_mask: np.ndarray | None = None
@@ -66,12 +66,12 @@ class Pass(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassesOfAdvantages:
-    """Makes the passes that a run's advantages need, one after the other; of GRPO there is none."""
+    """Makes the passes that a run's advantages need, one after the other; GRPO needs none."""
 
     passes: Sequence[Pass] = ()
 
     def before_advantages(self, taken: TrainingBatch, index: int) -> Passes:
-        """Return what the passes over rollout ``index`` gave. A collective where there is any."""
+        """Return the results of the passes over rollout ``index``. A collective if there is a pass."""
         result = Passes()
         for each in self.passes:
             result = dataclasses.replace(result, **each(taken, index))

@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation: a second model on the policy's ranks, or servers; both give log-probs."""
+"""The teacher of on-policy distillation, for its log-probs: a second model on the policy's ranks, or servers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Teacher:
     def logprobs(self, batch: Batch) -> np.ndarray:
         """Return log π_T of every sample, float32 [T] flat over the batch's response tokens, on every rank.
 
-        Raises EngineError on every rank where servers do not give them.
+        Raises EngineError on every rank if a server fails to give them.
         """
         if self.weights is not None:
             with self.weights.reading():
@@ -37,7 +37,7 @@ class Teacher:
         try:
             logprobs = self.servers.logprobs(
                 batch.local, self.deadline_s / 2
-            )  # the others wait in a collective meanwhile
+            )  # the other ranks wait in a collective meanwhile
         except Exception as caught:  # noqa: BLE001 (raised on every rank by the next line, this one's first)
             error = caught
         collectives.raise_on_all_ranks(error)

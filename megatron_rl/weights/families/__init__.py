@@ -1,1 +1,1 @@
-"""The families of models that are built here: one file each, and a line each in register.py."""
+"""The families of models that are built here: one file for each, and one line for each in register.py."""

@@ -1,9 +1,9 @@
-"""DeepSeek-V3 and R1, Moonlight and Kimi-K2 (``deepseek_v3``): multi-latent attention, and a mixture as GLM-4.5's.
+"""DeepSeek-V3 and R1, Moonlight and Kimi-K2 (``deepseek_v3``): multi-latent attention, and GLM-4.5's kind of mixture.
 
-q and k of a head are a part that turns and a part that does not; k's part that turns is one for all
-heads. The others are made of a short latent vector of the token, which is normed: q's of its own
-one (of the hidden state itself where there is none, as in Moonlight), k's and v's of a common one
-(DeepSeek-V2, arXiv 2405.04434, section 2.1).
+q and k of each head have a part that is rotated and a part that is not. k's rotated part is shared
+by all heads. The other parts are made of a short latent vector of the token, which is normed. The
+latent of q is its own; without one, as in Moonlight, q is made of the hidden state. The latent of k
+and v is common to both (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megatron_rl.weights.families.sigmoid_router import (
 )
 from megatron_rl.weights.model_shape import ModelShape
 
-# What a config.json may say beside the fields of transformers' class, which computes these values alone.
+# Values that a config.json may have beside the fields of transformers' class, which computes only these.
 _ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-# The fields that vLLM reads (0.32 ``deepseek_v2.py``) and transformers does not write.
+# Fields that vLLM reads (0.32 ``deepseek_v2.py``) and transformers does not write.
 _ROUTER = ("scoring_func", "topk_method")
 
 
@@ -56,7 +56,7 @@ def refuse(hf_config: Any) -> None:
 
 
 def refuse_served(fields: Mapping[str, Any], path: str) -> None:
-    """Raise ConfigError for a config.json without the fields by which vLLM builds a sigmoid router with a bias."""
+    """Raise ConfigError for a config.json that lacks the fields by which vLLM builds a sigmoid router with a bias."""
     for name in _ROUTER:
         if fields.get(name) != _ONLY[name]:
             raise ConfigError(
@@ -66,7 +66,7 @@ def refuse_served(fields: Mapping[str, Any], path: str) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the widths of attention's parts, and the mixture's sizes."""
+    """Return the ModelShape fields for the widths of attention's parts, and the mixture's sizes."""
     return dict(
         head_dim=hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim,
         q_lora_rank=hf_config.q_lora_rank or 0,
@@ -81,9 +81,10 @@ def features(hf_config: Any) -> dict[str, Any]:
 def latent_entries(shape: ModelShape) -> tuple[Entry, ...]:
     """Return the entries of multi-latent attention and the norm before it.
 
-    What makes the latents is whole on every tensor rank; what makes heads of them is split by
-    heads. Transformer Engine's spec fuses the latents' norms into the linears behind them, and not
-    the norm of the hidden state, which two linears read (0.16.1 ``gpt_layer_specs.py``).
+    The projections to the latents are whole on every tensor rank; the projections from the latents
+    to heads are split by heads. Transformer Engine's spec fuses the latents' norms into the linears
+    after them. It does not fuse the norm of the hidden state, which two linears read (0.16.1
+    ``gpt_layer_specs.py``).
     """
     fused = shape.layer_spec == "transformer_engine"
 

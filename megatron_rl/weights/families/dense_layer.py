@@ -9,7 +9,10 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def attention_entries(shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the entries of grouped-query attention and the norm before it; biases and q, k norms where it has them."""
+    """Return the entries of grouped-query attention and the norm before it.
+
+    Biases and norms of q and k are among them if the shape has these.
+    """
     fused = shape.layer_spec == "transformer_engine"
     norm = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
     entries = [
@@ -35,7 +38,7 @@ def attention_entries(shape: ModelShape) -> tuple[Entry, ...]:
 
 
 def dense_layer(shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the entries of a layer with one MLP, of gate, up and down."""
+    """Return the entries of a layer with one MLP: gate, up and down."""
     fused = shape.layer_spec == "transformer_engine"
     norm = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
     gate_up = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
@@ -64,7 +67,7 @@ def attention_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def dense_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of a layer's tensors, norms over the hidden state aside."""
+    """Return the sizes of a layer's tensors, except norms over the hidden state."""
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     return attention_sizes(shape) | {
         "mlp.gate_proj.weight": (ffn, hidden),

@@ -1,4 +1,4 @@
-"""The description of one family of models: how its config is read and refused, and how its tensors are called."""
+"""The description of a family of models: how its config is read and refused, and its tensors' names."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from megatron_rl.weights.model_shape import ModelShape
 
 
 def class_fields(config_class: type) -> set[str]:
-    """Return the fields of a config class of transformers; an object of it holds any others of its file too."""
+    """Return the fields of a transformers config class; its objects also hold a file's unknown fields."""
     renamed = config_class.attribute_map
     return {field.name for field in dataclasses.fields(config_class)} | renamed.keys() | set(renamed.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Holds Hugging Face's names of a family's mixture, below ``model.layers.<layer>.``.
+    """Holds the Hugging Face names of a family's mixture, below ``model.layers.<layer>.``.
 
     stacked: the last parts of the names of tensors that hold all experts of a layer in a file
         (weights/stacked.py).
     transposed: whether a stack holds the transposes of an expert's gate and up, or down, under
-        ``gate_up_proj`` and ``down_proj``; else an expert's slice of a stack is a tensor of its
-        own.
+        ``gate_up_proj`` and ``down_proj``. Otherwise an expert's slice of a stack is one tensor.
     """
 
     block: str
@@ -49,37 +48,39 @@ def never(_: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Describes one family, by transformers' ``model_type``. Where nothing else is said its layer is a plain Llama's.
+    """Describes one family, by transformers' ``model_type``. A field's default describes a plain Llama layer.
 
     ffn_field:    the config's field for the width of the MLP, or of one expert.
     experts:      the names of its mixture; None for a dense family.
-    reads:        the fields of a config.json that count here beside those of transformers' config
+    reads:        the fields of a config.json that are read beside those of transformers' config
                   class.
     refuse:       raises ConfigError for a config that asks for a feature that the model built here
                   lacks.
-    refuse_served: fields of a config.json and its path → raises ConfigError where vLLM would build
+    refuse_served: fields of a config.json and its path → raises ConfigError if vLLM would build
         another model.
-    engine_arguments: the fields of a config.json → the fields of vllm.EngineArgs by which vLLM
-        computes what they say.
-    counts_pads:  config → whether its module in transformers takes pads before a prompt for
-                  positions, so that none may be there.
+    engine_arguments: the fields of a config.json → the fields of vllm.EngineArgs that make vLLM
+        compute as those fields say.
+    counts_pads:  config → whether its module in transformers counts pads before a prompt as
+                  positions, so that there must be none.
     features:     config → the fields of ModelShape by which the family differs from a plain Llama.
-    layer:        shape → the entries of one decoder layer, its experts' aside. Megatron names are
+    layer:        shape → the entries of one decoder layer, except its experts'. Megatron names are
                   relative to ``decoder.layers.<local>.``, Hugging Face's to
                   ``model.layers.<layer>.``.
-    expert_layer: shape and number → the entries of one of this rank's experts, where they are not
-                  ``mixture_layer.expert_entries``'.
-    sizes:        shape → the sizes of a layer's Hugging Face tensors by the same names, norms over
-                  the hidden state aside; an expert's stand below ``expert.``.
-    first_layers: the entries of each of the first ``num_dense_layers`` layers of the shape, where
-        it has such.
+    expert_layer: shape and number → the entries of one of this rank's experts; None for
+        ``mixture_layer.expert_entries``.
+    sizes:        shape → the sizes of a layer's Hugging Face tensors by the same names, except
+                  norms over the hidden state; an expert's tensors have names below ``expert.``.
+    first_layers: shape → the entries of a layer without a mixture, in a family that has such
+        layers.
     last:         entries beside the final norm's weight, on the last stage.
     layer_fields: shape → the fields of Megatron-Core's TransformerConfig that its layers need
         beside the common ones.
     turns_partly: whether its module in transformers reads ``partial_rotary_factor``.
     turns_by_kind: whether its ``rope_parameters`` hold numbers for each kind of layer.
-    expert_adapters: whether adapters on its experts were shown (tests/equality/test_adapter.py).
-    bitwise:      whether ``rollout.bitwise`` was shown for it (tests/equality/test_bitwise.py).
+    expert_adapters: whether adapters on its experts were shown to work
+        (tests/equality/test_adapter.py).
+    bitwise:      whether ``rollout.bitwise`` was shown to work for it
+                  (tests/equality/test_bitwise.py).
     """
 
     model_type: str

@@ -1,4 +1,4 @@
-"""Gemma 3's text models (``gemma3_text``): norms around attention and MLP, windows and angles by the layer's kind."""
+"""Gemma 3's text models (``gemma3_text``): norms before and after attention and MLP, windows, angles by layer kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rl.weights.families.refusals import refuse_attention_bias
 from megatron_rl.weights.families.windows import windows_of
 from megatron_rl.weights.model_shape import ModelShape
 
-# Hugging Face's names of the norms behind by megatron_rl/model/post_norm.py's
+# Hugging Face's names of the norms after attention and MLP, by the names of megatron_rl/model/post_norm.py.
 _BEHIND = {
     "self_attention.post_norm.weight": "post_attention_layernorm.weight",
     "mlp.post_norm.weight": "post_feedforward_layernorm.weight",
@@ -21,7 +21,7 @@ _BEHIND = {
 
 
 def refuse(hf_config: Any) -> None:
-    """Raise ConfigError for soft-capping, attention to what follows, biases or another activation."""
+    """Raise ConfigError for soft-capping, attention to later tokens, biases or another activation."""
     refuse_attention_bias(hf_config)
     if hf_config.hidden_activation != "gelu_pytorch_tanh":
         raise ConfigError(
@@ -36,12 +36,15 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the norms, the embedding's factor, gelu, and the layers' windows."""
+    """Return the ModelShape fields for the norms, the embedding's factor, gelu, and the layers' windows."""
     return dict(qk_norm=True, sandwich_norms=True, scaled_embedding=True, gelu=True, windows=windows_of(hf_config))
 
 
 def layer(shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the entries of a layer: a Llama layer's, its norm before the MLP by Gemma's name, and the norms behind."""
+    """Return the entries of a layer: a Llama layer's, with another name of one norm, and two norms more.
+
+    The norm before the MLP has Gemma's name. The other two norms stand after attention and MLP.
+    """
     before = (
         dataclasses.replace(entry, hf=("pre_feedforward_layernorm.weight",))
         if entry.hf == ("post_attention_layernorm.weight",)

@@ -26,7 +26,10 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return biases on q, k and v (never on the output's projection), norms of q and k, and the mixture's sizes."""
+    """Return the ModelShape fields for biases, norms of q and k, and the mixture's sizes.
+
+    Biases are on q, k and v, never on the output's projection.
+    """
     return dict(
         qkv_bias=hf_config.attention_bias,
         qk_norm=hf_config.use_qk_norm,

@@ -38,10 +38,10 @@ def refuse(hf_config: Any) -> None:
 
 
 def refuse_served(fields: Mapping[str, Any], path: str) -> None:
-    """Raise ConfigError: vLLM was run on it and has not given transformers' log-probs.
+    """Raise ConfigError: under vLLM the model's log-probs were not transformers'.
 
-    vLLM 0.32's CPU build takes every weight (``models/gpt_oss.py``); the cause is not found. It
-    also reads neither ``swiglu_limit`` (7.0 there) nor ``rms_norm_eps`` (1e-5) nor ``layer_types``
+    vLLM 0.32's CPU build takes every weight (``models/gpt_oss.py``); the cause is not found. vLLM
+    also does not read ``swiglu_limit`` (it uses 7.0), ``rms_norm_eps`` (1e-5) and ``layer_types``
     (every second layer).
     """
     raise ConfigError(
@@ -51,7 +51,7 @@ def refuse_served(fields: Mapping[str, Any], path: str) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return biases, sinks, the layers' windows, the bound of the activations and the sizes of the mixture."""
+    """Return the ModelShape fields for biases, sinks, windows, the activations' bound and the mixture's sizes."""
     return dict(
         qkv_bias=True,
         linear_bias=True,
@@ -79,7 +79,7 @@ def layer(shape: ModelShape) -> tuple[Entry, ...]:
 
 
 def expert_layer(shape: ModelShape, expert: int) -> tuple[Entry, ...]:
-    """Return the entries of one of this rank's experts, slices of the stacks; modules as in ``expert_entries``."""
+    """Return the entries of one of this rank's experts, slices of stacks; modules as in ``expert_entries``."""
     grouped = shape.layer_spec == "transformer_engine"
 
     def entry(linear: str, kind: str, name: str, layout: Layout) -> Entry:
@@ -97,7 +97,7 @@ def expert_layer(shape: ModelShape, expert: int) -> tuple[Entry, ...]:
 
 
 def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of a layer's tensors, norms over the hidden state and biases of its width aside."""
+    """Return the sizes of a layer's tensors, except norms over the hidden state and biases of its width."""
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     return attention_sizes(shape) | {
         "self_attn.sinks": (shape.num_heads,),
@@ -110,9 +110,9 @@ def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def layer_fields(shape: ModelShape) -> dict[str, Any]:
-    """Return TransformerConfig's fields: a softmax over the chosen, biases, sinks, (up + 1) beside the gate.
+    """Return TransformerConfig's fields: a softmax over the chosen experts, biases, sinks, (up + 1) beside the gate.
 
-    The gate's activation is model/gpt_oss.py's.
+    The gate's activation is in model/gpt_oss.py.
     """
     return softmax_router(shape) | dict(
         add_bias_linear=True,

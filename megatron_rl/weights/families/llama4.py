@@ -1,7 +1,7 @@
-"""Llama 4's text models (``llama4_text``): attention in chunks or without positions, one expert by a sigmoid's score.
+"""Llama 4's text models (``llama4_text``): attention in chunks or without positions, one expert by a sigmoid score.
 
-The router's score multiplies the one expert's input, and not its output; a shared expert stands
-beside it.
+The router's score multiplies the one expert's input, not its output. A shared expert runs beside
+it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the kinds of the layers, by their numbers, and the sizes of the mixture."""
+    """Return the ModelShape fields for the kinds of the layers, by their numbers, and the sizes of the mixture."""
     layers = range(hf_config.num_hidden_layers)
     dense = tuple(layer for layer in layers if layer not in hf_config.moe_layers)
     return dict(
@@ -112,7 +112,7 @@ def one_mlp_layer(shape: ModelShape) -> tuple[Entry, ...]:
 
 
 def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of a layer's tensors of either kind, norms over the hidden state aside."""
+    """Return the sizes of the tensors of layers of both kinds, except norms over the hidden state."""
     hidden = shape.hidden_size
     widths = {
         "feed_forward.": shape.dense_ffn_hidden_size,
@@ -147,19 +147,19 @@ def layer_fields(shape: ModelShape) -> dict[str, Any]:
 
 
 def engine_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the argument that turns the scale by position on or off, as config.json says.
+    """Return vLLM's argument that turns the query's scale by position on or off, as config.json says.
 
-    vLLM (0.32.0 ``models/llama4.py``) has it on for a max_model_len above 32,768 alone, unless the
+    vLLM (0.32.0 ``models/llama4.py``) turns it on only for a max_model_len above 32,768, unless the
     generation config says otherwise.
     """
     return {"override_generation_config": {"attn_temperature_tuning": fields.get("attn_temperature_tuning", True)}}
 
 
 def counts_pads(hf_config: Any) -> bool:
-    """Return whether there is a scale by position.
+    """Return whether the query is scaled by position.
 
-    It counts the tokens of the cache, whatever the mask and the positions given (transformers 5.19
-    ``Llama4TextAttention.forward``).
+    The scale counts the tokens of the cache, whatever the mask and the positions given
+    (transformers 5.19 ``Llama4TextAttention.forward``).
     """
     return bool(hf_config.attn_temperature_tuning)
 

@@ -15,7 +15,7 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the layers' windows."""
+    """Return the ModelShape fields for the layers' windows."""
     return dict(windows=windows_of(hf_config))
 
 

@@ -1,4 +1,4 @@
-"""Mixtral (``mixtral``): Mistral's attention, its MLP a mixture of experts whose weights add up to 1."""
+"""Mixtral (``mixtral``): Mistral's attention, and a mixture of experts whose weights add up to 1 as its MLP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the layers' windows and the sizes of the mixture."""
+    """Return the ModelShape fields for the layers' windows and the sizes of the mixture."""
     return dict(
         windows=windows_of(hf_config),
         num_experts=hf_config.num_local_experts,

@@ -11,10 +11,10 @@ from megatron_rl.weights.model_shape import ModelShape
 
 
 def mixture_layer(names: ExpertNames, shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the entries of a layer with a router; its experts' are ``expert_entries``'.
+    """Return the entries of a layer with a router, without its experts (``expert_entries``).
 
-    A router reads the normed state too, so Transformer Engine's spec fuses no norm into the experts
-    (0.16.1 ``gpt_layer_specs.py``).
+    The router reads the normed state too, so Transformer Engine's spec fuses no norm into the
+    experts (0.16.1 ``gpt_layer_specs.py``).
     """
     return (
         *attention_entries(shape),
@@ -26,9 +26,9 @@ def mixture_layer(names: ExpertNames, shape: ModelShape) -> tuple[Entry, ...]:
 def expert_entries(names: ExpertNames, shape: ModelShape, expert: int) -> tuple[Entry, ...]:
     """Return the entries of one of this rank's experts, with names as in ``mixture_layer``.
 
-    The torch spec makes an MLP of each (0.16.1 and 0.19.2 ``moe/experts.py`` SequentialMLP),
-    Transformer Engine's makes one grouped linear of all, with a weight per expert (TEGroupedMLP;
-    run on a stand-in, not on a GPU).
+    The torch spec makes each expert an MLP (0.16.1 and 0.19.2 ``moe/experts.py`` SequentialMLP).
+    Transformer Engine's spec makes one grouped linear of all experts, with a weight per expert
+    (TEGroupedMLP; run on a stand-in, not on a GPU).
     """
     within = f"{names.block}.experts.{{expert}}"
     grouped = shape.layer_spec == "transformer_engine"
@@ -44,7 +44,7 @@ def expert_entries(names: ExpertNames, shape: ModelShape, expert: int) -> tuple[
 
 
 def mixture_sizes(names: ExpertNames, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of a layer's tensors, norms over the hidden state aside."""
+    """Return the sizes of a layer's tensors, except norms over the hidden state."""
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     return attention_sizes(shape) | {
         f"{names.block}.gate.weight": (shape.num_experts, hidden),

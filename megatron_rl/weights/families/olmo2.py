@@ -1,4 +1,4 @@
-"""OLMo 2 (``olmo2``): norms behind attention and MLP, none before them, and over the whole of q and of k."""
+"""OLMo 2 (``olmo2``): norms after attention and MLP, none before them, and norms over the whole of q and of k."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_rl.weights.families.family import Family
 from megatron_rl.weights.families.refusals import refuse_attention_bias, refuse_other_layers
 from megatron_rl.weights.model_shape import ModelShape
 
-# megatron_rl/model/post_norm.py's names beside Hugging Face's
+# megatron_rl/model/post_norm.py's names, with Hugging Face's.
 _NORMS = {
     "self_attention.post_norm.weight": ("post_attention_layernorm.weight", Layout.REPLICATED),
     "mlp.post_norm.weight": ("post_feedforward_layernorm.weight", Layout.REPLICATED),
@@ -26,7 +26,7 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return norms behind attention and MLP."""
+    """Return the ModelShape fields for norms after attention and MLP."""
     return dict(post_norms=True)
 
 
@@ -38,7 +38,7 @@ def post_norm_layer(shape: ModelShape) -> tuple[Entry, ...]:
 
 
 def post_norm_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of a layer's tensors, norms over the hidden state aside."""
+    """Return the sizes of a layer's tensors, except norms over the hidden state."""
     return dense_sizes(shape) | {
         "self_attn.q_norm.weight": (shape.num_heads * shape.head_dim,),
         "self_attn.k_norm.weight": (shape.num_kv_heads * shape.head_dim,),

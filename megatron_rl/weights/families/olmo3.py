@@ -1,4 +1,4 @@
-"""OLMo 3 (``olmo3``): OLMo 2's layer, three of four with a sliding window, rotary angles by the layer's kind."""
+"""OLMo 3 (``olmo3``): OLMo 2's layer; three of four layers have a sliding window; rotary angles by layer kind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return norms behind attention and MLP, and the layers' windows."""
+    """Return the ModelShape fields for norms after attention and MLP, and for the layers' windows."""
     return dict(post_norms=True, windows=windows_of(hf_config))
 
 

@@ -25,7 +25,7 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the layers' windows."""
+    """Return the ModelShape fields for the layers' windows."""
     return dict(windows=windows_of(hf_config))
 
 
@@ -38,7 +38,7 @@ def joined_layer(shape: ModelShape) -> tuple[Entry, ...]:
 
 
 def joined_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of a layer's tensors, norms over the hidden state aside."""
+    """Return the sizes of a layer's tensors, except norms over the hidden state."""
     return dense_sizes(shape) | {
         _JOINED[Layout.QKV]: ((shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, shape.hidden_size),
         _JOINED[Layout.GATE_UP]: (2 * shape.ffn_hidden_size, shape.hidden_size),

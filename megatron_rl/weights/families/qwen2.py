@@ -15,7 +15,7 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return biases on q, k and v, and the layers' windows."""
+    """Return the ModelShape fields for biases on q, k and v, and the layers' windows."""
     return dict(qkv_bias=True, windows=windows_of(hf_config))
 
 

@@ -16,7 +16,7 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return norms of q and k, and the layers' windows."""
+    """Return the ModelShape fields for norms of q and k, and the layers' windows."""
     return dict(qk_norm=True, windows=windows_of(hf_config))
 
 

@@ -1,4 +1,4 @@
-"""Qwen3's mixtures of experts (``qwen3_moe``): Qwen3's attention, every MLP a mixture without a shared expert."""
+"""Qwen3's mixtures of experts (``qwen3_moe``): Qwen3's attention; every MLP is a mixture without a shared expert."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return norms of q and k, windows, the mixture's sizes, and whether its weights are left unnormalised."""
+    """Return the ModelShape fields for norms of q and k, windows, and the mixture's sizes and weights.
+
+    ``router_pre_softmax``: whether the experts' weights are left unnormalised.
+    """
     return dict(
         qk_norm=True,
         windows=windows_of(hf_config),

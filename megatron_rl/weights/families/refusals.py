@@ -1,4 +1,4 @@
-"""Refusals that several families share: features that a layer built here lacks, each by its config's field."""
+"""The refusals that several families share: features that a layer built here lacks, by the config's field."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megatron_rl.errors import ConfigError, quoted
 def refuse_other_layers(hf_config: Any, *, windows: bool = False) -> None:
     """Raise ConfigError unless every layer has full attention and silu in its MLP.
 
-    windows: whether layers may have a sliding window; their kinds are ``windows.windows_of``'s to
-        check then.
+    windows: whether layers may have a sliding window; ``windows.windows_of`` then checks the
+        layers' kinds.
     """
     family, fields = hf_config.model_type, hf_config.to_dict()
     if hf_config.hidden_act != "silu":
@@ -21,7 +21,7 @@ def refuse_other_layers(hf_config: Any, *, windows: bool = False) -> None:
 
 
 def refuse_other_masks(hf_config: Any) -> None:
-    """Raise ConfigError unless attention is causal; transformers' masks read the field for every family."""
+    """Raise ConfigError unless attention is causal; transformers' masks read this field in every family."""
     if (causal := hf_config.to_dict().get("is_causal", True)) is not True:
         raise ConfigError(
             f"is_causal={quoted(causal)} of {hf_config.model_type} is not supported; only causal attention is"
@@ -29,7 +29,7 @@ def refuse_other_masks(hf_config: Any) -> None:
 
 
 def refuse_attention_bias(hf_config: Any) -> None:
-    """Raise ConfigError where the projections of attention, the output's too, carry biases."""
+    """Raise ConfigError if the projections of attention, including the output's, have biases."""
     if hf_config.attention_bias:
         raise ConfigError(
             f"a {hf_config.model_type} model with attention_bias is not supported: its output projection carries a "

@@ -1,4 +1,4 @@
-"""The families by name, each imported where a model is of it, and the parts that other families would need."""
+"""The families by name, each imported only for a model of it, and the parts that other families would need."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.weights.families.family import ExpertNames, Family
 
-PREFIX = "bridge:"  # before a model_type: the family as Megatron-Bridge describes it, beside one of ours
+# prefix of a model_type that names Megatron-Bridge's description of a family, beside the one built here
+PREFIX = "bridge:"
 BUILT = (
     *("qwen2", "qwen3", "llama", "mistral", "phi3", "olmo2", "olmo3", "gemma3_text"),
     *("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "llama4_text"),
@@ -51,17 +52,17 @@ def import_family(model_type: str) -> Family:
 
 
 class Families(Mapping[str, Family]):
-    """Maps names to the families built here, each imported once it is asked for, and finds described ones by name.
+    """Maps names to the families built here, importing each on demand, and finds described families by name.
 
-    A described family (``describe``) is none of the items: what is listed, counted or asked for
-    with ``in`` is built here.
+    A described family (``describe``) is not among the items: listing, counting and ``in`` cover
+    only the families built here.
     """
 
     def __init__(self) -> None:
         self._described: dict[str, Family] = {}
 
     def describe(self, family: Family) -> None:
-        """Keep a family of Megatron-Bridge's, under its name with ``PREFIX``; the last description counts."""
+        """Keep a family that Megatron-Bridge describes, under its name with ``PREFIX``; the last description counts."""
         assert family.model_type.startswith(PREFIX), family.model_type
         self._described[family.model_type] = family
 
@@ -79,7 +80,7 @@ class Families(Mapping[str, Family]):
 
 
 FAMILIES = Families()
-# Other names of a family's model_type, which transformers has no class for.
+# Other names of a family's model_type, for which transformers has no class.
 ALIASES = {"kimi_k2": "deepseek_v3"}
 _DELTA = (
     "the gated delta net of three layers in four: Megatron-Core 0.16.1's GatedDeltaNet (ssm/gated_delta_net.py) raises "
@@ -89,8 +90,8 @@ _DELTA = (
 )
 _GATED_ATTENTION = "gates on attention's output, norms that multiply by 1 + weight"
 _SHARED_GATE = "a gate of the shared expert"
-# Features that a layer of Megatron-Core 0.16.1 and 0.19.2 (read: transformer_config.py,
-# transformer_layer.py, dot_product_attention.py) or the model built here lacks; models as in transformers 5.19.
+# Features that Megatron-Core 0.16.1 and 0.19.2 lack in a layer (read: transformer_config.py, transformer_layer.py,
+# dot_product_attention.py), or that the model built here lacks; models as in transformers 5.19.
 MISSING = {
     "gemma": "norms before attention and MLP alone that multiply by 1 + weight; the rest is built (gemma3_text)",
     "gemma2": "soft-capped attention scores (attn_logit_softcapping) and logits (final_logit_softcapping); the rest is "
@@ -121,7 +122,7 @@ def stacking(family: object) -> ExpertNames | None:
 
 
 def check_family(family: object, where: str) -> None:
-    """Raise ConfigError, naming the missing parts, where ``family`` (a config's ``model_type``) is not in FAMILIES."""
+    """Raise ConfigError, naming the missing parts, if ``family`` (a config's ``model_type``) is not in FAMILIES."""
     if ALIASES.get(str(family), str(family)) not in FAMILIES:
         missing = f"; missing for {family}: {MISSING[family]}" if str(family) in MISSING else ""
         raise ConfigError(f"{where} holds a {quoted(family)} model; this version builds {', '.join(FAMILIES)}{missing}")

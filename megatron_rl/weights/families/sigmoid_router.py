@@ -1,9 +1,9 @@
-"""A mixture under a sigmoid router with a correction bias, shared experts beside it and dense layers before it.
+"""A mixture under a sigmoid router with a correction bias, with shared experts, and with dense layers before it.
 
-The router of DeepSeek-V3 (arXiv 2412.19437, eq. 12 to 16), which GLM-4.5 has too: an expert's score
-is the sigmoid of its logit in float32; the k highest of score + bias are chosen, in the highest
-groups of experts alone where there are groups; their scores without the bias, divided by their sum
-and multiplied by a factor, are their weights.
+The router is DeepSeek-V3's (arXiv 2412.19437, eq. 12 to 16); GLM-4.5 has it too. An expert's score
+is the sigmoid of its logit in float32. The experts with the k highest values of score + bias are
+chosen; with groups of experts, only from the highest groups. A chosen expert's weight is its score
+without the bias, divided by the sum of the chosen scores and multiplied by a factor.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ EXPERTS = ExpertNames(block="mlp", gate="gate_proj", up="up_proj", down="down_pr
 
 
 def refuse_other_routers(hf_config: Any) -> None:
-    """Raise ConfigError for a choice of experts or weights of them that Megatron-Core's router does not compute.
+    """Raise ConfigError for a choice or a weighting of experts that Megatron-Core's router does not compute.
 
     0.16.1 ``moe/moe_utils.py``: ``topk_routing_with_score_function`` divides the weights by their
-    sum wherever there are several, and ``group_limited_topk`` ranks a group by its k // groups best
-    experts, transformers by its two best.
+    sum if there are several. ``group_limited_topk`` ranks a group by its k // groups best experts;
+    transformers ranks it by its two best.
     """
     family, chosen = hf_config.model_type, hf_config.num_experts_per_tok
     if hf_config.norm_topk_prob != (chosen > 1):
@@ -101,7 +101,7 @@ def sigmoid_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 def sigmoid_router(shape: ModelShape) -> dict[str, Any]:
     """Return TransformerConfig's fields of such a mixture.
 
-    The bias is Megatron-Core's buffer; model/build.py keeps it what the checkpoint holds.
+    The bias is Megatron-Core's buffer; model/build.py keeps the checkpoint's value in it.
     """
     by_layer = [int(layer >= shape.num_dense_layers) for layer in range(shape.num_layers)]
     return dict(

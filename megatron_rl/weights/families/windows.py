@@ -1,4 +1,4 @@
-"""Sliding windows by a config's ``sliding_window`` and ``layer_types``, as transformers' masks have them."""
+"""The sliding windows of a config's ``sliding_window`` and ``layer_types``, as transformers' masks have them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def windows_of(hf_config: Any) -> tuple[int, ...]:
-    """Return ModelShape's ``windows``: by ``layer_types``, or alike in all layers of a config without it.
+    """Return ModelShape's ``windows``: by ``layer_types``, or the same for all layers of a config without it.
 
-    A window at least as wide as ``max_position_embeddings`` leaves nothing out: such a model has
-    none. Raises ConfigError for another kind of layer, or a window below one token.
+    A window at least as wide as ``max_position_embeddings`` hides nothing: such a model has none.
+    Raises ConfigError for another kind of layer, or a window below one token.
 
     Example: sliding_window 4, layer_types sliding, full: (4, 0).
     """

@@ -1,5 +1,5 @@
-"""Reads the bash of launch scripts without running it: what a command would be given, as far as that is known.
+"""The reader of launch scripts in bash, without running them: it finds commands' arguments as far as they are known.
 
-No library does so: bashlex (GPL, last release 2023) and tree-sitter's grammar parse, and end where
-expansion begins.
+No library does so: bashlex (GPL, last release 2023) and tree-sitter's grammar parse, but do not
+expand.
 """

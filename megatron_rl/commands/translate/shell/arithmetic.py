@@ -1,4 +1,4 @@
-"""Computes bash's arithmetic: whole numbers of 64 bits, with C's operators, and division towards zero."""
+"""The arithmetic of bash: 64-bit whole numbers, C's operators, and division towards zero."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _LEVELS = ("||", "&&", "|", "^", "&", "== !=", "< > <= >=", "<< >>", "+ -", "* /
 
 
 class NotComputed(Exception):
-    """Says that an expression is none of these, divides by zero or needs a value that is not known."""
+    """Says that an expression is unsupported, divides by zero or needs a value that is not known."""
 
 
 def computed(text: str, value_of: Callable[[str], int]) -> int:
     """Return the value of an expression without assignments.
 
-    value_of: → the number of a variable; it raises NotComputed where that is not known. Example:
-        ``1024 * (2 + k)``
-    with k = 6 is 8192.
+    value_of: returns the number of a variable; raises NotComputed if it is not known.
+
+    Example: ``1024 * (2 + k)`` with k = 6 is 8192.
     """
     parser = _Parser(text, value_of)
     found = parser.choice()
@@ -150,7 +150,7 @@ class _Parser:
 
 
 def number(text: str) -> int:
-    """Return bash's whole number: decimal, 0x and 0 before hexadecimal and octal digits, or base#digits."""
+    """Return bash's whole number: decimal, hexadecimal after 0x, octal after 0, or base#digits."""
     text = text.strip()
     sign = -1 if text[:1] == "-" else 1
     digits = text.lstrip("+-") if text[1:2] not in ("+", "-") else ""

@@ -1,4 +1,4 @@
-"""Decides ``[ … ]``, ``[[ … ]]``, ``((…))`` and ``case`` where their values are known. Files are never looked at."""
+"""The decision of ``[ … ]``, ``[[ … ]]``, ``((…))`` and ``case`` if their values are known; files are never read."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _OF_FILES = tuple(f"-{letter}" for letter in "abcdefghkprstuwxGLNOSt")
 class Term:
     """Holds a word of a condition.
 
-    pattern: the word as a pattern of ``fnmatch``, where it may be one. operator: whether it is
-        bash's, unquoted.
+    pattern: the word as a pattern of ``fnmatch``, used if the operator takes a pattern.
+    operator: whether the word is an unquoted operator.
     """
 
     value: Value
@@ -36,14 +36,14 @@ class Term:
 
 
 def decided(terms: Sequence[Term]) -> bool | None:
-    """Return whether a condition holds; None if that depends on what is not known, or on files."""
+    """Return whether a condition holds; None if it depends on unknown values, or on files."""
     parser = _Parser(terms)
     found = parser.any_of()
     return found if parser.at == len(terms) and parser.depth < MOST_NESTED else None
 
 
 def matches(value: Value, pattern: Value) -> bool | None:
-    """Return whether a text has the form of a pattern; None if one of them is not known."""
+    """Return whether a text matches a pattern; None if one of them is not known."""
     return None if value.depends or pattern.depends else fnmatch.fnmatchcase(value.text, pattern.text)
 
 
@@ -73,7 +73,7 @@ class _Parser:
 
     def one(self) -> bool | None:
         left = len(self.terms) - self.at
-        if self.depth >= MOST_NESTED:  # and stays there: the whole is not decided
+        if self.depth >= MOST_NESTED:  # the depth stays, so that the whole is not decided
             return None
         if left >= 3 and self.is_operator(*_OF_TEXTS, *_COMPARE, "-nt", "-ot", "-ef", ahead=1):
             return self.comparison()

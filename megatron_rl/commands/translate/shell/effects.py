@@ -1,4 +1,4 @@
-"""Names what statements would set, without following them."""
+"""The assignments that statements would make, found without following the statements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CALCULATED = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)|(?:\+\+|-
 
 
 def effects_of(body: made.Body) -> list[str]:
-    """Return the assignments and settings of a body, as they are written, those of inner bodies too."""
+    """Return the assignments and settings of a body in their source form, those of inner bodies too."""
     settings: list[str] = []
     for statement in _all(body):
         if not isinstance(statement, made.Command):

@@ -1,8 +1,8 @@
-"""Expands words as bash does: variables, defaults, arithmetic, arrays, splitting. What is not known stays named.
+"""The expansion of words as bash does it: variables, defaults, arithmetic, arrays, splitting; unknown parts stay named.
 
-A variable that the script does not set is the environment's, and not known; HOME and PWD are.
-``${name:-default}`` of such a variable is the default, since that is what the script says for it.
-Files are never looked at.
+A variable that the script does not set is the environment's, and not known, except HOME and PWD.
+``${name:-default}`` of such a variable is the default, since the script itself gives it. Files are
+never looked at.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megatron_rl.commands.translate.shell.arithmetic import NotComputed, compute
 from megatron_rl.commands.translate.shell.words import MOST_WORD, Piece, TooLong, word_of
 from megatron_rl.errors import quoted
 
-MOST_DEEP = 30  # expansions within one another
-MOST_FIELDS = 10_000  # of a command or an array
-MOST_MATCHED = 256  # characters that a pattern is held against
+MOST_DEEP = 30  # the most expansions within one another
+MOST_FIELDS = 10_000  # the most fields of a command or an array
+MOST_MATCHED = 256  # the most characters that a pattern is matched against
 _INSIDE = re.compile(r"(\w+|[@*#?$!-])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
 _DEFAULTS = (":-", ":=", ":+", ":?", "-", "=", "+", "?")
 _BRACES = re.compile(r"\{([^{},]*(?:,[^{},]*)+)\}")
@@ -28,7 +28,7 @@ _BRACES = re.compile(r"\{([^{},]*(?:,[^{},]*)+)\}")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Holds an expanded text, and the expansions in it whose values are not known, which stand in it unexpanded.
+    """Holds an expanded text, and those expansions in it whose values are not known and which stay unexpanded.
 
     Example: ``run-$(date)`` is Value("run-$(date)", ("$(date)",)).
     """
@@ -53,10 +53,10 @@ def unknown(source: str) -> Value:
 
 @dataclass(slots=True)
 class Variables:
-    """Holds what is known while a script is read.
+    """Holds the variables that are known while a script is read.
 
-    positions: ``$1`` and further ones; ``num_positions`` is None where the script's own arguments
-        are not known.
+    positions: ``$1`` and further ones; ``num_positions`` is None if the script's own arguments are
+        not known.
     """
 
     values: dict[str, Held | None] = field(default_factory=dict)  # None: unset by the script
@@ -78,7 +78,7 @@ class Variables:
 class Expander:
     """Expands the words of one script.
 
-    substitute: → the output of ``$(…)``, by its text; None where that is not known.
+    substitute: returns the output of ``$(…)``, by its text; None if it is not known.
     """
 
     variables: Variables
@@ -86,7 +86,7 @@ class Expander:
     depth: int = 0
 
     def single(self, word: Sequence[Piece]) -> Value:
-        """Return a word's value where bash does not split, as in an assignment."""
+        """Return a word's value in a context in which bash does not split it, such as an assignment."""
         whole = Value("")
         for i, piece in enumerate(word):
             held = self.piece(piece, begins=i == 0)
@@ -94,7 +94,7 @@ class Expander:
         return whole
 
     def pattern(self, word: Sequence[Piece]) -> Value:
-        """Return a word as a pattern of ``fnmatch``, in which quoted characters stand for themselves."""
+        """Return a word as a pattern of ``fnmatch``, in which quoted characters match themselves."""
         whole = Value("")
         for piece in word:
             value = self.single([piece])
@@ -103,7 +103,7 @@ class Expander:
         return whole
 
     def fields(self, word: Sequence[Piece]) -> list[Value]:
-        """Return the words that a word becomes: none of an unquoted empty text, several of ``${a[@]}``."""
+        """Return the words that a word expands to: none for an unquoted empty text, several for ``${a[@]}``."""
         done: list[Value] = []
         for alternative in _without_braces(tuple(word)):
             current: Value | None = None
@@ -207,7 +207,7 @@ class Expander:
         return self._changed(held, rest, piece)
 
     def _held(self, name: str, index: str | None, piece: Piece) -> Held | None:
-        """Return what a parameter holds, None if it is not set or not known."""
+        """Return the value of a parameter; None if it is not set or not known."""
         variables = self.variables
         if name in ("@", "*"):
             positions = [variables.positions[key] for key in sorted(variables.positions, key=int)]
@@ -252,7 +252,10 @@ class Expander:
         return found
 
     def _changed(self, value: Value, rest: str, piece: Piece) -> Value:
-        """Return a value without a beginning or an end, in other letters, replaced in, or a part of it."""
+        """Return a value after the operator of ``${…}``.
+
+        The operator removes a prefix or suffix, changes case, replaces a part or cuts a part out.
+        """
         if value.depends or len(value.text) > MOST_MATCHED:
             return Value(piece.source, value.depends or (piece.source,))
         text = value.text
@@ -288,7 +291,7 @@ def joined(values: Sequence[Value]) -> Value:
 
 
 def _split(current: Value | None, text: str) -> list[Value | None]:
-    """Return the words that end in a text that bash splits, and last the one that goes on, None if none does."""
+    """Return the words that end within a text that bash splits, and last the unfinished word; None if there is none."""
     parts = text.split()
     if not parts:
         return [current, None] if current is not None and text else [current]
@@ -302,7 +305,7 @@ def _split(current: Value | None, text: str) -> list[Value | None]:
 
 
 def _without_braces(word: tuple[Piece, ...]) -> list[tuple[Piece, ...]]:
-    """Return the words of ``a{b,c}``; the braces stand in one unquoted part."""
+    """Return the words of ``a{b,c}``; the braces must lie in one unquoted part."""
     done, waiting = [], [word]
     while waiting:
         each = waiting.pop(0)
@@ -343,7 +346,7 @@ def _replaced(text: str, operator: str, pattern: str, new: str) -> str:
 
 
 def path_of(program: str, argument: str, folder: str) -> str | None:
-    """Return what ``dirname``, ``basename``, ``realpath`` or ``cd`` makes of a path; None for another program."""
+    """Return the path that ``dirname``, ``basename``, ``realpath`` or ``cd`` gives; None for another program."""
     match program:
         case "dirname":
             return os.path.dirname(argument.rstrip("/")) or "."

@@ -1,8 +1,8 @@
-"""Follows a script from its first line: variables are kept, conditions decided, and nothing is run.
+"""The reading of a script from its first line: variables are kept, conditions decided, and nothing is run.
 
-A branch is followed where its condition is known. Another one is not: what it would set is named in
-a ``Branch``, and what was set before it stands, unless each of its sides would change it. A program
-is taken to succeed.
+A branch is followed if its condition is known. Otherwise its settings are named in a ``Branch``,
+and earlier values stay, unless each side of the branch would change them. A program is taken to
+succeed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megatron_rl.commands.translate.shell.expansion import (
 )
 from megatron_rl.commands.translate.shell.words import ScriptError, Token, TooLong
 
-MOST_STEPS = 20_000  # statements that are followed
-MOST_CALLS = 20  # functions within one another
+MOST_STEPS = 20_000  # the most statements that are followed
+MOST_CALLS = 20  # the most function calls within one another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Names what stands under a condition that is not known: ``holds`` are its settings, as they are written."""
+    """Names a branch whose condition is not known. ``holds``: its settings, in their source form."""
 
     condition: str
     line: int
@@ -49,11 +49,11 @@ class Call:
 
 @dataclass(slots=True, kw_only=True)
 class Script:
-    """Holds what is known of a script: the programs that it calls in order, and the branches that were not taken."""
+    """Holds the known parts of a script: the programs that it calls, in order, and the branches that were not taken."""
 
     calls: list[Call] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)  # ``source env.sh`` and ``eval``, as they are written
+    unread: list[str] = field(default_factory=list)  # ``source env.sh`` and ``eval``, in their source form
 
 
 class _Status(enum.Enum):
@@ -71,10 +71,10 @@ class _Break(_End): ...
 
 
 def read_script(text: str, path: str, values: Mapping[str, str]) -> Script:
-    """Return what a script calls. Raises ScriptError for what cannot be read, TooLong for what would grow.
+    """Return the calls of a script. Raises ScriptError for an unreadable script, TooLong for a value that would grow.
 
-    path: of the script, for ``$0``. values: of variables, and of ``1`` and further arguments, by
-        name.
+    path: the script's path, for ``$0``.
+    values: of variables, and of ``1`` and further arguments, by name.
     """
     variables = Variables(positions={name: Value(value) for name, value in values.items() if name.isdigit()})
     fixed = {"HOME": os.path.expanduser("~"), "PWD": os.getcwd(), "0": path, "BASH_SOURCE": path}
@@ -204,7 +204,7 @@ class _Reader:
         return _Status.YES
 
     def leave(self, condition: str, line: int, bodies: Sequence[made.Body], *, exhaustive: bool) -> None:
-        """Note what bodies would set, none of which is followed; forget what every one of them changes."""
+        """Record the settings of bodies that are not followed; forget the variables that all of them change."""
         holds = tuple(dict.fromkeys(each for body in bodies for each in effects_of(body)))
         if holds:
             self.script.branches.append(Branch(condition=condition, line=line, holds=holds))
@@ -238,6 +238,7 @@ class _Reader:
         values[assignment.name] = value
 
     def command(self, command: made.Command) -> _Status:
+        # A command without words only sets variables.
         if not command.words:
             for assignment in command.assignments:
                 self.assign(assignment)
@@ -249,6 +250,7 @@ class _Reader:
         if not words:
             return _Status.YES
         name = words[0].text
+        # Words of bash itself.
         match name:
             case "exit" | "exec" if name == "exit" or len(words) == 1:
                 raise _End
@@ -269,6 +271,7 @@ class _Reader:
             case "source" | "." | "eval":
                 self.script.unread.append(" ".join(value.text for value in words))
                 return _Status.PROGRAM
+        # Functions of the script, then programs.
         if name in self.functions:
             return self.call(self.functions[name], words[1:])
         if name in READS:
@@ -290,7 +293,7 @@ class _Reader:
             variables.num_positions = max(0, variables.num_positions - by)
 
     def terms(self, tokens: Sequence[Token]) -> list[Term]:
-        """Return the words of ``[ … ]``, whose unquoted variables are split and whose texts are no patterns."""
+        """Return the words of ``[ … ]``: unquoted variables are split, and texts are no patterns."""
         terms = []
         for token in tokens:
             plain = all(piece.kind == "text" for piece in token.pieces)
@@ -321,7 +324,7 @@ class _Reader:
             variables.positions, variables.num_positions = before
 
     def output_of(self, text: str) -> Value | None:
-        """Return the output of ``$(…)`` where that is a matter of paths or of ``echo``; None for any other command."""
+        """Return the output of ``$(…)`` if it only handles paths or is an ``echo``; None for any other command."""
         try:
             body = made.statements_of(text)
         except ScriptError:

@@ -1,4 +1,4 @@
-"""Makes statements of a script's tokens: commands, lists, branches, loops, functions. Nothing is followed here."""
+"""The statements made of a script's tokens: commands, lists, branches, loops, functions. Nothing is followed here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Holds a simple command; one without words sets variables."""
+    """Holds a simple command; a command without words sets variables."""
 
     assignments: tuple[Assignment, ...]
     words: tuple[Token, ...]
@@ -36,7 +36,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Test:
-    """Holds ``[[ … ]]``, of words and operators."""
+    """Holds ``[[ … ]]`` as words and operators."""
 
     tokens: tuple[Token, ...]
     line: int
@@ -52,7 +52,7 @@ class Calculation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Holds commands behind ``&&`` and ``||``, the first one's operator an empty text, or piped into one another."""
+    """Holds commands joined by ``&&``, ``||`` or a pipe; each part has the operator before it, "" for the first."""
 
     parts: tuple[tuple[str, Statement], ...]
     line: int
@@ -75,7 +75,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class If:
-    """Holds conditions with their bodies; the last body without a condition is ``else``."""
+    """Holds conditions with their bodies; a last body without a condition is ``else``."""
 
     branches: tuple[tuple[Body | None, Body], ...]
     sources: tuple[str, ...]
@@ -91,7 +91,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """Holds a loop; ``words`` of ``for name in words``, None of any other loop, whose head is ``source``."""
+    """Holds a loop. ``words``: of ``for name in words``; None for any other loop, whose head is ``source``."""
 
     name: str
     words: tuple[Token, ...] | None
@@ -112,7 +112,7 @@ Body = tuple[Statement, ...]
 
 
 def statements_of(script: str) -> Body:
-    """Return the statements of a script. Raises ScriptError for what is no bash, or not of these forms."""
+    """Return the statements of a script. Raises ScriptError for text that is no bash, or not of these forms."""
     parser = _Parser(tokens_of(script))
     body = parser.body(())
     if parser.token.kind != "end":
@@ -121,7 +121,7 @@ def statements_of(script: str) -> Body:
 
 
 def declared(token: Token) -> Assignment | None:
-    """Return the assignment of a word of ``export``; None of a bare name or an option."""
+    """Return the assignment in a word of ``export``; None for a bare name or an option."""
     found = _ASSIGNMENT.match(token.text) if token.kind in ("word", "array") else None
     return _assignment(token, found) if found else None
 
@@ -165,7 +165,7 @@ class _Parser:
             self.take()
 
     def body(self, ends: Sequence[str]) -> Body:
-        """Return the statements up to a word of ``ends`` or what no statement begins with."""
+        """Return the statements up to a word of ``ends``, or up to a token that begins no statement."""
         statements: list[Statement] = []
         while True:
             while self.is_operator("\n", ";", "&"):
@@ -349,7 +349,7 @@ def _assignment(token: Token, match: re.Match[str]) -> Assignment:
             items=token.items,
             source=f"{token.text}({source_of(token.items)})",
         )
-    while length and pieces and pieces[0].kind == "text" and not pieces[0].quoted:  # what stands up to the =
+    while length and pieces and pieces[0].kind == "text" and not pieces[0].quoted:  # the text up to the =
         rest = pieces[0].text[length:]
         length -= min(length, len(pieces[0].text))
         pieces = [Piece("text", rest, False), *pieces[1:]] if rest else pieces[1:]

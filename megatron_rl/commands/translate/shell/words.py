@@ -1,7 +1,7 @@
-"""Cuts a script into tokens: words with their quotes and expansions, operators, arrays. Nothing is expanded here.
+"""The tokens of a script: words with their quotes and expansions, operators, arrays. Nothing is expanded here.
 
-The grammar is bash's as launch scripts use it. Texts of here-documents are left out. What is not
-closed, or longer than MOST_WORD, is a ScriptError with its line.
+The grammar is bash's, as launch scripts use it. Texts of here-documents are left out. An unclosed
+construct, or one longer than MOST_WORD, is a ScriptError with its line.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatron_rl.errors import ConfigError, quoted
 
-MOST_WORD = 2**13  # characters of a word, and of a variable's value
+MOST_WORD = 2**13  # the most characters of a word, and of a variable's value
 OPERATORS = [
     "&&",
     "||",
@@ -45,7 +45,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "e": "\x1b", "a": "\a", "b": "\b", 
 
 
 class ScriptError(ConfigError):
-    """Says what of a script cannot be read, and in which line."""
+    """Says which part of a script cannot be read, and in which line."""
 
     def __init__(self, line: int, why: str) -> None:
         super().__init__(f"line {line}: {why}")
@@ -59,8 +59,9 @@ class TooLong(Exception):
 class Piece:
     """Holds a part of a word.
 
-    kind: ``text``; ``parameter``, what stands in ``${…}``; ``arithmetic``, in ``$((…))``;
-        ``command``, in ``$(…)``.
+    kind: ``text``; ``parameter``, the content of ``${…}``; ``arithmetic``, of ``$((…))``;
+        ``command``, of ``$(…)``.
+
     Example: ``a="$b"`` is Piece("text", "a=", False), Piece("parameter", "b", True).
     """
 
@@ -70,7 +71,7 @@ class Piece:
 
     @property
     def source(self) -> str:
-        """Return the piece as a reader of the script would know it."""
+        """Return the piece as it stands in the script."""
         match self.kind:
             case "parameter":
                 return f"${self.text}" if _PARAMETER.fullmatch(self.text) else f"${{{self.text}}}"
@@ -88,7 +89,8 @@ class Token:
     kind: ``word``, ``operator``, ``array``, ``arithmetic`` or ``end``.
     text: the source of a word; the operator; ``name=`` or ``name+=`` of an array; what ``((…))``
         holds.
-    pieces: of a word. items: of an array.
+    pieces: of a word.
+    items: of an array.
     """
 
     kind: str
@@ -99,7 +101,10 @@ class Token:
 
 
 def closing(text: str, start: int, closer: str) -> int:
-    """Return where ``closer`` closes what was opened before ``start``; -1 if it never does. Quotes are respected."""
+    """Return where ``closer`` closes the construct opened before ``start``; -1 if it never does.
+
+    Quotes are respected.
+    """
     stack, at = [closer], start
     while at < len(text):
         top, char = stack[-1], text[at]
@@ -131,7 +136,7 @@ def tokens_of(script: str) -> list[Token]:
 
 
 def word_of(text: str, quoted: bool) -> tuple[Piece, ...]:
-    """Return the pieces of a text that stands where a word's part stands, as behind ``:-``."""
+    """Return the pieces of a text in the place of a word's part, such as after ``:-``."""
     lexer = _Lexer(text)
     pieces: list[Piece] = []
     while lexer.at < len(text):
@@ -149,7 +154,7 @@ def word_of(text: str, quoted: bool) -> tuple[Piece, ...]:
 class _Lexer:
     def __init__(self, script: str) -> None:
         self.script, self.at, self.line = script, 0, 1
-        self.documents: list[tuple[str, bool]] = []  # here-documents whose text begins behind this line
+        self.documents: list[tuple[str, bool]] = []  # here-documents whose text begins after this line
 
     def all(self) -> list[Token]:
         found: list[Token] = []
@@ -174,7 +179,7 @@ class _Lexer:
                 return
 
     def next(self, last: Token | None) -> Token | None:
-        """Return the next token, None at the end; ``last`` tells whether a command may begin here."""
+        """Return the next token, None at the end; ``last`` decides whether a command may begin here."""
         self.skip_blanks()
         while opening := re.compile(r"<<-?(?![<])").match(self.script, self.at):
             self.at = opening.end()
@@ -254,7 +259,7 @@ class _Lexer:
             pieces.append(Piece("text", text, quoted))
 
     def part(self, pieces: list[Piece]) -> None:
-        """Read a word's next part outside of double quotes."""
+        """Read a word's next part outside double quotes."""
         script, at = self.script, self.at
         match script[at]:
             case "\\":
