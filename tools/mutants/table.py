@@ -64,7 +64,7 @@ class Mutant:
     """Names one fault and the tests that should fail with it.
 
     file:    from the repository's root.
-    line:    the whole line as it stands there, without the space around it; it occurs once in the file.
+    line:    the line as it stands there, without the space around it or its comment; it occurs once in the file.
     becomes: the line in its place, at the same depth; "" takes it out.
     fault:   what is wrong then, in words.
     tests:   pytest's node ids or files, the quickest first.
@@ -85,7 +85,7 @@ class Mutant:
 
     def places(self, text: str) -> list[int]:
         """Numbers the lines of a file's text that are the mutant's, from 1."""
-        return [number for number, line in enumerate(text.splitlines(), 1) if line.strip() == self.line]
+        return [number for number, line in enumerate(text.splitlines(), 1) if _code(line) == _code(self.line)]
 
     def planted(self, text: str) -> str:
         """Gives the file's text with the fault in it. Raises LookupError where the line does not occur exactly once."""
@@ -96,8 +96,13 @@ class Mutant:
             )
         lines = text.splitlines(keepends=True)
         old = lines[places[0] - 1]
-        lines[places[0] - 1] = old.replace(self.line, self.becomes)
+        lines[places[0] - 1] = old.replace(old.strip(), self.becomes)
         return "".join(lines)
+
+
+def _code(line: str) -> str:
+    """Return a line without the space around it and the comment behind it."""
+    return line.strip().partition("  # ")[0]
 
 
 def read(root: pathlib.Path, mutant: Mutant) -> str:
