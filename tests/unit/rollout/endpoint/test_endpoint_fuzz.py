@@ -176,8 +176,9 @@ def test_a_session_ends_while_its_request_is_tokenized(inner, monkeypatch) -> No
         def ask():
             answers.append(asked(f"{base_url}/completions", {"prompt": row["question"]}))
 
-        threads.append(threading.Thread(target=ask))
-        threads[-1].start()
+        thread = threading.Thread(target=ask)  # agents run side by side: the list's last one may be another's
+        threads.append(thread)
+        thread.start()
         assert began.acquire(timeout=patient(60.0))
         return 1.0
 
