@@ -81,7 +81,10 @@ def _check_over(below: object, above: object, key: str = "") -> None:
         raise ConfigError(f"{key} is {quoted(below)} in one place and {quoted(above)} in another; write it once")
     if isinstance(below, str) and "${" in below and isinstance(above, dict) and above:
         name = next(iter(above))
-        raise ConfigError(f"{key}={quoted(below)} is taken as a whole, and {key}.{name} is set too; write {key} out")
+        raise ConfigError(
+            f"{key} is set by the interpolation {quoted(below)}, and {key}.{name} on its own; write the keys of {key} "
+            "out"
+        )
     if isinstance(below, dict) and isinstance(above, dict):
         for name in below.keys() & above.keys():
             _check_over(below[name], above[name], f"{key}.{name}".lstrip("."))

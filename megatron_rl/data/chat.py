@@ -173,9 +173,9 @@ def check_stays(
     if not rendered.startswith(os.path.commonprefix([plain, prompt])):
         named = ", ".join([*dict.fromkeys(f"a {message['role']}'s message" for message in messages), *beside])
         raise ConfigError(
-            f"{where}: the chat template writes the prompt ({named}) otherwise once a message of role "
-            f"{then[-1]['role']!r} follows the policy's turn, which has read it as it was; write tools and system "
-            "message into the user's text, answer a turn by role tool, or take a template that leaves them in place"
+            f"{where}: the chat template changes the prompt ({named}) once a message of role {then[-1]['role']!r} "
+            "follows, but the policy has already read it unchanged; write tools and system message into the user's "
+            "text, answer a turn by role tool, or use a template that leaves them in place"
         )
 
 

@@ -26,9 +26,7 @@ from megatron_rl.errors import PeerError, RunError, shortened
 SETTLE_S = 1.0  # longest wait for a killed process to be gone: it closes its connections before
 NAMESPACE = "/proc/self/ns/pid"  # only on Linux
 MOST_RANKS = 64  # ranks of one host that are looked up
-ADVICE = (
-    "its own log and the launcher's say how it ended (killed for want of memory?); then start the same command again"
-)
+ADVICE = "see its log and the launcher's log for how it ended (out of memory?); then start the same command again"
 UNNAMED = "another rank, which cannot be named"
 NO_ANSWER = f"a rank that met the others does not answer, or has ended: {ADVICE}"
 GRACE_S = 5.0  # beyond the deadline; torch ends by itself in time, unless a connection is accepted but never answered

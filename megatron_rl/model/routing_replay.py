@@ -51,8 +51,8 @@ def check_routing_replay(replayed: str, transformer: Mapping[str, object], shape
         )
     if shape.chunked is not None and replayed == "rollout":
         raise ConfigError(
-            f"{setting} takes the experts that an engine's routers tell, and transformers' router of {shape.family} "
-            "(5.19 Llama4Router) tells scores alone; set rollout.routing_replay=off"
+            f"{setting} needs the experts that the engine's routers chose, and transformers' router of {shape.family} "
+            "(5.19 Llama4Router) returns only scores; set rollout.routing_replay=off"
         )
     for name, (harmless, reason) in REFUSED_FIELDS.items():
         value = transformer.get(name, harmless[0])

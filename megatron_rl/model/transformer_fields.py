@@ -138,8 +138,8 @@ def transformer_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> di
         )
     if (layers := fields.get("recompute_num_layers")) is not None and layers < 1:
         raise ConfigError(
-            f"megatron.transformer.recompute_num_layers={layers} of recompute_method=uniform would be a forward pass "
-            "without an end, by so many layers at a time; give 1 or more, or remove it"
+            f"megatron.transformer.recompute_num_layers={layers} never finishes a forward pass under "
+            "recompute_method=uniform: it is the number of layers recomputed at a time; give 1 or more, or remove it"
         )
     return _with_fp8(fields, lora_rank) if fields.get("fp8") else fields
 

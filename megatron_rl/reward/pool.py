@@ -129,8 +129,8 @@ class Pool:
         if slow is not None:
             self.most_samples = max(1, slow // 2)
             log.warning(
-                "%d samples together took over reward.deadline_s=%g and none of them did alone: tasks hold at most %d "
-                "from here on; a longer deadline, or a faster function, keeps them whole",
+                "a task of %d samples took longer than reward.deadline_s=%g, though no sample alone did. Tasks now "
+                "hold at most %d samples; raise the deadline to keep groups whole",
                 slow,
                 self.deadline_s,
                 self.most_samples,

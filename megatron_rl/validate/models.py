@@ -61,7 +61,7 @@ def provider(
     if setting is None:
         return None
     return (
-        f"model.provider=bridge beside {setting} was not shown, and is refused; remove that, or take a family "
+        f"model.provider=bridge was not tested with {setting} and is refused; remove that setting, or use a family "
         "that is built here (model.provider=native, docs/models.md)"
     )
 

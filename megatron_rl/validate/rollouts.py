@@ -55,7 +55,10 @@ def _late(key: str, seconds: float, deadline_s: float) -> str | None:
     """Refuse a wait that is not shorter than ``run.deadline_s``, for which the other ranks wait."""
     if seconds < deadline_s:
         return None
-    return f"{key}={seconds:g} must be below run.deadline_s={deadline_s:g}, for which the other ranks wait; raise that"
+    return (
+        f"{key}={seconds:g} must be below run.deadline_s={deadline_s:g}, because the other ranks wait no longer; raise "
+        f"run.deadline_s or lower {key}"
+    )
 
 
 def teachers_answer(teacher: TeacherConfig, deadline_s: float) -> str | None:
@@ -68,11 +71,8 @@ def engines_answer(rollout: RolloutConfig, deadline_s: float) -> str | None:
     if rollout.engine != "vllm":
         return None
     for name, seconds in (("start_s", rollout.start_s), ("request_s", rollout.request_s)):
-        if seconds >= deadline_s:
-            return (
-                f"rollout.{name}={seconds:g} must be below run.deadline_s={deadline_s:g}, which other ranks wait for; "
-                "raise that"
-            )
+        if late := _late(f"rollout.{name}", seconds, deadline_s):
+            return late
     return None
 
 

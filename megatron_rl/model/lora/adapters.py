@@ -220,7 +220,7 @@ def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     adapters = adapters_of(chunks)
     if not adapters:
         raise ValueError(
-            "adapters_off() leaves the frozen model, and every weight of this one is trained; set lora.rank"
+            "adapters_off() needs adapters, and this model has none: every weight is trained; set lora.rank"
         )
     before = [adapter.enabled for adapter in adapters]
     try:

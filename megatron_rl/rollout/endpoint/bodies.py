@@ -157,7 +157,7 @@ def chat_request(body: Mapping, temperature: float) -> CompletionRequest:
     fields = checked(body, ChatBody)
     messages = tuple(message.plain() for message in fields.messages)
     if messages[-1]["role"] == "assistant":
-        raise Refused("messages must not end with the assistant's: nothing is said that it could answer")
+        raise Refused("messages must not end with an assistant message; end with a user or tool message")
     tools = None if body.get("tool_choice") == "none" else fields.tools or None
     written = canonical(tools)
     conversation = tuple(canonical(message) for message in messages)

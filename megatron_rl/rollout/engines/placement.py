@@ -105,8 +105,8 @@ def refuse_mixture(weight_sync: WeightSyncConfig, num_experts: int) -> None:
     """Raise ConfigError if engines with a mixture of experts are to be sent adapters alone."""
     if num_experts and weight_sync.adapters == "alone":
         raise ConfigError(
-            f"weight_sync.adapters=alone and a model of {num_experts} experts, whose layers vLLM (0.32.0) prepares for "
-            "adapters by GPU kernels even where they get none, which was not run; set weight_sync.adapters=merged"
+            f"weight_sync.adapters=alone is not supported for a mixture of {num_experts} experts: vLLM (0.32.0) "
+            "prepares its layers by GPU kernels, which was not tested; set weight_sync.adapters=merged"
         )
 
 

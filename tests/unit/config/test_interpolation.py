@@ -132,7 +132,7 @@ HOSTILE = {
         "environment.arguments.a='${.b}' refers to itself: environment.arguments.a → environment.arguments.b → "
         "environment.arguments.c → environment.arguments.a; write one of them out",
     ),
-    "its own section": ({"a": "${environment}"}, "refers to itself, or to a section that it stands in"),
+    "its own section": ({"a": "${environment}"}, "refers to itself or to its own section"),
     "a marker of ours": ({"a": "${megatron_rl.pending:9}"}, "there is no resolver 'megatron_rl.pending'"),
     "no resolver": ({"a": "${eval:1}"}, "there is no resolver 'eval'; those known are oc."),
     "a module": ({"a": "${oc.coerce:tests.unit.config.no_module.X,1}"}, "oc.coerce"),
@@ -158,8 +158,8 @@ def test_a_section_that_is_taken_as_a_whole_is_not_set_beside_it(tmp_path: pathl
     (tmp_path / "run.yaml").write_text("run: {name: x}\neval: {sets: '${oc.create:{a: b}}'}\n")
     assert load_config(tmp_path / "run.yaml").eval.sets == {"a": "b"}
     assert load_config(None, ["eval.sets= ${oc.create:{c: d}}"]).eval.sets == {"c": "d"}  # which YAML takes for keys
-    wanted = r"run\.yaml, line 2 and the command line: eval\.sets=.* is taken as a whole, and eval\.sets\.c is set "
-    wanted += r"too; write eval\.sets out"
+    wanted = r"run\.yaml, line 2 and the command line: eval\.sets is set by the interpolation .*, and eval\.sets\.c on "
+    wanted += r"its own; write the keys of eval\.sets out"
     for override in ("eval.sets.c=d", "eval.sets={c: d}"):
         with pytest.raises(ConfigError, match=wanted):
             load_config(tmp_path / "run.yaml", [override])

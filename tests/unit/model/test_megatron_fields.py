@@ -64,7 +64,7 @@ def test_names_become_dtypes_and_enum_members_and_what_means_nothing_is_named():
     for cls, given, words in (
         (OptimizerConfig, {"exp_avg_dtype": "bfloat61"}, ["megatron.x.exp_avg_dtype", "bfloat61"]),
         (TransformerConfig, {"attention_backend": "flush"}, ["megatron.x.attention_backend", "flush", "flash"]),
-        (OptimizerConfig, {"clip_grad": "much"}, ["megatron.x.clip_grad='much' means nothing", "takes a number; give"]),
+        (OptimizerConfig, {"clip_grad": "much"}, ["megatron.x.clip_grad='much' is not a value", "takes a number;"]),
         (OptimizerConfig, {"hysteresis": True}, ["megatron.x.hysteresis=True", "takes an integer"]),
         (TransformerConfig, {"fp8": "e5m2"}, ["fp8='e5m2'", "takes e4m3 or hybrid or null"]),
         (TransformerConfig, {"recompute_modules": [1]}, ["recompute_modules=[1]", "takes a list of a text or null"]),
