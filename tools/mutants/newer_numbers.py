@@ -30,7 +30,8 @@ REPLAYED_EXPERTS = (
     Mutant(
         name="experts-of-the-last-that-knows",
         file="megatron_rl/backend/routed_rows.py",
-        line="for slot in reversed(range(len(samples))):  # the first one of a shared prompt is laid last",
+        line="for slot in reversed(range(len(samples))):  "
+        "# of samples that share a prompt, the first is laid last and wins",
         becomes="for slot in range(len(samples)):",
         fault="a shared prompt's experts are those of its last sample, and not of the first",
         tests=(

@@ -51,7 +51,7 @@ BUFFERS = (
     Mutant(
         name="replayed-and-remembered-anew",
         file="megatron_rl/rollout/groups/replay.py",
-        line="if number not in replayed:  # a score of 0 is never kept",
+        line="if number not in replayed:  # the buffer drops scores of 0",
         becomes="if True:",
         fault="a replayed group comes into the buffer again, unused, and is replayed for ever",
         tests=("tests/unit/rollout/test_queue.py::test_a_replayed_group_is_not_remembered_anew",),
