@@ -51,8 +51,8 @@ class CriticConfig:
             )
         if self.placement == "separate" and self.init == "policy":
             raise ConfigError(
-                "critic.init=policy copies the policy's weights on ranks that hold both, and "
-                "critic.placement=separate has none; give critic.hf_path"
+                "critic.init=policy copies the policy's weights on ranks that hold both models, and "
+                "critic.placement=separate has no such ranks; set critic.init=pretrained and critic.hf_path"
             )
         if self.init == "policy" and self.hf_path is not None:
             raise ConfigError(

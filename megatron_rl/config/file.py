@@ -114,7 +114,7 @@ def _read(source: object) -> tuple[Tree, Lines]:
     if isinstance(source, str | os.PathLike):
         return read_yaml(source)
     if not isinstance(source, Mapping):
-        raise ConfigError(f"a configuration is a file's path, a mapping or a DictConfig, and this is {quoted(source)}")
+        raise ConfigError(f"the configuration is {quoted(source)}; give a file's path, a mapping or a DictConfig")
     return _plain(source, ""), {}
 
 
@@ -127,7 +127,7 @@ def _plain(value: object, key: str) -> object:
         raise ConfigError(f"{shortened(key)} is nested deeper than {MOST_LEVELS} levels")
     if isinstance(value, Mapping):
         if odd := [name for name in value if not isinstance(name, str)]:
-            raise ConfigError(f"the key {quoted(odd[0])} of {key or 'the configuration'} is no text")
+            raise ConfigError(f"the key {quoted(odd[0])} of {key or 'the configuration'} is not a text")
         return {name: _plain(part, f"{key}.{name}".lstrip(".")) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(part, f"{key}.{i}") for i, part in enumerate(value)]

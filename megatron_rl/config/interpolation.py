@@ -175,7 +175,7 @@ def _reason(error: Exception) -> str:
         known = ", ".join(name for name in BaseContainer._resolvers if name not in (_PENDING, *_REFUSED))
         return f": there is no resolver {quoted(resolver[1])}; those known are {known}"
     if isinstance(error, GrammarParseError):
-        return rf" is no interpolation that can be read ({shortened(said)}); write \${{ where ${{ is meant as it is"
+        return rf" is not a valid interpolation ({shortened(said)}); write \${{ for a literal ${{"
     return f": {shortened(said, 200) or type(error).__name__}"
 
 

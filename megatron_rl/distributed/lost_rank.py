@@ -84,7 +84,7 @@ def _loss(error: RuntimeError) -> PeerError:
     place = f", at {os.path.basename(own[-1].filename)}:{own[-1].lineno} in {own[-1].name}" if own else ""
     rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     return PeerError(
-        f"rank {rank} of {world_size} lost {gone()} while the run was put up or taken down{place}: "
+        f"rank {rank} of {world_size} lost {gone()} while the run was starting or ending{place}: "
         f"{shortened(reason, 200)}; {ADVICE}"
     )
 

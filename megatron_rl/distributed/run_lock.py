@@ -185,7 +185,9 @@ class RunLock:
             self._touch()
         elif touched is not None or not self._created():
             self._released.set()
-            self._lost(f"another run ({_who(holder)}) has taken over {self.path}: this one ends, since two would mix")
+            self._lost(
+                f"another run ({_who(holder)}) has taken over {self.path}: this run ends, or their files would mix"
+            )
 
     def _touch(self) -> None:
         os.utime(self.path)

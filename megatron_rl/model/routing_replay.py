@@ -145,7 +145,8 @@ class RoutingReplay:
                 if not hasattr(router, "router_replay"):
                     raise ConfigError(
                         f"rollout.routing_replay needs a router that takes experts, and Megatron-Core "
-                        f"{megatron.core.__version__} has none; install 0.16.1 or newer, or set it to off"
+                        f"{megatron.core.__version__} has none; install 0.16.1 or newer, or set "
+                        "rollout.routing_replay=off"
                     )
                 router.router_replay = _RouterSeam(index=len(layers))
                 seams.append(router.router_replay)

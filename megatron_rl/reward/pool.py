@@ -254,7 +254,7 @@ class Pool:
             self._failed_starts, self.needed_parameters = 0, message["needed"]
             self.forms = {name: Form[form] if form else None for name, form in message["forms"].items()}
         elif worker.task is None or message["id"] != worker.task_id:
-            log.warning("reward worker %d answered %s, which nobody waits for", worker.pid, message["id"])
+            log.warning("reward worker %d answered %s, which is no longer awaited", worker.pid, message["id"])
         else:
             task = worker.take_back()
             if "error" in message:
@@ -297,8 +297,8 @@ class Pool:
     def _do_without_more(self, what: str) -> None:
         self._most_workers = self.num_workers
         log.warning(
-            "a reward worker beyond reward.num_workers=%d %s; none is tried from here on: a sample that hangs takes "
-            "up to two of reward.deadline_s",
+            "a reward worker beyond reward.num_workers=%d %s, and no other is started: a sample that hangs now takes "
+            "up to twice reward.deadline_s",
             self.num_workers,
             what,
         )

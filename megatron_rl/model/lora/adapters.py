@@ -131,7 +131,7 @@ def _check_place(shape: ModelShape, overlaps: bool) -> None:
     named = [name for name in shape.lora_targets if name in ("linear_fc1", "linear_fc2")]
     if shape.num_experts and named and not FAMILIES[shape.family].expert_adapters:
         raise ConfigError(
-            f"{targets} names {named[0]}, and adapters on experts were not shown for {shape.family}; set "
+            f"{targets} names {named[0]}, and adapters on experts were not tested for {shape.family}; set "
             "lora.targets=[linear_qkv,linear_proj]"
         )
     # targets that the first and the last layer do not have, or that no adapter fits

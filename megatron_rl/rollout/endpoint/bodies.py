@@ -206,8 +206,8 @@ def _common(body: Mapping, fields: Completing, temperature: float, most_tokens: 
         value = body.get(name)
         if value is not None and value not in neutral:
             raise Refused(
-                f"{name}={quoted(value, 80)} would change what is sampled, which the trainer's log-probs are of; "
-                "leave it out"
+                f"{name}={quoted(value, 80)} would change the distribution that is sampled, and the trainer's "
+                "log-probs would not match; leave it out"
             )
     if fields.temperature is not None and fields.temperature != temperature:
         raise Refused(

@@ -53,7 +53,7 @@ def test_other_rotary_frequencies_than_transformers_are_refused() -> None:
     model = types.SimpleNamespace(rotary_pos_emb=types.SimpleNamespace(inv_freq=own))
     check_frequencies(model, own.clone())
     for others in (own * 1.001, own[:1]):
-        with pytest.raises(ConfigError, match="rotary frequencies are not those of rope_parameters"):
+        with pytest.raises(ConfigError, match="rotary frequencies differ from rope_parameters"):
             check_frequencies(model, others)
 
 

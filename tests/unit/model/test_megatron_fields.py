@@ -107,7 +107,7 @@ def test_fp8_refuses_torchs_layers_the_exact_skip_and_what_it_cannot_be_combined
     config = load_config(None, [FP8, "skip.mode=off", "model.dtype=bfloat16"])
     with pytest.raises(ConfigError, match="fp8=hybrid needs Transformer Engine's layers, and these are torch's"):
         build_model(ModelSettings.of(config), tiny_config("qwen2_untied"), topology=None)
-    with pytest.raises(ConfigError, match="fp8=hybrid makes that untrue .an FP8 number's scale is the maximum"):
+    with pytest.raises(ConfigError, match="fp8=hybrid makes that untrue .an FP8 scale is a maximum"):
         signal_rule(load_config(None, [FP8, "skip.mode=exact"]))
 
 

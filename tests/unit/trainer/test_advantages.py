@@ -71,5 +71,5 @@ def test_bitwise_refuses_an_update_that_differs_no_trainer_and_a_family_that_was
     with pytest.raises(ConfigError, match=r"rollout\.bitwise=true compares the engine with a trainer"):
         place_engine(config, None, **given)
     require_shown(read_shape(tiny_config("qwen3"), layer_spec="torch"))
-    with pytest.raises(ConfigError, match="was shown for llama, .* model_type is phi3, whose layers may have other"):
+    with pytest.raises(ConfigError, match="was tested with llama, .* model_type is phi3, whose layers may have other"):
         require_shown(read_shape(tiny_config("phi3"), layer_spec="torch"))
