@@ -32,7 +32,7 @@ def require_finite(
     if len(bad):
         raise NonFiniteAdvantage(
             f"{name} of sample {sample_name(sample_ids, bad[0])} is {_said(values[bad[0]])} ({len(bad)} such in the "
-            f"batch), and no loss can be made of it; {way_out}"
+            f"batch), so the loss would not be finite; {way_out}"
         )
 
 

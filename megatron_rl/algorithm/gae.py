@@ -166,7 +166,9 @@ def _require_flat(response_tokens: np.ndarray, **arrays: np.ndarray) -> None:
                 f"{name} has shape {np.shape(array)}, and response_tokens sum to {total}: it must be flat over them"
             )
     if arrays["loss_mask"].dtype != np.bool_:
-        raise ValueError(f"loss_mask is of {arrays['loss_mask'].dtype}, which would be read as places; pass it as bool")
+        raise ValueError(
+            f"loss_mask has dtype {arrays['loss_mask'].dtype}, which NumPy would take as indices; pass a bool array"
+        )
 
 
 def _require_finite(

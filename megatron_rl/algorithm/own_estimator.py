@@ -48,7 +48,7 @@ def own_advantages(
     try:
         values = np.array(returned, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{key} returned a {type(returned).__name__}, no array of numbers ({error})") from None
+        raise ConfigError(f"{key} returned a {type(returned).__name__}, not an array of numbers ({error})") from None
     if values.shape != (wanted,):
         raise ConfigError(
             f"{key} returned an array of shape {list(values.shape)} for {wanted} samples; return one number each"

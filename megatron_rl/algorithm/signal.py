@@ -46,7 +46,7 @@ COUPLING_FIELDS: dict[str, tuple[object, ...]] = {
 
 # Reasons for fields whose names do not say them.
 COUPLED_BY = {
-    "fp8": "an FP8 number's scale is the maximum over tokens, dropped ones too, so that others round otherwise"
+    "fp8": "an FP8 scale is a maximum over all tokens, so without the dropped tokens the others round differently"
 }
 
 # Fields that no skip.mode accepts, each with the reason; the values 0, false and null are accepted.

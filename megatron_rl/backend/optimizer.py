@@ -63,8 +63,8 @@ _UNSUPPORTED_FIELDS = {
     "use_precision_aware_optimizer": "a checkpoint would lose its moments and masters: Megatron-Core (0.16.1 "
     "optimizer/distrib_optimizer.py) hands out copies of states below float32, and Transformer Engine keeps masters as "
     "16-bit remainders",
-    "optimizer_cpu_offload": "rollouts move the optimizer's state off the device and checkpoints read it, and neither "
-    "knows the copies that it keeps",
+    "optimizer_cpu_offload": "rollouts offload the optimizer's state and checkpoints read it; both would miss the "
+    "copies that this option keeps",
     "reuse_grad_buf_for_mxfp8_param_ag": "weights in FP8 are not built here",
     "loss_scale": "the gradient would be divided by a scale that the token-sum seam does not apply",
     "use_layer_wise_distributed_optimizer": "ghost steps are defined for AdamW",

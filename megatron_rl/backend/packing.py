@@ -192,8 +192,8 @@ def _lay_tokens(layout: Layout, rows: Sequence[Sample], read: np.ndarray, pad_to
         prompt_ids = row.token_ids[: row.prompt_tokens]
         if not np.array_equal(prompt_ids, first.token_ids[: first.prompt_tokens]):
             raise ValueError(
-                f"samples {first.sample_id} and {row.sample_id} have prompts of one digest that differ, so that they "
-                "cannot share one; set plan.share_prompts=false"
+                f"the prompts of samples {first.sample_id} and {row.sample_id} differ but have the same digest, so "
+                "they cannot be shared; set plan.share_prompts=false"
             )
         tokens[prompt : prompt + row.prompt_tokens] = prompt_ids
         tokens[response : response + length] = row.token_ids[row.prompt_tokens : row.prompt_tokens + length]

@@ -40,7 +40,7 @@ class _Expected:
         microbatch = next(waiting, None)
         if microbatch is None:
             raise LockstepError(
-                f"{self.topology.who(self.topology.rank)} is to receive a tensor beyond those of its plan: "
+                f"{self.topology.who(self.topology.rank)} is to receive more tensors than planned: "
                 "Megatron-Core runs another schedule than planning/timeline.py says"
             )
         return list(self.shape_of(microbatch))
@@ -77,6 +77,6 @@ def planned(
     left = len(list(expected.forward)) + (0 if forward_only else len(list(expected.backward)))
     if left:
         raise LockstepError(
-            f"{topology.who(topology.rank)} received {left} tensors less than its plan says: Megatron-Core runs "
+            f"{topology.who(topology.rank)} received {left} tensors fewer than planned: Megatron-Core runs "
             "another schedule than planning/timeline.py says"
         )

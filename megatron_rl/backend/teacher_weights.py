@@ -69,7 +69,7 @@ def look_at_teacher(path: str, data: DataConfig, rollout: RolloutConfig, vocab_s
     check_lengths(data, rollout, teacher.max_position_embeddings, of=name)
     if teacher.vocab_size < vocab_size:
         raise ConfigError(
-            f"{name} has a vocabulary of {teacher.vocab_size} and the policy one of {vocab_size}: it could not read "
-            "the policy's tokens; give a teacher of the same tokenizer"
+            f"{name} has a vocabulary of {teacher.vocab_size} tokens and the policy's has {vocab_size}, so it cannot "
+            "read the policy's tokens; give a teacher with the policy's tokenizer"
         )
     return teacher

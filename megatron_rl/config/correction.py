@@ -50,8 +50,8 @@ class CorrectionConfig:
         choose("correction.mode", self.mode, CORRECTIONS)
         if self.floor is not None and self.mode == "none":
             raise ConfigError(
-                f"correction.floor={self.floor} bounds the weights of correction.mode, which is none; choose one, or "
-                "set null"
+                f"correction.floor={self.floor} has no effect with correction.mode=none; choose another mode, or "
+                "set correction.floor=null"
             )
         self._refuse_blind()
 

@@ -45,14 +45,14 @@ class CriticConfig:
         choose("critic.placement", self.placement, ("shared", "separate"))
         if (self.placement == "separate") != (self.ranks is not None):
             raise ConfigError(
-                f"critic.placement={self.placement} and critic.ranks={self.ranks}: a separate critic says on how many "
-                "ranks it runs, and a shared one runs on the policy's; set critic.ranks with separate, or leave it "
-                "null"
+                f"critic.placement={self.placement} and critic.ranks={'null' if self.ranks is None else self.ranks} "
+                "exclude each other: placement=separate needs critic.ranks, and placement=shared needs "
+                "critic.ranks=null"
             )
         if self.placement == "separate" and self.init == "policy":
             raise ConfigError(
-                "critic.init=policy copies the policy's weights on ranks that hold both, and "
-                "critic.placement=separate has none; give critic.hf_path"
+                "critic.init=policy copies the policy's weights on ranks that hold both models, and "
+                "critic.placement=separate has no such ranks; set critic.init=pretrained and critic.hf_path"
             )
         if self.init == "policy" and self.hf_path is not None:
             raise ConfigError(

@@ -65,7 +65,7 @@ class DataConfig:
         if self.system_prompt and self.template not in ("chat", AUTO):
             raise ConfigError(
                 f"data.system_prompt={quoted(self.system_prompt)} is a chat message, and data.template="
-                f"{quoted(self.template)} is a text; write it in that, or set data.template=chat"
+                f"{quoted(self.template)} makes plain text; write the system prompt into it, or set data.template=chat"
             )
         if self.messages_key is not None and self.template not in ("chat", AUTO):
             raise ConfigError(

@@ -81,7 +81,10 @@ def _check_over(below: object, above: object, key: str = "") -> None:
         raise ConfigError(f"{key} is {quoted(below)} in one place and {quoted(above)} in another; write it once")
     if isinstance(below, str) and "${" in below and isinstance(above, dict) and above:
         name = next(iter(above))
-        raise ConfigError(f"{key}={quoted(below)} is taken as a whole, and {key}.{name} is set too; write {key} out")
+        raise ConfigError(
+            f"{key} is set by the interpolation {quoted(below)}, and {key}.{name} on its own; write the keys of {key} "
+            "out"
+        )
     if isinstance(below, dict) and isinstance(above, dict):
         for name in below.keys() & above.keys():
             _check_over(below[name], above[name], f"{key}.{name}".lstrip("."))
@@ -111,7 +114,7 @@ def _read(source: object) -> tuple[Tree, Lines]:
     if isinstance(source, str | os.PathLike):
         return read_yaml(source)
     if not isinstance(source, Mapping):
-        raise ConfigError(f"a configuration is a file's path, a mapping or a DictConfig, and this is {quoted(source)}")
+        raise ConfigError(f"the configuration is {quoted(source)}; give a file's path, a mapping or a DictConfig")
     return _plain(source, ""), {}
 
 
@@ -124,7 +127,7 @@ def _plain(value: object, key: str) -> object:
         raise ConfigError(f"{shortened(key)} is nested deeper than {MOST_LEVELS} levels")
     if isinstance(value, Mapping):
         if odd := [name for name in value if not isinstance(name, str)]:
-            raise ConfigError(f"the key {quoted(odd[0])} of {key or 'the configuration'} is no text")
+            raise ConfigError(f"the key {quoted(odd[0])} of {key or 'the configuration'} is not a text")
         return {name: _plain(part, f"{key}.{name}".lstrip(".")) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(part, f"{key}.{i}") for i, part in enumerate(value)]

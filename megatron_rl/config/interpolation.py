@@ -170,12 +170,12 @@ def _reason(error: Exception) -> str:
     if unknown := re.search(r"Interpolation key '(.*?)' not found", said):
         return f": {quoted(unknown[1])} names no setting; write ${{section.key}} or ${{oc.env:VARIABLE}}"
     if isinstance(error, RecursionError) or re.search("[Rr]ecursi|to parent node", said):
-        return " refers to itself, or to a section that it stands in; write the value out"
+        return " refers to itself or to its own section; replace it by a value"
     if resolver := re.search(r"Unsupported interpolation type (\S+)", said):
         known = ", ".join(name for name in BaseContainer._resolvers if name not in (_PENDING, *_REFUSED))
         return f": there is no resolver {quoted(resolver[1])}; those known are {known}"
     if isinstance(error, GrammarParseError):
-        return rf" is no interpolation that can be read ({shortened(said)}); write \${{ where ${{ is meant as it is"
+        return rf" is not a valid interpolation ({shortened(said)}); write \${{ for a literal ${{"
     return f": {shortened(said, 200) or type(error).__name__}"
 
 

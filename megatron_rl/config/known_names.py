@@ -175,7 +175,7 @@ _WITH_NOTE = {
     "use_peft": ("lora.rank", "a rank turns adapters on"),
 }
 _WHOLE = "samples are drawn from the whole distribution, whose log-probs are trained"
-_LAUNCHER = "the launcher says it (megatron-rl train --nproc N, torchrun, SLURM)"
+_LAUNCHER = "the launcher sets it (megatron-rl train --nproc N, torchrun, SLURM)"
 _PACKED = "micro-batches are packed by tokens, under plan.max_tokens_per_microbatch"
 # Names in other frameworks without a setting here → the reason.
 NOT_HERE = {

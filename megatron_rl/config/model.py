@@ -62,12 +62,13 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ConfigError(
-                f"parallel.virtual_pipeline={self.virtual_pipeline} interleaves pipeline stages and parallel.pipeline "
-                "is 1; raise that one"
+                f"parallel.virtual_pipeline={self.virtual_pipeline} needs parallel.pipeline >= 2, and it is 1; raise "
+                "parallel.pipeline, or set virtual_pipeline=1"
             )
         if self.sequence_parallel and self.tensor == 1:
             raise ConfigError(
-                "parallel.sequence_parallel=true needs parallel.tensor >= 2 and it is 1; raise it or turn it off"
+                "parallel.sequence_parallel=true needs parallel.tensor >= 2, and it is 1; raise parallel.tensor, or "
+                "set sequence_parallel=false"
             )
 
 

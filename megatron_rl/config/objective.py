@@ -54,8 +54,8 @@ class AdvantageConfig:
                 )
         if self.noise_std and not self.noise_steps:
             raise ConfigError(
-                f"advantage.noise_std={self.noise_std} is added for the first advantage.noise_steps=0 steps, which is "
-                "never; say how many"
+                f"advantage.noise_std={self.noise_std} has no effect with advantage.noise_steps=0; set "
+                "advantage.noise_steps to the number of steps with noise"
             )
 
 

@@ -70,7 +70,7 @@ class RewardConfig:
         if self.functions and self.num_workers and set(self.in_process) == set(self.functions):
             raise ConfigError(
                 "reward.in_process names every one of reward.functions, which leaves nothing for "
-                f"reward.num_workers={self.num_workers}; set that to 0, or leave a function to the workers"
+                f"reward.num_workers={self.num_workers}; set reward.num_workers=0, or leave a function to the workers"
             )
 
     @property

@@ -139,8 +139,8 @@ class RolloutConfig:
     def _check_servers(self) -> None:
         if self.servers and self.engine != "vllm":
             raise ConfigError(
-                f"rollout.servers={quoted(list(self.servers))} belong to rollout.engine=vllm and the engine is "
-                f"{self.engine}"
+                f"rollout.servers={quoted(list(self.servers))} need rollout.engine=vllm, and the engine is "
+                f"{self.engine}; set rollout.engine=vllm, or remove rollout.servers"
             )
         for server in self.servers:
             parts = urlsplit(server)

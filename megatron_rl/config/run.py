@@ -129,7 +129,7 @@ class MetricsConfig:
         if not self.otel:
             raise ConfigError(
                 f"metrics.otel_endpoint={quoted(self.otel_endpoint)} names a collector and metrics.otel is false; set "
-                "metrics.otel=true, or drop it"
+                "metrics.otel=true, or remove metrics.otel_endpoint"
             )
         try:
             parts = urlsplit(self.otel_endpoint)
@@ -156,8 +156,8 @@ class MetricsConfig:
         ):
             if value != default:
                 raise ConfigError(
-                    f"metrics.{key}={quoted(value)} is of a server that metrics.prometheus_port=null does not start; "
-                    "name its port, or drop the setting"
+                    f"metrics.{key}={quoted(value)} has no effect: metrics.prometheus_port=null starts no server; set "
+                    "metrics.prometheus_port, or remove the setting"
                 )
 
 
@@ -195,6 +195,6 @@ class ProfileConfig:
             raise ConfigError(f"profile.steps=[{first}, {last}] ends before it begins; give [{last}, {first}]")
         if last - first >= MOST_PROFILED_STEPS:
             raise ConfigError(
-                f"profile.steps=[{first}, {last}] are {last - first + 1} steps, whose trace no viewer opens; give at "
+                f"profile.steps=[{first}, {last}] are {last - first + 1} steps, a trace too large for viewers; give at "
                 f"most {MOST_PROFILED_STEPS}, such as [{first}, {first + 1}]"
             )

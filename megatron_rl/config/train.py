@@ -59,7 +59,7 @@ class SftConfig:
             )
         if self.steps and self.epochs:
             raise ConfigError(
-                f"sft.steps={self.steps} and sft.epochs={self.epochs}: one of the two says how many steps there are; "
+                f"sft.steps={self.steps} and sft.epochs={self.epochs} both set the number of steps; "
                 "set sft.steps=0, or sft.epochs=null"
             )
         if 0 < self.steps <= self.warmup_steps:
@@ -115,6 +115,6 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if (self.num_rollouts is None) == (self.epochs is None):
             raise ConfigError(
-                f"train.num_rollouts={self.num_rollouts} and train.epochs={self.epochs}: one of the two says when the "
-                "run ends; set the other to null"
+                f"train.num_rollouts={self.num_rollouts} and train.epochs={self.epochs} both set when the run ends; "
+                "set one of them to null"
             )

@@ -105,7 +105,7 @@ def typed_value(key: str, value: object, hint: object) -> object:
     """
     # Null, and the placeholder of OmegaConf.
     if isinstance(value, str) and value == "???":
-        raise ConfigError(f"{key}=??? is a place to be filled in; give a value")
+        raise ConfigError(f"{key}=??? is a placeholder; give a value")
     may_be_null = type(None) in typing.get_args(hint)
     if may_be_null:
         if value is None:

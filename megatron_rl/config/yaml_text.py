@@ -70,7 +70,7 @@ def parse_yaml(text: str, where: str, lines: Lines | None = None) -> object:
         raise reader.fault(error, _reason(error)) from None
     except yaml.reader.ReaderError as error:
         mark = yaml.Mark(where, 0, text.count("\n", 0, error.position), 0, None, 0)
-        raise reader.fault(mark, f"the character U+{ord(text[error.position]):04X} may not stand there") from None
+        raise reader.fault(mark, f"the character U+{ord(text[error.position]):04X} is not allowed there") from None
 
 
 def _check_tokens(text: str, reader: _Reader) -> None:
@@ -92,7 +92,7 @@ def _reason(error: yaml.MarkedYAMLError) -> str:
     if "'\\t'" in problem:
         return "a tab stands there; indent with spaces"
     if "undefined alias" in problem:
-        return f"no value is called &{problem.split(chr(39))[1]}; put quotes around a text that begins with *"
+        return f"no anchor is called &{problem.split(chr(39))[1]}; put quotes around a text that begins with *"
     if "expected a single document" in (error.context or ""):
         return "a second document begins there; keep one"
     return f"not valid YAML: {error.context + ', ' if error.context else ''}{problem}"
@@ -145,12 +145,12 @@ class _Reader:
             name = self.build(name_node, key, depth + 1)
             if not isinstance(name, str):
                 written = name_node.value if isinstance(name_node, yaml.ScalarNode) else name
-                raise self.fault(name_node, f"the key {quoted(written)} is no text; put quotes around it")
+                raise self.fault(name_node, f"the key {quoted(written)} is not a text; put quotes around it")
             if name == "<<":
                 raise self.fault(name_node, "the merge key << is not read; write the keys out")
             line = name_node.start_mark.line + 1
             if name in values:
-                raise self.fault(name_node, f"the key {quoted(name)} stands on line {first[name]} already; keep one")
+                raise self.fault(name_node, f"the key {quoted(name)} is already on line {first[name]}; keep one")
             first[name], inner = line, f"{key}.{name}".lstrip(".")
             if self.lines is not None:
                 self.lines.setdefault(inner, line)

@@ -143,8 +143,8 @@ class PolicyCriticLink:
             patience_s = min(self.deadline_s, 3 * BEAT_S) if self.is_told_to_leave else self.deadline_s
             if time.monotonic() - since >= patience_s:
                 raise PeerError(
-                    f"the {self.other}'s ranks said nothing of {key!r} for {patience_s:g} s (run.deadline_s); see "
-                    "their log"
+                    f"no message {key!r} and no sign of life from the {self.other}'s ranks for {patience_s:g} s "
+                    "(run.deadline_s); see their log"
                 )
 
     def say_failed(self, reason: str) -> None:

@@ -98,7 +98,8 @@ class Service:
                 self.critic.close()
             case other:
                 raise ValueError(
-                    f"{other!r} is asked for, and this release does not know it; start all ranks from one release"
+                    f"unknown request {other!r}: the policy's ranks run another release; start all ranks from one "
+                    "release"
                 )
         return {}, {}
 

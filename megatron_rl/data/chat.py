@@ -48,7 +48,7 @@ def _checked(message: object, where: str) -> Message:
     if isinstance(content, list | tuple):
         kinds = ", ".join(str(part.get("type")) if isinstance(part, Mapping) else repr(part) for part in content)
         raise ConfigError(
-            f"{where} has a content of parts of the types {kinds:.80}; models here read texts alone: write it as one "
+            f"{where} has content parts of the types {kinds:.80}; models here read texts alone: write it as one "
             "text, and leave out rows with images, sound or video"
         )
     if not isinstance(held.get("role"), str) or not (isinstance(content, str) or (silent and content is None)):
@@ -149,7 +149,7 @@ def text_behind_turn(
     _, marker, behind = rendered.rpartition(turn)
     if not marker:
         raise ConfigError(
-            "the tokenizer's chat template does not write an assistant's content as it is; episodes need one that does"
+            "the tokenizer's chat template changes an assistant's content; episodes need one that writes it unchanged"
         )
     return behind
 
@@ -173,9 +173,9 @@ def check_stays(
     if not rendered.startswith(os.path.commonprefix([plain, prompt])):
         named = ", ".join([*dict.fromkeys(f"a {message['role']}'s message" for message in messages), *beside])
         raise ConfigError(
-            f"{where}: the chat template writes the prompt ({named}) otherwise once a message of role "
-            f"{then[-1]['role']!r} follows the policy's turn, which has read it as it was; write tools and system "
-            "message into the user's text, answer a turn by role tool, or take a template that leaves them in place"
+            f"{where}: the chat template changes the prompt ({named}) once a message of role {then[-1]['role']!r} "
+            "follows, but the policy has already read it unchanged; write tools and system message into the user's "
+            "text, answer a turn by role tool, or use a template that leaves them in place"
         )
 
 

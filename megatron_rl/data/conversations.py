@@ -42,8 +42,8 @@ class Conversations(PromptTexts):
             messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
         if messages[-1]["role"] == "assistant":
             raise ConfigError(
-                f"{where} ends in an assistant's message, and the response is what the assistant says; end it before "
-                "that"
+                f"{where} ends with an assistant message, which is the response that the policy samples; end it before "
+                "that message"
             )
         if self._data.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._data.system_prompt}, *messages]

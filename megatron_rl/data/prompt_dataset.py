@@ -41,7 +41,8 @@ def _held_out(rows: np.ndarray, share: float, seed: int) -> np.ndarray:
     count = max(1, round(share * len(rows)))
     if count >= len(rows):
         raise ConfigError(
-            f"sft.eval_share={share:g} holds out {count} of {len(rows)} rows, which leaves none to train; lower it"
+            f"sft.eval_share={share:g} holds out {count} of {len(rows)} rows, which leaves none to train; lower "
+            "sft.eval_share"
         )
     key = np.array([seed % 2**64, 2**64 - 1], dtype=np.uint64)  # a stream that no epoch's order uses
     return np.sort(np.random.Generator(np.random.Philox(key=key)).choice(rows, count, replace=False))
@@ -254,7 +255,7 @@ class PromptDataset:
             if before != now:
                 raise ConfigError(
                     f"the saved data cursor was taken with {name}={before} and this run has {name}={now}, so its "
-                    "position means nothing here; restore that value, or start a new run from the exported weights"
+                    "position is not valid here; restore that value, or start a new run from the exported weights"
                 )
         self._cursors = {name: int(state[name]) for name in self._cursors}
         self._returned = deque(tuple(key) for key in state["returned"])

@@ -15,15 +15,15 @@ from megatron_rl.errors import ConfigError, quoted
 log = logging.getLogger(__name__)
 
 VARIABLES = "chat_template_kwargs"  # a column of objects with template variables; the name is TRL's
-# Columns whose meaning is known → the setting that reads them, for warnings.
+# Columns whose meaning is known → what a warning says of reading them.
 KNOWN = {
-    "tools": "data.template=chat, and name it in data.template_columns",
-    "documents": "data.template=chat, and name it in data.template_columns",
-    VARIABLES: "data.template=chat, and name it in data.template_columns",
-    "messages": "data.messages_key=messages, or data.prompt_key=messages",
-    "images": "none here: models read texts alone",
-    "videos": "none here: models read texts alone",
-    "audios": "none here: models read texts alone",
+    "tools": "to read it, set data.template=chat and name it in data.template_columns",
+    "documents": "to read it, set data.template=chat and name it in data.template_columns",
+    VARIABLES: "to read it, set data.template=chat and name it in data.template_columns",
+    "messages": "to read it, set data.messages_key=messages or data.prompt_key=messages",
+    "images": "models here read texts alone",
+    "videos": "models here read texts alone",
+    "audios": "models here read texts alone",
 }
 
 
@@ -91,7 +91,7 @@ class PromptTexts:
             if row is None:
                 continue
             if name not in read:
-                log.warning("%s: column %r is not read; to read it: %s", name_of_row(self._rows, row), name, way)
+                log.warning("%s: column %r is not read: %s", name_of_row(self._rows, row), name, way)
             elif name in named and name != VARIABLES and not self._reads(name):
                 log.warning(
                     "%s: column %r is not read: the tokenizer's chat template does not name it; take one that does, "

@@ -76,13 +76,12 @@ class Responses:
         roles = [message["role"] for message in messages]
         if not roles or roles[0] != "assistant" or roles[-1] != "assistant":
             raise ConfigError(
-                f"{self._where(row, key, setting)} has messages of the roles {', '.join(roles)}; it begins and ends "
-                "with the assistant's"
+                f"{self._where(row, key, setting)} has messages of the roles {', '.join(roles)}; it must begin and "
+                "end with an assistant message"
             )
         if any(one == two == "assistant" for one, two in zip(roles, roles[1:], strict=False)):
             raise ConfigError(
-                f"{self._where(row, key, setting)} has two messages of the assistant's in a row, and a turn ends where "
-                "another speaks; join them"
+                f"{self._where(row, key, setting)} has two assistant messages in a row; join them into one"
             )
         return messages
 

@@ -153,7 +153,7 @@ class TurnFinder:
         own = self._prompts[asked[-1]["role"]] = prompt[len(before) :]
         if not text.startswith(before):
             raise ConfigError(
-                f"{self._where}: the chat template writes the prompt's messages otherwise once message {self._own[0]} "
+                f"{self._where}: the chat template changes the prompt's messages once message {self._own[0]} "
                 "follows, so its turn cannot be found; mark the assistant's text by {% generation %} in the template, "
                 "or end the row before that message"
             )
@@ -258,8 +258,8 @@ class TurnFinder:
         if said not in turn:
             way = "empty it, as the template leaves it out beside tool_calls" if message.get("tool_calls") else ""
             raise ConfigError(
-                f"{self._where}: the chat template does not write an assistant's content as it is: {quoted(said)} of "
-                f"message {number} is not in {quoted(turn)}; {way or 'take one that does'}"
+                f"{self._where}: the chat template changes an assistant's content: {quoted(said)} of message {number} "
+                f"is not in {quoted(turn)}; {way or 'use a template that writes it unchanged'}"
             )
 
     def _without_words(self, text: str) -> str:

@@ -86,7 +86,7 @@ def _lengths(start: bytes | bytearray) -> tuple[int, int]:
     """Return the lengths of a frame's header and body, in bytes."""
     text_bytes, body_bytes = _LENGTHS.unpack_from(start)
     if max(text_bytes, body_bytes) > MAX_BYTES:
-        raise ValueError(f"a frame of {text_bytes} + {body_bytes} bytes: the stream is not one of frames")
+        raise ValueError(f"a frame of {text_bytes} + {body_bytes} bytes is above the limit: the stream holds no frames")
     return text_bytes, body_bytes
 
 

@@ -19,7 +19,10 @@ def keys_in(variable: str | None, *, setting: str) -> tuple[str, ...]:
     """
     keys = tuple(key.strip() for key in os.environ.get(variable or "", "").split(",") if key.strip())
     if variable is not None and not keys:
-        raise ConfigError(f"{setting}={variable} names a variable that holds no key; set it, or null for no key")
+        raise ConfigError(
+            f"{setting}={variable} names an environment variable that holds no key; set {variable}, or {setting}=null "
+            "for no key"
+        )
     return keys
 
 

@@ -26,9 +26,7 @@ from megatron_rl.errors import PeerError, RunError, shortened
 SETTLE_S = 1.0  # longest wait for a killed process to be gone: it closes its connections before
 NAMESPACE = "/proc/self/ns/pid"  # only on Linux
 MOST_RANKS = 64  # ranks of one host that are looked up
-ADVICE = (
-    "its own log and the launcher's say how it ended (killed for want of memory?); then start the same command again"
-)
+ADVICE = "see its log and the launcher's log for how it ended (out of memory?); then start the same command again"
 UNNAMED = "another rank, which cannot be named"
 NO_ANSWER = f"a rank that met the others does not answer, or has ended: {ADVICE}"
 GRACE_S = 5.0  # beyond the deadline; torch ends by itself in time, unless a connection is accepted but never answered
@@ -86,7 +84,7 @@ def _loss(error: RuntimeError) -> PeerError:
     place = f", at {os.path.basename(own[-1].filename)}:{own[-1].lineno} in {own[-1].name}" if own else ""
     rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     return PeerError(
-        f"rank {rank} of {world_size} lost {gone()} while the run was put up or taken down{place}: "
+        f"rank {rank} of {world_size} lost {gone()} while the run was starting or ending{place}: "
         f"{shortened(reason, 200)}; {ADVICE}"
     )
 

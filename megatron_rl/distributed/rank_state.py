@@ -57,8 +57,9 @@ class RankState:
 
     def gone(self) -> Cause:
         """Return the cause to report if the rank's connection closed without a good-bye."""
-        last = f"it last said it was in {self.stage!r}, {time.monotonic() - self.since:.1f} s before"
-        return Cause(rank=self.rank, text=f"{self.who} is gone: its process ended without a word (killed?); {last}")
+        last = f"its last reported stage is {self.stage!r}, {time.monotonic() - self.since:.1f} s before"
+        fault = "its process ended without reporting an error (killed?)"
+        return Cause(rank=self.rank, text=f"{self.who} is gone: {fault}; {last}")
 
     def place(self) -> str:
         return self.doing() + (f", at {self.answer['at']}" if self.answer else "")

@@ -142,7 +142,7 @@ class RunLock:
     def _is_stale(self, holder: dict | None, touched: int) -> bool:
         if (lives := _lives_here(holder)) is not None:
             return not lives
-        log.warning("%s is held by %s: up to %g s are waited for a sign of it", self.path, _who(holder), STALE_S)
+        log.warning("%s is held by %s; waiting up to %g s for a sign that it lives", self.path, _who(holder), STALE_S)
         deadline = time.monotonic() + STALE_S
         while time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -185,7 +185,9 @@ class RunLock:
             self._touch()
         elif touched is not None or not self._created():
             self._released.set()
-            self._lost(f"another run ({_who(holder)}) has taken over {self.path}: this one ends, since two would mix")
+            self._lost(
+                f"another run ({_who(holder)}) has taken over {self.path}: this run ends, or their files would mix"
+            )
 
     def _touch(self) -> None:
         os.utime(self.path)

@@ -175,7 +175,7 @@ class Watchdog:
             self._line.send(**{"is": "lost", "error": summary})
             if self._known.wait(ASK_S):
                 raise PeerError(self._cause.text) from error
-            silence = f"{self._server.who}, which keeps the watch, did not say why in {ASK_S:g} s"
+            silence = f"{self._server.who}, which watches all ranks, did not report the cause in {ASK_S:g} s"
             raise PeerError(
                 f"a collective failed on {self.who}, in {self._stage!r}, and {silence}: {summary}"
             ) from error

@@ -169,7 +169,7 @@ class StepPool:
             self._overdue += 1
             self._note_failure(ticket)
             self._change.notify_all()
-            log.warning("a step of an environment hangs; its thread is given up")
+            log.warning("a step of an environment hangs; its thread is abandoned")
         if self._overdue >= PATIENCE * self.num_threads:
             self._give_up_waiting(
                 Overdue(f"{self._overdue} steps in a row took longer than {self.deadline_s:g} s; it was not tried")

@@ -51,7 +51,7 @@ def put_gpt_oss_layers(spec: TransformerBlockSubmodules, layer_spec: str) -> Non
     """
     if layer_spec != "torch":
         raise ConfigError(
-            f"model.layer_spec={layer_spec}: attention sinks and experts with biases (gpt_oss) were shown on torch's "
+            f"model.layer_spec={layer_spec}: attention sinks and experts with biases (gpt_oss) were tested on torch's "
             "layers alone; set model.layer_spec=torch"
         )
     for layer in spec.layer_specs:

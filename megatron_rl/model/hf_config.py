@@ -214,7 +214,7 @@ def _scaled(hf_config: Any, kind: str | None) -> tuple[torch.Tensor, float]:
     except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # numbers that contradict each other
         raise ConfigError(
             f"rope_parameters={quoted(dict(rope), 200)} of {hf_config.model_type} give no frequencies in transformers "
-            f"({type(error).__name__}: {error}); mend the number that it speaks of, or head_dim"
+            f"({type(error).__name__}: {error}); correct the number named there, or head_dim"
         ) from error
 
 

@@ -74,8 +74,8 @@ def resolve_fields(users: Mapping[str, Any], cls: type, section: str, refusals: 
         read = [None] if value is known[name] is None else _read(value, hints[name])
         if not read and value is not None:
             raise ConfigError(
-                f"{section}.{name}={quoted(value)} means nothing: the field takes "
-                f"{' or '.join(dict.fromkeys(_words(hints[name])))}; give that, or remove it"
+                f"{section}.{name}={quoted(value)} is not a value of this field, which takes "
+                f"{' or '.join(dict.fromkeys(_words(hints[name])))}; change it, or remove it"
             )
         resolved.update(zip([name], read, strict=False))
     return resolved

@@ -51,8 +51,8 @@ def check_routing_replay(replayed: str, transformer: Mapping[str, object], shape
         )
     if shape.chunked is not None and replayed == "rollout":
         raise ConfigError(
-            f"{setting} takes the experts that an engine's routers tell, and transformers' router of {shape.family} "
-            "(5.19 Llama4Router) tells scores alone; set rollout.routing_replay=off"
+            f"{setting} needs the experts that the engine's routers chose, and transformers' router of {shape.family} "
+            "(5.19 Llama4Router) returns only scores; set rollout.routing_replay=off"
         )
     for name, (harmless, reason) in REFUSED_FIELDS.items():
         value = transformer.get(name, harmless[0])
@@ -145,7 +145,8 @@ class RoutingReplay:
                 if not hasattr(router, "router_replay"):
                     raise ConfigError(
                         f"rollout.routing_replay needs a router that takes experts, and Megatron-Core "
-                        f"{megatron.core.__version__} has none; install 0.16.1 or newer, or set it to off"
+                        f"{megatron.core.__version__} has none; install 0.16.1 or newer, or set "
+                        "rollout.routing_replay=off"
                     )
                 router.router_replay = _RouterSeam(index=len(layers))
                 seams.append(router.router_replay)

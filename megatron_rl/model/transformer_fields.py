@@ -76,7 +76,7 @@ _OWNED = {  # by reason
         }.items()
     },
 }
-_FP8_PARTS = "of FP8 the products of the layers' linears are built here, and no more"
+_FP8_PARTS = "FP8 is supported here only in the products of the layers' linears"
 _FP8_ROUTES = "it routes pads to experts, and Megatron-Core's grouped linears pad by themselves"
 _CUDA_GRAPH = "a CUDA graph replays one shape, and every micro-batch here has its own"
 _WAITS = "weight gradients would wait for a call that the schedule here does not make"
@@ -138,8 +138,8 @@ def transformer_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> di
         )
     if (layers := fields.get("recompute_num_layers")) is not None and layers < 1:
         raise ConfigError(
-            f"megatron.transformer.recompute_num_layers={layers} of recompute_method=uniform would be a forward pass "
-            "without an end, by so many layers at a time; give 1 or more, or remove it"
+            f"megatron.transformer.recompute_num_layers={layers} never finishes a forward pass under "
+            "recompute_method=uniform: it is the number of layers recomputed at a time; give 1 or more, or remove it"
         )
     return _with_fp8(fields, lora_rank) if fields.get("fp8") else fields
 
@@ -156,7 +156,7 @@ def overruled(settled: Mapping[str, Any], extra: Mapping[str, Any], family: str)
         if extra[name] != settled[name]:
             raise ConfigError(
                 f"megatron.transformer.{name}={quoted(extra[name])} is refused: it is {quoted(settled[name])} for a "
-                f"model of {family}, whose weights want no other; remove it"
+                f"model of {family}, whose weights need that value; remove it"
             )
     return {**settled, **extra}
 
@@ -239,8 +239,7 @@ def _with_fp8(fields: dict[str, Any], lora_rank: int | None) -> dict[str, Any]:
         )
     if lora_rank is not None:
         raise ConfigError(
-            f"lora.rank={lora_rank} trains adapters, whose products are of model.dtype, beside frozen weights "
-            "whose products FP8 would round by themselves, which was not run; remove megatron.transformer.fp8 or "
-            "lora.rank"
+            f"lora.rank={lora_rank} with FP8 was not tested: the adapters' products are of model.dtype, and FP8 would "
+            "round the frozen weights' products on their own; remove megatron.transformer.fp8 or lora.rank"
         )
     return fields | {"tp_only_amax_red": True}

@@ -49,6 +49,6 @@ def moving_rl_steps(
     if held_steps >= total > 0:
         raise ConfigError(
             f"critic.warmup_rollouts={critic.warmup_rollouts} rollouts train the critic alone, and the run has "
-            f"{total // per_rollout}: the policy would never move; lower it, or train longer"
+            f"{total // per_rollout}: the policy would never move; lower critic.warmup_rollouts, or train longer"
         )
     return total - held_steps

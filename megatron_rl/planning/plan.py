@@ -142,7 +142,7 @@ def plan_rules(
         if not max_tokens:
             raise ConfigError(
                 f"plan.max_tokens_per_microbatch={settings.max_tokens_per_microbatch} is below {row_multiple}, to "
-                "which FP8 pads every micro-batch here; raise it"
+                "which FP8 pads every micro-batch here; raise plan.max_tokens_per_microbatch"
             )
     # The costs that are assumed, and the settings as they are.
     cost = prior(

@@ -130,7 +130,7 @@ def in_form(name: str, function: Callable, completions: str) -> tuple[Form, Call
     lists = [key for key in LISTS if key in parameters]
     if len(verl) + bool(lists) > 1:
         raise ConfigError(
-            f"reward function {name!r} takes {' and '.join([*verl, *lists])}, so that its form cannot be told: "
+            f"reward function {name!r} takes {' and '.join([*verl, *lists])}, so that its form is ambiguous: "
             f"{_ONE_SAMPLE} is verl's for one sample, {_BATCH} verl's for a batch, {', '.join(LISTS)} are lists of "
             "ours and of TRL's; keep the parameters of one, and rename a column of such a name"
         )

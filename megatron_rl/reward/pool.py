@@ -129,8 +129,8 @@ class Pool:
         if slow is not None:
             self.most_samples = max(1, slow // 2)
             log.warning(
-                "%d samples together took over reward.deadline_s=%g and none of them did alone: tasks hold at most %d "
-                "from here on; a longer deadline, or a faster function, keeps them whole",
+                "a task of %d samples took longer than reward.deadline_s=%g, though no sample alone did. Tasks now "
+                "hold at most %d samples; raise the deadline to keep groups whole",
                 slow,
                 self.deadline_s,
                 self.most_samples,
@@ -254,7 +254,7 @@ class Pool:
             self._failed_starts, self.needed_parameters = 0, message["needed"]
             self.forms = {name: Form[form] if form else None for name, form in message["forms"].items()}
         elif worker.task is None or message["id"] != worker.task_id:
-            log.warning("reward worker %d answered %s, which nobody waits for", worker.pid, message["id"])
+            log.warning("reward worker %d answered %s, which is no longer awaited", worker.pid, message["id"])
         else:
             task = worker.take_back()
             if "error" in message:
@@ -297,8 +297,8 @@ class Pool:
     def _do_without_more(self, what: str) -> None:
         self._most_workers = self.num_workers
         log.warning(
-            "a reward worker beyond reward.num_workers=%d %s; none is tried from here on: a sample that hangs takes "
-            "up to two of reward.deadline_s",
+            "a reward worker beyond reward.num_workers=%d %s, and no other is started: a sample that hangs now takes "
+            "up to twice reward.deadline_s",
             self.num_workers,
             what,
         )

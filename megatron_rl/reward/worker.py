@@ -67,8 +67,8 @@ def resolve_all(names: list[str], completions: str) -> dict[str, tuple[Form | No
             functions[name] = resolve(name, completions)
         except ConfigError as error:
             raise ConfigError(
-                f"{error} (met in a reward worker, a process of its own; a function that only the rank's main process "
-                "has is named in reward.in_process)"
+                f"{error} (raised in a reward worker process; a function that only the rank's main process has must "
+                "be named in reward.in_process)"
             ) from error
         except BaseException as error:  # a module may exit
             raise ConfigError(

@@ -38,8 +38,8 @@ def place_engine(
         case RolloutConfig(bitwise=True):
             if not has_trainer:
                 raise ConfigError(
-                    "rollout.bitwise=true compares a run's rollouts with its trainer, and the server has none; set it "
-                    "to false"
+                    "rollout.bitwise=true compares the engine with a trainer, and a server has no trainer; set "
+                    "rollout.bitwise=false"
                 )
             from megatron_rl.model.settings import ModelSettings
             from megatron_rl.rollout.engines.bitwise import BitwiseEngine

@@ -273,7 +273,7 @@ class RolloutManager:
         """Send the engines weights again, and restart the jobs that lost engines left. ``lost``: reasons per rank."""
         for rank, texts in enumerate(lost):
             for text in dict.fromkeys(texts):
-                log.warning("rank %d lost its engine; what it owes is asked for again: %s", rank, text)
+                log.warning("rank %d lost its engine; its missing samples are requested again: %s", rank, text)
         self._drain()
         self.sync_weights()
         for job in self.jobs if self.in_background else ():

@@ -236,7 +236,8 @@ class RolloutQueue:
         dropped = [prompt for number, prompt in sorted(self.jobs.pop(index).prompts.items()) if number not in fresh]
         if dropped:
             log.warning(
-                "rollout %d: %d groups are older than rollout.producer.max_staleness_steps=%s and are asked again",
+                "rollout %d: %d groups are older than rollout.producer.max_staleness_steps=%s; they are dropped, and "
+                "their prompts are sampled again",
                 index + 1,
                 len(dropped),
                 self.settings.producer.max_staleness_steps,

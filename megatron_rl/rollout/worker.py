@@ -72,8 +72,8 @@ def to_sample(rollout: Rollout, *, included: bool) -> Sample:
     mask = np.ones(num_tokens, dtype=bool) if rollout.loss_mask is None else np.array(rollout.loss_mask, dtype=bool)
     if len(mask) != num_tokens:
         raise ValueError(
-            f"sample {rollout.sample_id} has {num_tokens} response tokens and a loss_mask of {len(mask)}; give each "
-            "token its own"
+            f"sample {rollout.sample_id} has {num_tokens} response tokens, but its loss_mask has {len(mask)} entries; "
+            "give one entry per token"
         )
     context = rollout.prompt.token_ids if rollout.context_ids is None else rollout.context_ids
     return Sample(
@@ -360,8 +360,8 @@ class RolloutWorker:
         owed = job.missing if stage == "generated" else sorted(job.unscored)
         first = f" ({len(owed)} of {len(job.mine)}, the first is prompt {job.prompts[owed[0]].name})" if owed else ""
         return (
-            f"groups of a rollout were not {stage} in run.deadline_s={self.deadline_s:g} s, in which no engine said "
-            f"that it computes{first}; raise it, or look at the engine's log"
+            f"groups of a rollout were not {stage} within run.deadline_s={self.deadline_s:g} s, and no engine "
+            f"reported progress{first}; raise run.deadline_s, or read the engine's log"
         )
 
     def close(self) -> None:

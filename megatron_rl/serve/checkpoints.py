@@ -54,8 +54,8 @@ def load(backend: MegatronBackend, folder: pathlib.Path, *, with_adam: bool) -> 
     raise_everywhere(error)
     if with_adam and not state["with_adam"]:
         raise RequestError(
-            "these are weights for a sampler, which have no optimizer state; load them without it, or load what "
-            "save_state wrote"
+            "these are weights for a sampler, which have no optimizer state; load them without the optimizer, or load "
+            "what save_state wrote"
         )
     # Load the weights, and set AdamW's state and the adapters' scale.
     numbers = dict(state["backend"])

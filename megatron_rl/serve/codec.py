@@ -109,7 +109,7 @@ def _datum(message, where: str) -> Datum:
                 "give one number for each target"
             )
         if not np.isfinite(values).all():
-            raise RequestError(f"{where}.{_named(name)} holds NaN or infinity, of which no loss can be made")
+            raise RequestError(f"{where}.{_named(name)} holds NaN or infinity, so the loss would not be finite")
     wide = (len(tokens), -1)
     return Datum(
         tokens=tokens,

@@ -90,11 +90,11 @@ class Coordinator:
         except Exception as error:
             if self._ranks_failed:
                 raise
-            log.exception("an error around %s", ", ".join(x.id for x in operations[:3]) or "the housekeeping")
+            log.exception("an error in the work on %s", ", ".join(x.id for x in operations[:3]) or "the housekeeping")
             for operation in operations:
                 if operation.state != ENDED:
                     self._discard(operation)
-                    words = f"the server could not book this request ({type(error).__name__}: {error})"
+                    words = f"the server could not record this request ({type(error).__name__}: {error})"
                     self._fail(operation, shortened(words, 500), Fault.SERVER)
 
     # ---- a model's operation ----------------------------------------------------------------------------------------

@@ -68,20 +68,22 @@ def check_config(
     if rollout.temperature != 1.0:
         raise ConfigError(
             f"rollout.temperature={rollout.temperature} is the trainer's too, and Tinker's losses read "
-            "log-probs at 1; leave it at 1.0: clients set the temperature of their samples"
+            "log-probs at 1; set rollout.temperature=1.0: clients set the temperature of their samples"
         )
     for key, value in (("loss.kl_coefficient", loss.kl_coefficient), ("sft.steps", sft.steps)):
         if value:
-            raise ConfigError(f"{key}={value} belongs to a training run, and a server's clients bring their own losses")
+            raise ConfigError(
+                f"{key}={value} belongs to a training run, and a server's clients bring their own losses; remove it"
+            )
     if rollout.routing_replay != "off":
         raise ConfigError(
             f"rollout.routing_replay={rollout.routing_replay} replays experts that come with a run's own "
-            "rollouts, and a client's samples bring none; set it to off"
+            "rollouts, and a client's samples bring none; set rollout.routing_replay=off"
         )
     if weight_sync.adapters != "merged":
         raise ConfigError(
             f"weight_sync.adapters={weight_sync.adapters} is for one policy, and a server's engines take turns "
-            "between its clients' models; set it to merged"
+            "between its clients' models; set weight_sync.adapters=merged"
         )
     keys_of(settings)
 

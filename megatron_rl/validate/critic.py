@@ -21,7 +21,8 @@ def policy_ranks(of_critic: int, num_ranks: int) -> int:
     """
     if of_critic >= num_ranks:
         raise ConfigError(
-            f"critic.ranks={of_critic} of {num_ranks} ranks leave the policy none; start more, or lower it"
+            f"critic.ranks={of_critic} leaves the policy none of the {num_ranks} ranks; start more ranks, or lower "
+            "critic.ranks"
         )
     return num_ranks - of_critic
 

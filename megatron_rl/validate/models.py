@@ -61,7 +61,7 @@ def provider(
     if setting is None:
         return None
     return (
-        f"model.provider=bridge beside {setting} was not shown, and is refused; remove that, or take a family "
+        f"model.provider=bridge was not tested with {setting} and is refused; remove that setting, or use a family "
         "that is built here (model.provider=native, docs/models.md)"
     )
 
@@ -95,8 +95,8 @@ def teacher(
         return _of_one_advantage(off_policy_delta, "distillation")
     if teacher.servers and temperature != 1.0:
         return (
-            f"rollout.temperature={temperature:g} and teacher.servers, which give log-probs at 1; set it to 1, or name "
-            "the teacher by teacher.hf_path"
+            f"teacher.servers give log-probs at temperature 1, and rollout.temperature={temperature:g}; set "
+            "rollout.temperature=1, or name the teacher by teacher.hf_path"
         )
     return None
 
@@ -119,8 +119,8 @@ def critic(config: Config) -> str | None:
 
 def _of_one_advantage(delta: float, estimator: str) -> str:
     return (
-        f"correction.off_policy_delta={delta} drops samples by their one advantage, and under "
-        f"advantage.estimator={estimator} each token has its own; set it to null"
+        f"correction.off_policy_delta={delta} needs one advantage per sample, and advantage.estimator={estimator} "
+        "gives one per token; set correction.off_policy_delta=null"
     )
 
 
@@ -198,7 +198,7 @@ def check_critic_model(
     check_lengths(data, rollout, model.max_position_embeddings, of=named)
     if model.vocab_size < policy.vocab_size:
         raise ConfigError(
-            f"{named} has a vocabulary of {model.vocab_size} and "
-            f"model.hf_path={quoted(policy_path, 300)} one of {policy.vocab_size}: it could not read the "
-            "policy's tokens; give a model of the same tokenizer"
+            f"{named} has a vocabulary of {model.vocab_size} tokens and "
+            f"model.hf_path={quoted(policy_path, 300)} has {policy.vocab_size}, so it cannot read the "
+            "policy's tokens; give a model with the policy's tokenizer"
         )

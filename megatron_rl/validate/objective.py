@@ -56,7 +56,7 @@ def reference(
     if reference.kl_in == "reward" and estimator == "gdpo":
         return (
             "reference.kl_in=reward with advantage.estimator=gdpo: it standardises every reward function by itself, "
-            "and the KL is none of them; take another advantage.estimator, or reference.kl_in=loss"
+            "and the KL is not one of them; take another advantage.estimator, or reference.kl_in=loss"
         )
     if loss.kl_coefficient == 0 and reference.controller == "adaptive":
         return (
@@ -65,8 +65,9 @@ def reference(
         )
     if loss.kl_coefficient == 0 and reference.refresh_every_rollouts is not None:
         return (
-            f"reference.refresh_every_rollouts={reference.refresh_every_rollouts} renews a reference policy that "
-            "loss.kl_coefficient=0 never asks; set that above 0, or reference.refresh_every_rollouts=null"
+            f"reference.refresh_every_rollouts={reference.refresh_every_rollouts} refreshes a reference policy that "
+            "loss.kl_coefficient=0 never uses; set loss.kl_coefficient above 0, or "
+            "reference.refresh_every_rollouts=null"
         )
     samples = prompts_per_rollout * samples_per_prompt
     if reference.controller == "adaptive" and samples >= 5 * reference.kl_horizon:
@@ -92,11 +93,11 @@ def pairs(
     if not preference.is_on:
         return None
     if not sft.is_on:
-        return f"preference.loss={loss} is trained by the steps of sft, and there are none; set sft.steps"
+        return f"preference.loss={loss} trains in supervised steps, and this run has none; set sft.steps"
     if temperature != 1.0:
         return (
             f"rollout.temperature={temperature:g} divides the logits of every log-prob, and "
-            f"preference.loss={loss} is defined at 1; set it to 1"
+            f"preference.loss={loss} is defined at 1; set rollout.temperature=1"
         )
     from megatron_rl.algorithm.sharing import token_coupling
 
@@ -127,7 +128,7 @@ def routing_replay(mode: str, correction: CorrectionConfig, replay: ReplayConfig
     setting = "rollout.routing_replay=old_logprobs replays the experts of the pass that gives π_old"
     if correction.old_logprobs == "rollout":
         return (
-            f"{setting}, and under correction.old_logprobs=rollout there is none; set that to auto, or "
+            f"{setting}, and under correction.old_logprobs=rollout there is none; set correction.old_logprobs=auto, or "
             "rollout.routing_replay=rollout"
         )
     if replay.capacity_groups and not replay.recompute_logprobs:
@@ -172,12 +173,12 @@ def schedule(optimizer: OptimizerConfig) -> str | None:
     if optimizer.min_lr > optimizer.lr > 0 and optimizer.schedule != "constant":
         return (
             f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}, from which the schedule decays "
-            "to it; lower it"
+            "to it; lower optimizer.min_lr"
         )
     if optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:
         return (
             f"optimizer.decay_steps={optimizer.decay_steps} ends the decay before optimizer.warmup_steps="
-            f"{optimizer.warmup_steps} end; raise it, or null for the steps of the run"
+            f"{optimizer.warmup_steps} end; raise optimizer.decay_steps, or set it to null for the steps of the run"
         )
     return None
 
@@ -206,13 +207,14 @@ def dead_groups(
     setting = next((name for name, value in settings.items() if value), None)
     if cause is None or setting is None:
         return None
-    return (
-        f"{setting}={settings[setting]} is about groups without signal, and under {cause} there are none; set it to 0"
-    )
+    return f"{setting}={settings[setting]} acts on groups without signal, and with {cause} there are none; set it to 0"
 
 
 def overlong(buffer: int, limit: int) -> str | None:
     """Refuse an overlong buffer that is longer than the longest response."""
     if buffer <= limit:
         return None
-    return f"reward.overlong_buffer_tokens={buffer} tokens must fit in rollout.max_response_tokens={limit}; lower it"
+    return (
+        f"reward.overlong_buffer_tokens={buffer} tokens must fit in rollout.max_response_tokens={limit}; lower "
+        "reward.overlong_buffer_tokens"
+    )

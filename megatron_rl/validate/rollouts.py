@@ -55,7 +55,10 @@ def _late(key: str, seconds: float, deadline_s: float) -> str | None:
     """Refuse a wait that is not shorter than ``run.deadline_s``, for which the other ranks wait."""
     if seconds < deadline_s:
         return None
-    return f"{key}={seconds:g} must be below run.deadline_s={deadline_s:g}, for which the other ranks wait; raise that"
+    return (
+        f"{key}={seconds:g} must be below run.deadline_s={deadline_s:g}, because the other ranks wait no longer; raise "
+        f"run.deadline_s or lower {key}"
+    )
 
 
 def teachers_answer(teacher: TeacherConfig, deadline_s: float) -> str | None:
@@ -68,11 +71,8 @@ def engines_answer(rollout: RolloutConfig, deadline_s: float) -> str | None:
     if rollout.engine != "vllm":
         return None
     for name, seconds in (("start_s", rollout.start_s), ("request_s", rollout.request_s)):
-        if seconds >= deadline_s:
-            return (
-                f"rollout.{name}={seconds:g} must be below run.deadline_s={deadline_s:g}, which other ranks wait for; "
-                "raise that"
-            )
+        if late := _late(f"rollout.{name}", seconds, deadline_s):
+            return late
     return None
 
 
@@ -137,7 +137,7 @@ def stragglers(
         if value != wanted:
             return (
                 f"rollout.producer.straggler_share={share:g} leaves groups under way while their rollout is trained, "
-                f"and with {name}={json.dumps(value)} that cannot be; set {name}={json.dumps(wanted)}, or "
+                f"which {name}={json.dumps(value)} rules out; set {name}={json.dumps(wanted)}, or "
                 "rollout.producer.straggler_share=0"
             )
     from megatron_rl.planning.num_steps import steps_per_rollout
@@ -146,7 +146,8 @@ def stragglers(
     if limit is not None and limit < steps:
         return (
             f"rollout.producer.straggler_share={share:g} trains groups one rollout, {steps} optimizer steps, after "
-            f"their own, and rollout.producer.max_staleness_steps={limit}; raise that to at least {steps}, or to null"
+            f"their own, and rollout.producer.max_staleness_steps={limit}; set that limit to "
+            f"at least {steps}, or to null"
         )
     return None
 
@@ -199,7 +200,7 @@ def bitwise(
         if value not in values:
             now, neutral = (x if isinstance(x, str) else json.dumps(x) for x in (value, values[-1]))
             return (
-                f"rollout.bitwise=true cannot be had under {key}={now}: {why}; set {key}={neutral}, or "
+                f"rollout.bitwise=true does not hold with {key}={now}: {why}; set {key}={neutral}, or "
                 "rollout.bitwise=false"
             )
     return None
@@ -209,14 +210,14 @@ def bitwise_of_nothing(bitwise: bool, num_rollouts: int | None) -> str | None:
     """Refuse ``rollout.bitwise`` in a run without rollouts."""
     if not bitwise or num_rollouts != 0:
         return None
-    return "rollout.bitwise=true compares rollouts, and train.num_rollouts=0 has none; set it to false"
+    return "rollout.bitwise=true compares rollouts, and train.num_rollouts=0 has none; set rollout.bitwise=false"
 
 
 def vllm_arguments(arguments: Mapping[str, object]) -> str | None:
     """Refuse an argument of ``rollout.vllm`` that another setting decides."""
     for name, value in arguments.items():
         if name in OWNED_ARGUMENTS:
-            return f"rollout.vllm.{name}={quoted(value)} may not be set there: {OWNED_ARGUMENTS[name]} decides it"
+            return f"rollout.vllm.{name}={quoted(value)} must not be set: {OWNED_ARGUMENTS[name]} decides it"
     return None
 
 
@@ -239,7 +240,8 @@ def adapters_alone(adapters: str, rank: int | None, rollout: RolloutConfig) -> s
     most = max(VLLM_LORA_RANKS)
     if rank > most:
         return (
-            f"lora.rank={rank} is more than vLLM's engines hold, {most}; lower it, or set weight_sync.adapters=merged"
+            f"lora.rank={rank} is more than vLLM's engines hold, {most}; lower lora.rank, or set "
+            "weight_sync.adapters=merged"
         )
     return None
 

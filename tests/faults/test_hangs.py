@@ -41,7 +41,7 @@ class Fault:
 
 
 RAISED = "raised .*it had been in 'update'"
-GONE = r"is gone: its process ended without a word \(killed\?\); it last said it was in 'update'"
+GONE = r"is gone: its process ended without reporting an error \(killed\?\); its last reported stage is 'update'"
 STALLS = "keeps the others waiting: it has been in"
 RANK = "tests.faults.faulty_rank"
 SLEPT = dict(guilty=1, pipeline=1, deadline_s=MET_S)

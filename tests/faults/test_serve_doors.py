@@ -202,7 +202,7 @@ def test_a_request_that_ran_and_cannot_be_booked_fails_alone(server: str, ranks)
     (root / "auto").rename(root / "moved")
     (root / "auto").write_text("no folder")
     failed = client.outcome(client.ask("save_weights", {"model_id": model, "seq_id": 2, "path": "b"}))
-    assert "could not book this request" in failed["error"] and failed["category"] == "server"
+    assert "could not record this request" in failed["error"] and failed["category"] == "server"
     (root / "auto").unlink()
     assert client.outcome(client.ask("save_weights", {"model_id": model, "seq_id": 3, "path": "c"}))["path"]
     assert honest.round() == honest.want

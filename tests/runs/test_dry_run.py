@@ -69,7 +69,7 @@ def test_a_job_that_would_start_ends_with_0_and_joins_nothing(arithmetic, capsys
 @pytest.mark.parametrize(("given", "message"), [
     (["parallel.pipeline=3"], "world size 8 is no multiple of"),
     (["--gpus-per-node=12", "parallel.pipeline=3"], "are 3 stages and"),
-    ([*SEPARATE, "critic.ranks=8"], "critic.ranks=8 of 8 ranks leave the policy none"),
+    ([*SEPARATE, "critic.ranks=8"], "critic.ranks=8 leaves the policy none of the 8 ranks"),
     ([*SEPARATE, "critic.ranks=4", "critic.parallel={tensor: 3}"], "world size 4 is no multiple of"),
     (["loss.kl_coefficient=0.1"], "skip.mode=exact"),
     (["plan.max_token=3"], "the nearest known key is plan.max_tokens_per_microbatch"),

@@ -80,6 +80,6 @@ def test_elastic_restart_equals_uninterrupted(arithmetic, one_node, tmp_path):
         os.kill(int(sum(children, [])[-1]), signal.SIGKILL)
         assert torchrun.wait(BOUND_S) == 0, said()[-4000:]
         # by torchrun, or by the rank that lived on, whichever torchrun sees end first
-        named = ("Signal 9 (SIGKILL)", "exitcode: -9", "its process ended without a word (killed?)")
+        named = ("Signal 9 (SIGKILL)", "exitcode: -9", "its process ended without reporting an error (killed?)")
         assert any(x in said() for x in named) and "resumed from" in said(), said()[-4000:]
     assert_same_run(one_node, run_dir)

@@ -178,7 +178,7 @@ def test_what_has_no_place_and_belongs_to_a_key_leaves_it_to_be_filled_in() -> N
     ):
         found = verl.translate(QWEN2_7B | settings)
         assert set(found.open) == keys and all(why in each for each in found.open.values())
-        with pytest.raises(ConfigError, match="is a place to be filled in"):
+        with pytest.raises(ConfigError, match="is a placeholder"):
             loaded(found)
 
 
@@ -292,7 +292,7 @@ def test_the_command_says_what_is_open_what_will_not_start_and_what_was_not_chec
     assert "or choose skip.mode=approximate" in plain and "the model: model.hf_path=" in plain
     ours = flat(yaml.safe_load(said))
     assert (ours["data.max_prompt_tokens"], ours["rollout.max_response_tokens"]) == (2048, 8192)
-    with pytest.raises(ConfigError, match=re.escape("train.prompts_per_rollout=??? is a place to be filled in")):
+    with pytest.raises(ConfigError, match=re.escape("train.prompts_per_rollout=??? is a placeholder")):
         load_config(yaml.safe_load(said))
     assert command.main(["translate", "verl", str(script), "--set", "BSZ=512"]) == 0
     assert load_config(yaml.safe_load(capsys.readouterr().out)).train.prompts_per_rollout == 512

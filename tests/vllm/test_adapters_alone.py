@@ -145,7 +145,7 @@ def test_an_engine_killed_and_started_again_gets_all(adapted):
     bench.engine.recover(bench.engine.lost)
     assert bench.engine.lacks_weights
     (reason,) = bench.sync(adapted.pairs(2).items()).failed.values()
-    assert "adapters came alone, and this engine has not the weights that they belong to" in reason
+    assert "adapters arrived without their base weights, which this engine does not hold" in reason
     assert adapted.load(3).num_tensors == len(adapted.weights) + len(adapted.pairs(3))
     adapted.is_exact()
 

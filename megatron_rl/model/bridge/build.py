@@ -119,8 +119,8 @@ def check_frequencies(model: GPTModel, frequencies: torch.Tensor) -> None:
     theirs = model.rotary_pos_emb.inv_freq.to(frequencies)
     if theirs.shape != frequencies.shape or not torch.allclose(theirs, frequencies, rtol=1e-5, atol=0.0):
         raise ConfigError(
-            "model.provider=bridge: megatron-bridge's rotary frequencies are not those of rope_parameters in "
-            "config.json, so that the model would not be the one of its files"
+            "model.provider=bridge: megatron-bridge's rotary frequencies differ from rope_parameters in "
+            "config.json, so the model would not be the model of its files"
         )
 
 

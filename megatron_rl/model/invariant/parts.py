@@ -52,21 +52,21 @@ def require_shown(shape: ModelShape) -> None:
     if shape.num_experts:
         raise ConfigError(
             f"rollout.bitwise=true is for dense models, and this one mixes {shape.num_experts} experts, whose "
-            "router and whose sum over experts are not row-invariant; set it to false"
+            "router and whose sum over experts are not row-invariant; set rollout.bitwise=false"
         )
     if not FAMILIES[shape.family].bitwise:
         shown = ", ".join(sorted(name for name, family in FAMILIES.items() if family.bitwise))
         raise ConfigError(
-            f"rollout.bitwise=true was shown for {shown}, and this model's model_type is "
-            f"{shape.family}, whose layers may have other operations; set it to false"
+            f"rollout.bitwise=true was tested with {shown}, and this model's model_type is "
+            f"{shape.family}, whose layers may have other operations; set rollout.bitwise=false"
         )
     if any(shape.windows):
         raise ConfigError(
             f"rollout.bitwise=true is for attention over all tokens, and this {shape.family} model has a sliding "
-            f"window of {max(shape.windows)} tokens; set it to false"
+            f"window of {max(shape.windows)} tokens; set rollout.bitwise=false"
         )
     if HOST.is_cuda:
         raise ConfigError(
-            "rollout.bitwise=true was shown on CPUs alone; set it to false on a GPU (docs/bitwise.md says what vLLM "
-            "has there)"
+            "rollout.bitwise=true was tested on CPUs alone; set rollout.bitwise=false on a GPU (docs/bitwise.md says "
+            "what vLLM has there)"
         )

@@ -131,7 +131,7 @@ def _check_place(shape: ModelShape, overlaps: bool) -> None:
     named = [name for name in shape.lora_targets if name in ("linear_fc1", "linear_fc2")]
     if shape.num_experts and named and not FAMILIES[shape.family].expert_adapters:
         raise ConfigError(
-            f"{targets} names {named[0]}, and adapters on experts were not shown for {shape.family}; set "
+            f"{targets} names {named[0]}, and adapters on experts were not tested for {shape.family}; set "
             "lora.targets=[linear_qkv,linear_proj]"
         )
     # targets that the first and the last layer do not have, or that no adapter fits
@@ -220,7 +220,7 @@ def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     adapters = adapters_of(chunks)
     if not adapters:
         raise ValueError(
-            "adapters_off() leaves the frozen model, and every weight of this one is trained; set lora.rank"
+            "adapters_off() needs adapters, and this model has none: every weight is trained; set lora.rank"
         )
     before = [adapter.enabled for adapter in adapters]
     try:

@@ -157,7 +157,7 @@ def chat_request(body: Mapping, temperature: float) -> CompletionRequest:
     fields = checked(body, ChatBody)
     messages = tuple(message.plain() for message in fields.messages)
     if messages[-1]["role"] == "assistant":
-        raise Refused("messages must not end with the assistant's: nothing is said that it could answer")
+        raise Refused("messages must not end with an assistant message; end with a user or tool message")
     tools = None if body.get("tool_choice") == "none" else fields.tools or None
     written = canonical(tools)
     conversation = tuple(canonical(message) for message in messages)
@@ -206,8 +206,8 @@ def _common(body: Mapping, fields: Completing, temperature: float, most_tokens: 
         value = body.get(name)
         if value is not None and value not in neutral:
             raise Refused(
-                f"{name}={quoted(value, 80)} would change what is sampled, which the trainer's log-probs are of; "
-                "leave it out"
+                f"{name}={quoted(value, 80)} would change the distribution that is sampled, and the trainer's "
+                "log-probs would not match; leave it out"
             )
     if fields.temperature is not None and fields.temperature != temperature:
         raise Refused(

@@ -57,7 +57,7 @@ class Rendering:
         except BaseException as error:  # the tokenizer's Rust code raises PanicException, which is no Exception
             said = shortened(f"{type(error).__name__}: {error}", MOST_SAID)
             raise Refused(
-                f"the tokenizer or its chat template cannot read the request ({said}); ask otherwise"
+                f"the tokenizer or its chat template cannot read the request ({said}); change the request"
             ) from error
 
     def _new_ids(self, request: CompletionRequest, parent: Turn | None) -> tuple[int, ...]:

@@ -131,8 +131,8 @@ class Session:
         if num_characters > (most := rendering.most_characters(num_tokens)):
             self.exhausted = "length"
             raise Refused(
-                f"the request has {num_characters:,} characters or more, and {most:,} are read where a session has "
-                f"{num_tokens} tokens; say less, or raise data.max_prompt_tokens or rollout.max_response_tokens",
+                f"the request has {num_characters:,} characters or more, and a session of {num_tokens} tokens reads "
+                f"{most:,}; shorten it, or raise data.max_prompt_tokens or rollout.max_response_tokens",
                 code="context_length_exceeded",
             )
 
@@ -174,7 +174,7 @@ class Session:
         digest: str,
     ) -> Pending:
         if not context:
-            raise Refused("the request has no tokens to go on from; give a prompt")
+            raise Refused("the request's prompt has no tokens; give a prompt")
         limit = self._limit(parent, context)
         self._draws[digest] += 1
         name = f"{self.name}/{digest}.{self._draws[digest]}"
@@ -242,8 +242,8 @@ class Session:
             said = shortened(f"{type(error).__name__}: {error}", 500)
             pending.done.set_exception(
                 Refused(
-                    f"the engine cannot sample the request's {len(pending.prompt.token_ids)} tokens ({said}); ask "
-                    "otherwise",
+                    f"the engine cannot sample the request's {len(pending.prompt.token_ids)} tokens ({said}); "
+                    "change the request",
                     code="not_sampled",
                 )
             )

@@ -101,7 +101,9 @@ class BitwiseEngine(TransformersEngine):
         )
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
-        raise RuntimeError("rollout.bitwise=true samples rollouts alone; the server's requests need it to be false")
+        raise RuntimeError(
+            "rollout.bitwise=true samples rollouts alone; set rollout.bitwise=false for a server's requests"
+        )
 
     @torch.inference_mode()
     def _decode(self, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row]) -> Decoded:

@@ -89,9 +89,9 @@ def refuse_sharing(rollout: RolloutConfig, weight_sync: WeightSyncConfig, shared
     producer = rollout.producer
     if shared and weight_sync.adapters == "alone":
         raise ConfigError(
-            "weight_sync.adapters=alone leaves the weights beside the adapters in the engines, which drop them when "
-            f"they sleep on a GPU that they share (rollout.sleep={rollout.sleep}); keep both in memory at once "
-            "by rollout.sleep=never, or set weight_sync.adapters=merged"
+            "weight_sync.adapters=alone sends the base weights once, and engines that share the trainer's GPU drop "
+            f"them when they sleep (rollout.sleep={rollout.sleep}); keep engine and trainer in memory at once by "
+            "rollout.sleep=never, or set weight_sync.adapters=merged"
         )
     if shared and (producer.ahead or producer.mode == "streaming"):
         raise ConfigError(
@@ -105,8 +105,8 @@ def refuse_mixture(weight_sync: WeightSyncConfig, num_experts: int) -> None:
     """Raise ConfigError if engines with a mixture of experts are to be sent adapters alone."""
     if num_experts and weight_sync.adapters == "alone":
         raise ConfigError(
-            f"weight_sync.adapters=alone and a model of {num_experts} experts, whose layers vLLM (0.32.0) prepares for "
-            "adapters by GPU kernels even where they get none, which was not run; set weight_sync.adapters=merged"
+            f"weight_sync.adapters=alone is not supported for a mixture of {num_experts} experts: vLLM (0.32.0) "
+            "prepares its layers by GPU kernels, which was not tested; set weight_sync.adapters=merged"
         )
 
 
@@ -123,6 +123,7 @@ def refuse_delta(rollout: RolloutConfig, weight_sync: WeightSyncConfig, shared: 
         )
     if quantization := rollout.vllm.get("quantization"):
         raise ConfigError(
-            f"weight_sync.delta=true keeps engines at the trainer's bits, and rollout.vllm.quantization="
-            f"{quoted(quantization)} gives them others; set weight_sync.delta=false, or drop the quantization"
+            "weight_sync.delta=true needs engine weights bitwise equal to the trainer's, and "
+            f"rollout.vllm.quantization={quoted(quantization)} changes them; set weight_sync.delta=false, or "
+            "remove the quantization"
         )

@@ -100,8 +100,8 @@ def check_facts(name: str, facts: ReplicaFacts, vocab_size: int, longest: int, r
         )
     if facts.logprobs_mode != "processed_logprobs":
         raise ConfigError(
-            f"{name} runs with --logprobs-mode {facts.logprobs_mode}, whose log-probs are not those it samples by; "
-            "start it with --logprobs-mode processed_logprobs"
+            f"{name} runs with --logprobs-mode {facts.logprobs_mode}, whose log-probs are not of the distribution "
+            "that it samples from; start it with --logprobs-mode processed_logprobs"
         )
     if facts.vocab_size != vocab_size:
         raise ConfigError(
@@ -111,7 +111,8 @@ def check_facts(name: str, facts: ReplicaFacts, vocab_size: int, longest: int, r
     if facts.max_model_tokens < longest:
         raise ConfigError(
             f"{name} takes {facts.max_model_tokens} tokens (--max-model-len) and a prompt and its response may have "
-            f"{longest} (data.max_prompt_tokens + rollout.max_response_tokens); raise the one or lower the others"
+            f"{longest} (data.max_prompt_tokens + rollout.max_response_tokens); raise --max-model-len, or lower "
+            "data.max_prompt_tokens or rollout.max_response_tokens"
         )
     if rollout.routing_replay == "rollout" and not facts.routed_experts:
         raise ConfigError(

@@ -74,7 +74,7 @@ class ServerHealth:
         elif not counts and self._says_no_counters:
             self._says_no_counters = False
             log.warning(
-                "%s shows no counters of tokens at /metrics (--disable-log-stats?): a request there is given up "
-                "rollout.request_s after its last answer, however long the response",
+                "%s has no token counters at /metrics (--disable-log-stats?), so a request is given up "
+                "rollout.request_s after the server's last answer, even if a long response is still computed",
                 self.server.url,
             )

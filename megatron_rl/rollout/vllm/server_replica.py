@@ -315,7 +315,7 @@ class ServerReplica:
 
         If the server does not end its requests, the connections are cut.
         """
-        log.warning("%s gives up what is under way: %s", self.name, cause)
+        log.warning("%s abandons its running requests: %s", self.name, cause)
         try:
             self._post("/pause?mode=abort&clear_cache=false", None, ANSWER_S)
         except (ReplicaLost, RequestRefused) as error:

@@ -132,7 +132,8 @@ def check_free(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"port {port} of {host} cannot be taken ({error.strerror}); end what holds it, or choose another --port"
+                f"port {port} of {host} cannot be taken ({error.strerror}); stop the program that holds it, or "
+                "choose another --port"
             ) from error
 
 

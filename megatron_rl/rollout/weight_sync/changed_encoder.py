@@ -51,7 +51,9 @@ class ChangedEncoder(WholeEncoder):
             return False
         said = [WeightReceipt(**x) for x in replica.control("weights_received", {}, deadline_s)]
         if any(x != receipt for x in said):
-            log.warning("%s says %s in place of %s, and gets all weights", replica.name, said, receipt)
+            log.warning(
+                "%s holds weights %s, not the expected %s; all weights are sent to it", replica.name, said, receipt
+            )
             return True
         if not self._full and receipt.version == self._base:
             self._current.add(id(replica))

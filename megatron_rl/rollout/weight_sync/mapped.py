@@ -40,7 +40,7 @@ class Registration:
         address, self._address = self._address, 0
         if address and (code := int(torch.cuda.cudart().cudaHostUnregister(address))):
             _forget_last_error()
-            _warn_once(f"CUDA keeps shared memory registered that is given back (cudaHostUnregister: error {code})")
+            _warn_once(f"CUDA did not unregister shared memory that is released (cudaHostUnregister: error {code})")
 
 
 def _forget_last_error() -> None:

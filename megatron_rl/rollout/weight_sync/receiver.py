@@ -296,7 +296,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         if self._open:
             self._check_model()
         elif not self._has_weights:
-            raise ValueError("adapters came alone, and this engine has not the weights that they belong to")
+            raise ValueError("adapters arrived without their base weights, which this engine does not hold")
         if self._adapters is not None:
             self._adapters.build(end.adapter, self.model.lora_manager)
         self._ended = end

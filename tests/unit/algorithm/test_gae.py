@@ -114,7 +114,7 @@ def test_non_finite_number_at_a_loss_token_names_the_sample(which: int, name: st
 def test_lengths_that_do_not_fit_are_errors_and_one_token_or_equal_ones_are_not_whitened() -> None:
     with pytest.raises(ValueError, match=r"values has shape \(2,\), and response_tokens sum to 3"):
         generalised_advantages(np.zeros(3), np.zeros(2), np.ones(3, dtype=bool), np.array([3]), gamma=1.0, lam=1.0)
-    with pytest.raises(ValueError, match="loss_mask is of int64"):
+    with pytest.raises(ValueError, match="loss_mask has dtype int64"):
         token_rewards(np.ones(1), np.ones(3, dtype=np.int64), np.array([3]))
     # there is no spread to divide by: one token stays as it is, and so do equal tokens without an ε
     assert whiten_tokens(np.array([5.0, 3.0]), np.array([True, False]), "center_and_scale", 0.0).tolist() == [5.0, 0.0]

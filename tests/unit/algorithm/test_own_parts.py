@@ -130,7 +130,7 @@ def test_an_own_estimator_gives_the_built_in_ones_advantages_and_says_which_grou
     ("by_batch", "gave sample d the advantage 0.9, and all rewards of its group are equal: .*moves_equal_rewards"),
     ("moves_what_is_out", "gave sample f the advantage 1, and it is taken out of its group"),
     ("too_few", r"returned an array of shape \[5\] for 6 samples"),
-    ("words", "returned a list, no array of numbers"),
+    ("words", "returned a list, not an array of numbers"),
 ])
 def test_advantages_that_break_the_contract_are_refused_in_a_run(name, message):
     with pytest.raises(ConfigError, match=f"advantage.estimator='tests.own_parts:{name}' {message}"):

@@ -79,7 +79,7 @@ def test_an_unknown_key_is_answered_by_the_one_that_is_meant(given, answer):
 
 @pytest.mark.parametrize(("given", "said"), [
     (["profile.steps=[5,3]"], "profile.steps=[5, 3] ends before it begins; give [3, 5]"),
-    (["profile.steps=[1,21]"], "are 21 steps, whose trace no viewer opens; give at most 20, such as [1, 2]"),
+    (["profile.steps=[1,21]"], "are 21 steps, a trace too large for viewers; give at most 20, such as [1, 2]"),
     (["profile.steps=[0,3]"], "profile.steps=0 must be at least 1"), (["profile.steps=[-2,3]"], "profile.steps=-2"),
     (["profile.steps=[3]"], "profile.steps=[3] must be a list of 2 values"), (["profile.steps=3"], "profile.steps=3"),
     (["profile.ranks=[]"], "profile.ranks=[] names no rank"), (["profile.ranks=[-1]"], "profile.ranks=-1 must be at"),

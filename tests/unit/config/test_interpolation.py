@@ -86,9 +86,9 @@ def test_a_layer_is_a_file_a_mapping_or_a_dictconfig(tmp_path: pathlib.Path) -> 
     assert load_config(OmegaConf.structured(Config)) == Config() == load_config({})
     assert load_config(OmegaConf.create({"base": "/b", "rl": {"run": {"dir": "${base}/y"}}}).rl).run.dir == "/b/y"
     for odd, words in (
-        (3, "a configuration is a file's path, a mapping or a DictConfig, and this is 3"),
-        ({1: {}}, "the key 1 of the configuration is no text"),
-        ({"environment": {"arguments": {"a": {2: 3}}}}, "the key 2 of environment.arguments.a is no text"),
+        (3, "the configuration is 3; give a file's path, a mapping or a DictConfig"),
+        ({1: {}}, "the key 1 of the configuration is not a text"),
+        ({"environment": {"arguments": {"a": {2: 3}}}}, "the key 2 of environment.arguments.a is not a text"),
         ({"run": {"name": len}}, "run.name=<built-in function len> must be a text, a number"),
         ({"run": {"seed": pathlib.Path("x")}}, "run.seed='x' must be a whole number"),
     ):
@@ -132,12 +132,12 @@ HOSTILE = {
         "environment.arguments.a='${.b}' refers to itself: environment.arguments.a → environment.arguments.b → "
         "environment.arguments.c → environment.arguments.a; write one of them out",
     ),
-    "its own section": ({"a": "${environment}"}, "refers to itself, or to a section that it stands in"),
+    "its own section": ({"a": "${environment}"}, "refers to itself or to its own section"),
     "a marker of ours": ({"a": "${megatron_rl.pending:9}"}, "there is no resolver 'megatron_rl.pending'"),
     "no resolver": ({"a": "${eval:1}"}, "there is no resolver 'eval'; those known are oc."),
     "a module": ({"a": "${oc.coerce:tests.unit.config.no_module.X,1}"}, "oc.coerce"),
     "a module by a way round": ({"a": "${oc.${.b}:os.X,1}", "b": "coerce"}, "oc.coerce"),
-    "no grammar": ({"a": "${run.seed"}, r"is no interpolation that can be read"),
+    "no grammar": ({"a": "${run.seed"}, r"is not a valid interpolation"),
     "no variable": ({"a": "${oc.env:NO_SUCH}"}, "the environment has no variable 'NO_SUCH'; set it, or give a default"),
     "no neighbour": ({"a": "${.b}"}, "names no setting; write ${section.key}"),
     "a place to fill": ({"a": "${.b}", "b": "???"}, "environment.arguments.b"),
@@ -158,8 +158,8 @@ def test_a_section_that_is_taken_as_a_whole_is_not_set_beside_it(tmp_path: pathl
     (tmp_path / "run.yaml").write_text("run: {name: x}\neval: {sets: '${oc.create:{a: b}}'}\n")
     assert load_config(tmp_path / "run.yaml").eval.sets == {"a": "b"}
     assert load_config(None, ["eval.sets= ${oc.create:{c: d}}"]).eval.sets == {"c": "d"}  # which YAML takes for keys
-    wanted = r"run\.yaml, line 2 and the command line: eval\.sets=.* is taken as a whole, and eval\.sets\.c is set "
-    wanted += r"too; write eval\.sets out"
+    wanted = r"run\.yaml, line 2 and the command line: eval\.sets is set by the interpolation .*, and eval\.sets\.c on "
+    wanted += r"its own; write the keys of eval\.sets out"
     for override in ("eval.sets.c=d", "eval.sets={c: d}"):
         with pytest.raises(ConfigError, match=wanted):
             load_config(tmp_path / "run.yaml", [override])

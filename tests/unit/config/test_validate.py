@@ -55,14 +55,14 @@ def test_a_setting_that_bitwise_cannot_have_is_refused_by_name(arithmetic: pathl
     given = [f"model.hf_path={arithmetic}/model", "reward.functions=arithmetic", "skip.mode=off"]
     validate_config(load_config(None, [*given, "rollout.bitwise=true"]))
     validate_config(load_config(None, [*given, setting]))
-    with pytest.raises(ConfigError, match=f"rollout.bitwise=true cannot be had under {setting}: .*rollout.bitwise=f"):
+    with pytest.raises(ConfigError, match=f"rollout.bitwise=true does not hold with {setting}: .*rollout.bitwise=f"):
         validate_config(load_config(None, [*given, setting, "rollout.bitwise=true"]))
 
 
 def test_sequence_parallelism_and_a_run_without_rollouts_are_refused(arithmetic: pathlib.Path) -> None:
     given = [f"model.hf_path={arithmetic}/model", "rollout.bitwise=true"]
     parallel = ["reward.functions=arithmetic", "parallel.tensor=2", "parallel.sequence_parallel=true"]
-    with pytest.raises(ConfigError, match="cannot be had under parallel.sequence_parallel=true: .*=false, or rollout"):
+    with pytest.raises(ConfigError, match="does not hold with parallel.sequence_parallel=true: .*=false, or rollout"):
         validate_config(load_config(None, [*given, *parallel]))
     with pytest.raises(ConfigError, match="train.num_rollouts=0 has none"):
         validate_config(load_config(None, [*given, "train.num_rollouts=0", "sft.steps=3"]))

@@ -45,7 +45,7 @@ def test_a_plain_template_takes_the_text_as_it_is() -> None:
 def test_templates_that_cannot_say_it_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"environment\.role=tool.*roles user, .*no tools here.*that it takes"):
         text_between(STRICT, "408")
-    with pytest.raises(ConfigError, match="does not write an assistant's content"):
+    with pytest.raises(ConfigError, match="changes an assistant's content"):
         text_between(SILENT, "408")
 
 

@@ -38,7 +38,7 @@ def test_a_prompt_equals_the_templates_rendering_with_the_rows_columns(caplog) -
 
 def test_columns_of_a_known_meaning_that_nobody_reads_are_warned_of(caplog) -> None:
     for row, data, words in (
-        ({"tools": [CALL]}, dict(template="{prompt}"), "row 1: column 'tools' is not read; .*data.template=chat"),
+        ({"tools": [CALL]}, dict(template="{prompt}"), "row 1: column 'tools' is not read: .*data.template=chat"),
         ({"tools": [CALL]}, dict(template="chat"), "row 1: column 'tools' .*chat template does not name it"),
         ({"messages": ROW["prompt"]}, dict(template="chat"), "column 'messages' .*data.messages_key"),
         ({"images": ["x.png"]}, dict(template="chat"), "column 'images' .*texts alone"),

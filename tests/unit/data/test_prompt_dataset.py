@@ -74,7 +74,7 @@ def test_messages_that_are_none_name_row_and_column_and_a_renamed_answer_is_give
         ("{prompt}", [{"role": "user", "content": "x"}], "is a list, .*; a list of messages needs data.template=chat"),
         ("chat", [{"role": "user", "text": "x"}], r"row 0: column 'prompt' \(data.prompt_key\): message 0 is"),
         ("chat", [], r"row 0: column 'prompt' .* is \[\]"),
-        ("chat", [{"role": "assistant", "content": "x"}], "ends in an assistant's message"),
+        ("chat", [{"role": "assistant", "content": "x"}], "ends with an assistant message"),
         ("chat", {"role": "user", "content": "x"}, "is a dict"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -137,7 +137,7 @@ def test_an_episode_is_imitated_but_for_what_the_tool_says(template, between):
 
 @pytest.mark.parametrize("cut", [EPISODE[1:], EPISODE[:-1], [{"role": "tool", "content": "4"}]])
 def test_an_episode_begins_and_ends_with_the_assistant(cut):
-    with pytest.raises(ConfigError, match="row 0: column 'solution' .*; it begins and ends with the assistant's"):
+    with pytest.raises(ConfigError, match="column 'solution' .*; it must begin and end with an assistant message"):
         make_source([{"prompt": "x", "solution": cut}]).next_solutions(1)
 
 

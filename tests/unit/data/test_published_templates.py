@@ -125,11 +125,11 @@ def test_a_prompt_that_a_template_moves_once_others_follow_is_refused() -> None:
     ):
         tokenizer, ends, _ = parts_of(family)
         stop = tokenizer.convert_tokens_to_ids(ends["tool"])
-        with pytest.raises(Refused, match="writes the prompt .*otherwise") if refused else contextlib.nullcontext():
+        with pytest.raises(Refused, match="changes the prompt ") if refused else contextlib.nullcontext():
             extension(tokenizer, [*prompt, turn, then], stop, **more)
         rows, chat = [{"prompt": asked}, {"prompt": prompt, **more}], DataConfig(template="chat")
         if then is not result:  # an observation's message has no call's id, which Mistral's template asks for
-            words = rf"row [01] \(environment.role={then['role']}\): .*writes the prompt"
+            words = rf"row [01] \(environment.role={then['role']}\): .*changes the prompt"
             with pytest.raises(ConfigError, match=words) if refused else contextlib.nullcontext():
                 PromptDataset(rows, tokenizer, chat, 0, followed_by=then["role"])
 

@@ -52,7 +52,7 @@ def test_messages_behind_the_assistants_last_are_left_out_and_no_turn_to_train_i
     for messages, said in (
         (say("u:hi"), "has messages of the roles user; a conversation begins"),
         (say("a:hi", "u:yes"), "has messages of the roles assistant, user; a conversation begins"),
-        (say("u:hi", "a:one", "a:two"), "two messages of the assistant's in a row"),
+        (say("u:hi", "a:one", "a:two"), "two assistant messages in a row"),
         ([{"role": "user"}], "message 0 is"),
     ):
         with pytest.raises(ConfigError, match=said):

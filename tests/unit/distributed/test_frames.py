@@ -95,8 +95,8 @@ def raw(header: bytes | list, body: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     "sent, told",
     [
-        (struct.pack("<QQ", 2**40, 0), "1099511627776 \\+ 0 bytes: the stream is not one of frames"),
-        (struct.pack("<QQ", 2, 2**63), "the stream is not one of frames"),
+        (struct.pack("<QQ", 2**40, 0), "1099511627776 \\+ 0 bytes is above the limit: the stream holds no frames"),
+        (struct.pack("<QQ", 2, 2**63), "the stream holds no frames"),
         (raw(b"no json"), "Expecting value"),
         (raw(b"\xff\xfe\xfd\xfc\xfb"), "decode"),
         (raw(["x", "object", [1]], bytes(8)), "array 'x' of dtype 'object' in a frame; these travel"),

@@ -44,7 +44,7 @@ def test_other_releases_are_refused_with_both_versions(monkeypatch: pytest.Monke
 def test_what_was_not_shown_beside_it_is_refused(beside: str) -> None:
     given = [beside, "advantage.estimator=distillation"] if beside.startswith("teacher") else [beside]
     validate_config(load_config(None, given), models.provider)
-    with pytest.raises(ConfigError, match=f"model.provider=bridge beside {beside.partition('=')[0]}"):
+    with pytest.raises(ConfigError, match=f"model.provider=bridge was not tested with {beside.partition('=')[0]}"):
         validate_config(load_config(None, [*given, "model.provider=bridge"]), models.provider)
 
 
@@ -53,7 +53,7 @@ def test_other_rotary_frequencies_than_transformers_are_refused() -> None:
     model = types.SimpleNamespace(rotary_pos_emb=types.SimpleNamespace(inv_freq=own))
     check_frequencies(model, own.clone())
     for others in (own * 1.001, own[:1]):
-        with pytest.raises(ConfigError, match="rotary frequencies are not those of rope_parameters"):
+        with pytest.raises(ConfigError, match="rotary frequencies differ from rope_parameters"):
             check_frequencies(model, others)
 
 

@@ -64,7 +64,7 @@ def test_names_become_dtypes_and_enum_members_and_what_means_nothing_is_named():
     for cls, given, words in (
         (OptimizerConfig, {"exp_avg_dtype": "bfloat61"}, ["megatron.x.exp_avg_dtype", "bfloat61"]),
         (TransformerConfig, {"attention_backend": "flush"}, ["megatron.x.attention_backend", "flush", "flash"]),
-        (OptimizerConfig, {"clip_grad": "much"}, ["megatron.x.clip_grad='much' means nothing", "takes a number; give"]),
+        (OptimizerConfig, {"clip_grad": "much"}, ["megatron.x.clip_grad='much' is not a value", "takes a number;"]),
         (OptimizerConfig, {"hysteresis": True}, ["megatron.x.hysteresis=True", "takes an integer"]),
         (TransformerConfig, {"fp8": "e5m2"}, ["fp8='e5m2'", "takes e4m3 or hybrid or null"]),
         (TransformerConfig, {"recompute_modules": [1]}, ["recompute_modules=[1]", "takes a list of a text or null"]),
@@ -107,7 +107,7 @@ def test_fp8_refuses_torchs_layers_the_exact_skip_and_what_it_cannot_be_combined
     config = load_config(None, [FP8, "skip.mode=off", "model.dtype=bfloat16"])
     with pytest.raises(ConfigError, match="fp8=hybrid needs Transformer Engine's layers, and these are torch's"):
         build_model(ModelSettings.of(config), tiny_config("qwen2_untied"), topology=None)
-    with pytest.raises(ConfigError, match="fp8=hybrid makes that untrue .an FP8 number's scale is the maximum"):
+    with pytest.raises(ConfigError, match="fp8=hybrid makes that untrue .an FP8 scale is a maximum"):
         signal_rule(load_config(None, [FP8, "skip.mode=exact"]))
 
 

@@ -217,7 +217,7 @@ def test_flops_of_adapters_count_frozen_matrices_without_their_own_gradient() ->
         ("glm4_moe", True, None, ["linear_fc1", "moe_shared_expert_overlap=true", "[linear_qkv,linear_proj]"]),
         ("llama", False, (), ["lora.targets=", "linear_qkv", "llama has no linear layer of that name"]),
         ("moonlight", False, None, ["linear_qkv", "deepseek_v3", "set lora.targets=[linear_proj]"]),
-        ("gpt_oss", False, None, ["linear_fc1", "were not shown for gpt_oss", "[linear_qkv,linear_proj]"]),
+        ("gpt_oss", False, None, ["linear_fc1", "were not tested for gpt_oss", "[linear_qkv,linear_proj]"]),
     ],
 )
 def test_adapters_that_the_layers_have_no_place_for_are_refused_with_the_way_out(

@@ -195,8 +195,8 @@ def test_a_taken_port_is_named_at_the_start(opened, tmp_path):
 
 
 @pytest.mark.parametrize("settings, said", [
-    (dict(prometheus_address="::"), "prometheus_address='::' is of a server that metrics.prometheus_port=null"),
-    (dict(prometheus_key_env="KEY"), "prometheus_key_env='KEY' is of a server that metrics.prometheus_port=null"),
+    (dict(prometheus_address="::"), "prometheus_address='::' has no effect: metrics.prometheus_port=null"),
+    (dict(prometheus_key_env="KEY"), "prometheus_key_env='KEY' has no effect: metrics.prometheus_port=null"),
     (dict(prometheus_port=1, prometheus_address=" "), "prometheus_address=' ' is no address"),
     (dict(prometheus_port=65536), "metrics.prometheus_port=65536 must be at least 0 and at most 65535, or null"),
 ])  # fmt: skip

@@ -134,7 +134,7 @@ def test_a_ground_truth_is_the_answer_where_there_is_no_field_of_verls(tmp_path)
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("def f(solution_str, completions): 0", "takes solution_str and completions, so that its form cannot be told"),
+        ("def f(solution_str, completions): 0", "takes solution_str and completions, so that its form is ambiguous"),
         ("def f(solution_str, solution_strs, ground_truth): 0", "takes solution_str and solution_strs"),
         ("def f(solution_str, ground_truth, url): 0", "parameter 'url' has no default and is none of data_source"),
     ],

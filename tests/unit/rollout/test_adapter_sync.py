@@ -156,7 +156,7 @@ def test_adapters_alone_where_they_cannot_be_are_refused(arithmetic: pathlib.Pat
 def test_what_does_not_go_with_adapters_alone_is_refused(arithmetic: pathlib.Path) -> None:
     given = (f"model.hf_path={arithmetic}/model", "reward.functions=arithmetic")
     for name, value in {"enable_lora": "true", "max_loras": 2, "max_lora_rank": 64, "lora_dtype": "bfloat16"}.items():
-        with pytest.raises(ConfigError, match=f"rollout.vllm.{name}=.* may not be set there"):
+        with pytest.raises(ConfigError, match=f"rollout.vllm.{name}=.* must not be set"):
             validate_config(config_of(*given, f"rollout.vllm={{{name}: {value}}}"))
     with pytest.raises(ConfigError, match="weight_sync.adapters='both'"):
         config_of("weight_sync.adapters=both")
@@ -171,7 +171,7 @@ def test_what_does_not_go_with_adapters_alone_is_refused(arithmetic: pathlib.Pat
     with pytest.raises(ConfigError, match="model.dtype=float32.*model.dtype=bfloat16"):
         adapter_arguments(*settings, "float32", on_gpu=True)
     assert adapter_arguments(*settings, "float32", on_gpu=False)["lora_dtype"] == "auto"
-    with pytest.raises(ConfigError, match="a model of 8 experts"):
+    with pytest.raises(ConfigError, match="a mixture of 8 experts"):
         refuse_mixture(alone.weight_sync, 8)
     refuse_mixture(alone.weight_sync, 0)
     refuse_mixture(config_of("weight_sync.adapters=merged").weight_sync, 8)

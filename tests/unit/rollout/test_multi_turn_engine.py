@@ -82,7 +82,7 @@ def test_rows_carry_the_mask_and_a_group_of_before_masks_is_read(inner) -> None:
     cut = dataclasses.replace(rollout, finish_reason="length")
     group = Group(rollouts=(rollout, cut), scores=(Score(total=1.0, by_function=(1.0,)),) * 2)
     assert [s.loss_mask.any() for s in group.samples(mask_truncated=True)] == [True, False]
-    with pytest.raises(ValueError, match=f"{rollout.sample_id} has .* response tokens and a loss_mask of 1"):
+    with pytest.raises(ValueError, match=f"{rollout.sample_id} has .*, but its loss_mask has 1 entries"):
         to_sample(dataclasses.replace(rollout, loss_mask=(True,)), included=True)
     # a group that an earlier release wrote is read: it has five fields a sample and no array of masks
     plain = inner.generate(PROMPTS[:1], 2)

@@ -127,7 +127,7 @@ def test_a_wait_lasts_as_long_as_the_engine_says_that_it_computes():
         engine.progressed_at = math.inf
         assert not wait(since=LONG_AGO, most_s=0.01)
         engine.progressed_at = producer._progressed_at = LONG_AGO
-        with pytest.raises(EngineError, match="not generated in run.deadline_s=1 s, in which no engine said"):
+        with pytest.raises(EngineError, match="not generated within run.deadline_s=1 s, and no engine reported"):
             wait(since=LONG_AGO)
     engine.held.set()
     assert producer.wait(job, job.mine) and producer.wait_generated(job)
@@ -166,5 +166,5 @@ def test_no_rank_waits_for_another_longer_than_until_the_next_meeting(pool, spea
     if speaks:
         assert found == ["2 groups after True", "0 groups after True"]
     else:
-        assert "were not generated in run.deadline_s=1 s" in found[0] and found[0].startswith("EngineError")
+        assert "were not generated within run.deadline_s=1 s" in found[0] and found[0].startswith("EngineError")
         assert found[1].startswith("PeerError: rank 0 stopped with EngineError")

@@ -68,8 +68,8 @@ def test_bitwise_refuses_an_update_that_differs_no_trainer_and_a_family_that_was
     config = load_config(None, ["rollout.bitwise=true"])
     location = RankLocation(rank=0, world_size=1, local_rank=0, local_world_size=1)
     given = dict(location=location, device=torch.device("cpu"), dtype=torch.float32, vocab_size=9)
-    with pytest.raises(ConfigError, match=r"rollout\.bitwise=true compares a run's rollouts with its trainer"):
+    with pytest.raises(ConfigError, match=r"rollout\.bitwise=true compares the engine with a trainer"):
         place_engine(config, None, **given)
     require_shown(read_shape(tiny_config("qwen3"), layer_spec="torch"))
-    with pytest.raises(ConfigError, match="was shown for llama, .* model_type is phi3, whose layers may have other"):
+    with pytest.raises(ConfigError, match="was tested with llama, .* model_type is phi3, whose layers may have other"):
         require_shown(read_shape(tiny_config("phi3"), layer_spec="torch"))

@@ -267,11 +267,11 @@ REFUSED = [
     ({"messages": [{"role": "king", "content": "1"}]}, "messages[0].role='king' must be one of system"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be a text, or parts of type text"),
     ({"temperature": 0.1}, "rollout.temperature=0.7"),
-    ({"n": 2}, "n=2 would change what is sampled"),
+    ({"n": 2}, "n=2 would change the distribution that is sampled"),
     ({"stop": ["x"]}, "stop=['x'] would change"),
     ({"max_tokens": 0}, "max_tokens=0 must be a number of tokens"),
     ({"messages": [{"role": "user", "content": "1" * 40}]}, "data.max_prompt_tokens=20"),
-    ({"messages": [{"role": "user", "content": "1" * 2**16}]}, "or more, and 65,536 are read where a session"),
+    ({"messages": [{"role": "user", "content": "1" * 2**16}]}, "tokens reads 65,536; shorten it"),
     ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls=5 must be a list"),
     ({"stream": "yes"}, "stream='yes' is refused"),
     ({"tools": [1]}, "tools[0]=1"),
@@ -319,7 +319,7 @@ def test_the_openai_client_goes_unmodified(inner) -> None:
         messages += [first.choices[0].message, {"role": "tool", "content": "1", "tool_call_id": "0"}]
         stream = client.chat.completions.create(model="policy", messages=messages, max_tokens=3, stream=True)
         said.append("".join(chunk.choices[0].delta.content or "" for chunk in stream))
-        with pytest.raises(openai.BadRequestError, match="would change what is sampled"):
+        with pytest.raises(openai.BadRequestError, match="would change the distribution that is sampled"):
             client.chat.completions.create(model="policy", messages=messages, n=2)
         return 1.0
 
