@@ -22,6 +22,8 @@ from megatron_rl.rollout.reward_metrics import spread
 from megatron_rl.rollout.scored_batch import ScoredBatch
 from megatron_rl.rollout.training_batch import KnownLogProbs, LogProbPass, TrainingBatch, merge_passes
 from megatron_rl.rollout.worker import Group
+from megatron_rl.trainer.advantages.group import GroupAdvantages
+from megatron_rl.trainer.passes.passes import Passes
 from megatron_rl.trainer.rollouts import build_queue
 from megatron_rl.types import BatchFacts, Prompt, Rollout, Score
 from tests.unit.rollout.fake_engine import (
@@ -133,6 +135,37 @@ class Aging(WillingEngine):
         old = number % 3 == 2 and prompt.attempt == 0
         lengths = [1 + (number + k) % 4 for k in range(samples)]
         return [rollout_of(prompt, k, version=0 if old else 9, ids=(3,) * lengths[k]) for k in range(samples)]
+
+
+@pytest.mark.parametrize("metric", ["null", "shaped"])
+def test_dynamic_sampling_keeps_or_replaces_whole_groups_under_rloo(alone, metric: str) -> None:
+    """Group 3 alone has equal rewards; in groups 0, 1 and 4 the three others of one sample have equal rewards."""
+    rewards = {0: [1, 0, 0, 0], 1: [1, 1, 1, 0], 2: [1, 1, 0, 0], 3: [0, 0, 0, 0], 4: [0, 1, 0, 0]}
+    given = (
+        *("rollout.samples_per_prompt=4", "train.prompts_per_rollout=4", "train.num_rollouts=1"),
+        *("rollout.dynamic_sampling.max_rounds=2", f"rollout.dynamic_sampling.metric={metric}"),
+        *("advantage.estimator=rloo", "reward.functions=[a:f]"),
+    )
+
+    def score(rollouts: Sequence[Rollout]) -> list[Score]:
+        values = [float(rewards[int(x.prompt.prompt_id.split("@")[0])][x.sample_index]) for x in rollouts]
+        return [Score(total=value, by_function=(value,)) for value in values]
+
+    manager, numbers = manager_of(WillingEngine(), *given, score=score), itertools.count()
+    drawn = SimpleNamespace(next=lambda count, epochs: [prompt_of(next(numbers)) for _ in range(count)])
+    taken = feed_of(*given, manager=manager, prompts=drawn).take(0)
+    manager.close()
+    kept = [0, 1, 2, 4]
+    assert taken.facts.sample_ids == tuple(f"{number}@0#{index}" for number in kept for index in range(4))
+    assert taken.facts.groups.tolist() == [place for place in range(4) for _ in range(4)]
+    assert taken.scored.rewards.included.all()
+    wanted = [
+        own - sum(rewards[number][other] for other in range(4) if other != index) / 3
+        for number in kept
+        for index, own in enumerate(rewards[number])
+    ]
+    found = GroupAdvantages(load_config(None, list(given)).advantage)(taken.scored, Passes()).advantages.of_sample
+    np.testing.assert_allclose(found, wanted, rtol=1e-15)  # one rounding
 
 
 def is_dead(rollout: Rollout) -> bool:
