@@ -18,7 +18,8 @@ from megatron_rl.observability.timer import StepTimer
 from megatron_rl.rollout.groups.replay_buffer import Entry
 from megatron_rl.rollout.groups.selection import Selection
 from megatron_rl.rollout.queue import RolloutQueue
-from megatron_rl.rollout.reward_metrics import spread
+from megatron_rl.rollout.reward_errors import RewardErrors
+from megatron_rl.rollout.reward_metrics import reward_metrics, spread
 from megatron_rl.rollout.scored_batch import ScoredBatch
 from megatron_rl.rollout.training_batch import KnownLogProbs, LogProbPass, TrainingBatch, merge_passes
 from megatron_rl.rollout.worker import Group
@@ -125,6 +126,50 @@ def test_no_group_is_replayed_beside_itself(alone) -> None:
     names = {place: group.prompt.name for place, group in after.groups.items()}
     assert names[0] == "8@0" and {names[1], names[2]} == {"7@0", "9@0"} and after.prompts == before.prompts
     assert set(before.groups) == {0} and not before.replaced  # a selection is a value: a replay does not change it
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_lengths_count_masked_cut_and_excluded_responses_whole(alone, masks: bool) -> None:
+    """``rollout/tokens`` counts what the policy sampled, and the other metrics of lengths all tokens of a response."""
+    turns = (True, True, False, False, False, True)
+    kinds = [  # (tokens, mask, end, total reward)
+        [(4, None, "stop", 1.0), (9, None, "length", 0.0), (6, turns, "stop", 1.0)],
+        [(2, None, "stop", None), (9, None, "length", None), (9, (*turns, *turns[:3]), "length", 1.0)],
+    ]
+    settings = (f"loss.mask_truncated={str(masks).lower()}", "rollout.samples_per_prompt=3", "reward.functions=[a:f]")
+    groups = {}
+    for place, members in enumerate(kinds):
+        rollouts = [
+            dataclasses.replace(
+                rollout_of(prompt_of(place), k, ids=(3,) * length),
+                loss_mask=mask, finish_reason=end, excluded="it hung" if total is None else None,
+            )
+            for k, (length, mask, end, total) in enumerate(members)
+        ]
+        scores = tuple(Score(total=total, by_function=(total,)) for *_, total in members)
+        groups[place] = Group(rollouts=tuple(rollouts), scores=scores)
+    every = [member for members in kinds for member in members]
+
+    feed, manager = feed_of(*settings), manager_of(WillingEngine(), *settings)
+    scored = feed.scorer.gather(groups)
+    found = reward_metrics(feed.scorer.scoring, scored, RewardErrors())
+    assert found["rollout/response_tokens_mean"] == sum(length for length, *_ in every) / 6
+    cut = sum(end == "length" and total is not None for _, _, end, total in every)
+    assert found.get("rollout/masked_truncated") == (cut if masks else None)
+    expected = [
+        0 if total is None or (masks and end == "length") else length if mask is None else sum(mask)
+        for length, mask, end, total in every
+    ]
+    assert scored.facts.loss_tokens.tolist() == expected
+
+    job = manager.job({place: group.prompt for place, group in groups.items()}, 3)
+    for place, group in groups.items():
+        job.put(place, group.rollouts, group.scores)
+    manager.finish(job)
+    counted = manager.take_metrics()
+    assert counted["rollout/tokens"] == sum(length if mask is None else sum(mask) for length, mask, *_ in every)
+    assert counted["rollout/truncated_share"] == sum(end == "length" for _, _, end, _ in every) / 6
+    manager.close()
 
 
 class Aging(WillingEngine):
