@@ -1,5 +1,6 @@
 """loss/: each term's value and gradient against its equation, token by token and case by case, in double precision."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -200,6 +201,23 @@ def test_objective_is_the_sum_of_its_terms(policy: str) -> None:
     to_engine = tokens.logprobs - tokens.rollout_logprobs
     listed += [to_engine.abs().sum(), ((-to_engine).exp() + to_engine - 1).sum(), to_engine.abs().max()]
     torch.testing.assert_close(sums, torch.tensor([float(x) for x in listed], dtype=torch.float64), **DOUBLE)
+
+
+def test_gspos_metrics_are_of_the_sequences_ratio() -> None:
+    """Each token counts its sequence's ratio and the clip of that ratio, as the loss reads them, not its own."""
+    tokens, config = make_tokens(), CONFIGS["gspo"]
+    _, sums, _ = run_objective(config, tokens, torch.zeros(60, dtype=torch.float64))
+    logs, ratios, clipped = (tokens.logprobs - tokens.old_logprobs).tolist(), 0.0, 0
+    for sequence in range(6):
+        members = [t for t in range(60) if tokens.sequences[t] == sequence]
+        ratio = math.exp(sum(logs[t] for t in members) / len(members))
+        ratios += len(members) * ratio
+        advantage = tokens.advantages[members[0]].item()
+        above, below = ratio > 1 + config.clip_high, ratio < 1 - config.clip_low
+        clipped += len(members) * ((above and advantage > 0) or (below and advantage < 0))
+    assert sums[5].item() == pytest.approx(ratios, rel=1e-12)  # the order of additions
+    assert sums[4].item() == clipped and 0 < clipped < 60
+    assert abs(ratios - sum(map(math.exp, logs))) > 1  # the tokens' own ratios have another sum
 
 
 def test_metrics_count_the_measured_tokens_alone() -> None:

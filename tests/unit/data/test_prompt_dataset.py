@@ -44,6 +44,18 @@ def test_resumed_equals_uninterrupted():
     assert (first[0] + rest[0], first[1] + rest[1]) == expected
 
 
+@pytest.mark.parametrize("place", [7, 14, 21])
+def test_a_resume_at_an_epochs_end_skips_and_repeats_no_epoch(place: int):
+    whole = [ids(make_source().next(21)[start : start + 7]) for start in (0, 7, 14)]
+    for epoch, drawn in enumerate(whole):
+        assert sorted(drawn) == [f"{row}@{epoch}" for row in range(7)]
+    before, after = make_source(), make_source()
+    first = ids(before.next(place, epochs=3))
+    after.load_state(json.loads(json.dumps(before.state())))
+    assert after.remain(3) == (place < 21) and after.share_drawn(3) == place / 21
+    assert first + ids(after.next(100, epochs=3)) == sum(whole, [])
+
+
 def test_cursor_of_another_order_is_refused():
     state = make_source().state()
     others = {"seed": make_source(seed=4), "shuffle": make_source(shuffle=False)}

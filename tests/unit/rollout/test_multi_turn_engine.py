@@ -14,7 +14,14 @@ from megatron_rl.rollout.groups.serialization import SavedGroup, pack_groups, un
 from megatron_rl.rollout.worker import Group, to_sample
 from megatron_rl.types import Prompt, Score
 from tests.unit.rollout import letter_episodes
-from tests.unit.rollout.tiny_model import ROUNDING, _tokenizer, engine_of, forward_logprobs
+from tests.unit.rollout.tiny_model import (
+    EOS,
+    ROUNDING,
+    _tokenizer,
+    engine_of,
+    forward_logprobs,
+    merging_tokenizer,
+)
 
 ROOM = 24
 PROMPTS = [Prompt(prompt_id=f"{k}@0", text="", token_ids=(2 + k, 5, 3)[: 1 + k % 3], columns={}) for k in range(7)]
@@ -53,6 +60,52 @@ def test_logprobs_equal_hugging_faces_where_a_token_was_sampled(model, inner, te
     assert masked > 10 and {x.num_turns for x in found} >= {1, 2}
     if temperature == 0.0:
         assert [x.response_ids for x in found[::2]] == [x.response_ids for x in found[1::2]]
+
+
+class Ones:
+    """An environment that answers every turn with 1."""
+
+    def reset(self, prompt: Prompt) -> None:
+        pass
+
+    def step(self, action: str) -> Step:
+        return Step(observation="1", reward=0.0)
+
+
+def test_turns_whose_text_has_other_tokens_keep_the_sampled_ones(model, hf_path) -> None:
+    """The tokenizer merges letters within a turn, and across its borders with the prompt and the observation."""
+    tokenizer, calls = merging_tokenizer("12=*"), []
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer(text, add_special_tokens=False).input_ids)
+
+    class Recording(TransformersEngine):
+        def generate(self, *args, **given):
+            found = super().generate(*args, **given)
+            calls.extend(found)
+            return found
+
+    inner = engine_of(hf_path, model, tokenizer, Recording, max_response_tokens=ROOM, max_batch_samples=16)
+    environment = "tests.unit.rollout.test_multi_turn_engine:Ones"
+    episodes = letter_episodes.episodes_of(inner, environment, tokenizer=tokenizer, room=ROOM, max_turns=3)
+    prompts = [Prompt(prompt_id=f"{k}@0", text="", token_ids=encode("=21"[k:]), columns={}) for k in range(3)]
+    found, within, across = episodes.generate(prompts, 8), 0, 0
+    for rollout in found:
+        ids, logprobs, mask = [], [], []
+        for turn in calls:
+            if turn.sample_id != rollout.sample_id and not turn.sample_id.startswith(f"{rollout.sample_id}/"):
+                continue
+            if ids:
+                ids, logprobs, mask = [*ids, *encode("1")], [*logprobs, 0.0], [*mask, False]
+            assert turn.prompt.token_ids == (*rollout.prompt.token_ids, *ids)
+            ids, logprobs = [*ids, *turn.response_ids], [*logprobs, *turn.logprobs]
+            mask += [True] * len(turn.response_ids)
+            within += encode(turn.text) != tuple(x for x in turn.response_ids if x != EOS)
+            across += encode(f"1{turn.text}") != (*encode("1"), *encode(turn.text))
+        assert (ids, logprobs) == (list(rollout.response_ids), list(rollout.logprobs))
+        assert mask == ([True] * len(ids) if rollout.loss_mask is None else list(rollout.loss_mask))
+        assert np.abs(forward_logprobs(model, rollout).numpy() - logprobs)[mask].max() < ROUNDING
+    assert within > 10 and across > 10 and max(x.num_turns for x in found) == 3
 
 
 def test_a_saved_group_comes_back_equal(inner) -> None:

@@ -18,10 +18,13 @@ from megatron_rl.observability.timer import StepTimer
 from megatron_rl.rollout.groups.replay_buffer import Entry
 from megatron_rl.rollout.groups.selection import Selection
 from megatron_rl.rollout.queue import RolloutQueue
-from megatron_rl.rollout.reward_metrics import spread
+from megatron_rl.rollout.reward_errors import RewardErrors
+from megatron_rl.rollout.reward_metrics import reward_metrics, spread
 from megatron_rl.rollout.scored_batch import ScoredBatch
 from megatron_rl.rollout.training_batch import KnownLogProbs, LogProbPass, TrainingBatch, merge_passes
 from megatron_rl.rollout.worker import Group
+from megatron_rl.trainer.advantages.group import GroupAdvantages
+from megatron_rl.trainer.passes.passes import Passes
 from megatron_rl.trainer.rollouts import build_queue
 from megatron_rl.types import BatchFacts, Prompt, Rollout, Score
 from tests.unit.rollout.fake_engine import (
@@ -125,6 +128,50 @@ def test_no_group_is_replayed_beside_itself(alone) -> None:
     assert set(before.groups) == {0} and not before.replaced  # a selection is a value: a replay does not change it
 
 
+@pytest.mark.parametrize("masks", [False, True])
+def test_lengths_count_masked_cut_and_excluded_responses_whole(alone, masks: bool) -> None:
+    """``rollout/tokens`` counts what the policy sampled, and the other metrics of lengths all tokens of a response."""
+    turns = (True, True, False, False, False, True)
+    kinds = [  # (tokens, mask, end, total reward)
+        [(4, None, "stop", 1.0), (9, None, "length", 0.0), (6, turns, "stop", 1.0)],
+        [(2, None, "stop", None), (9, None, "length", None), (9, (*turns, *turns[:3]), "length", 1.0)],
+    ]
+    settings = (f"loss.mask_truncated={str(masks).lower()}", "rollout.samples_per_prompt=3", "reward.functions=[a:f]")
+    groups = {}
+    for place, members in enumerate(kinds):
+        rollouts = [
+            dataclasses.replace(
+                rollout_of(prompt_of(place), k, ids=(3,) * length),
+                loss_mask=mask, finish_reason=end, excluded="it hung" if total is None else None,
+            )
+            for k, (length, mask, end, total) in enumerate(members)
+        ]
+        scores = tuple(Score(total=total, by_function=(total,)) for *_, total in members)
+        groups[place] = Group(rollouts=tuple(rollouts), scores=scores)
+    every = [member for members in kinds for member in members]
+
+    feed, manager = feed_of(*settings), manager_of(WillingEngine(), *settings)
+    scored = feed.scorer.gather(groups)
+    found = reward_metrics(feed.scorer.scoring, scored, RewardErrors())
+    assert found["rollout/response_tokens_mean"] == sum(length for length, *_ in every) / 6
+    cut = sum(end == "length" and total is not None for _, _, end, total in every)
+    assert found.get("rollout/masked_truncated") == (cut if masks else None)
+    expected = [
+        0 if total is None or (masks and end == "length") else length if mask is None else sum(mask)
+        for length, mask, end, total in every
+    ]
+    assert scored.facts.loss_tokens.tolist() == expected
+
+    job = manager.job({place: group.prompt for place, group in groups.items()}, 3)
+    for place, group in groups.items():
+        job.put(place, group.rollouts, group.scores)
+    manager.finish(job)
+    counted = manager.take_metrics()
+    assert counted["rollout/tokens"] == sum(length if mask is None else sum(mask) for length, mask, *_ in every)
+    assert counted["rollout/truncated_share"] == sum(end == "length" for _, _, end, _ in every) / 6
+    manager.close()
+
+
 class Aging(WillingEngine):
     """Samples every third prompt by weights of long ago, at its first attempt."""
 
@@ -133,6 +180,37 @@ class Aging(WillingEngine):
         old = number % 3 == 2 and prompt.attempt == 0
         lengths = [1 + (number + k) % 4 for k in range(samples)]
         return [rollout_of(prompt, k, version=0 if old else 9, ids=(3,) * lengths[k]) for k in range(samples)]
+
+
+@pytest.mark.parametrize("metric", ["null", "shaped"])
+def test_dynamic_sampling_keeps_or_replaces_whole_groups_under_rloo(alone, metric: str) -> None:
+    """Group 3 alone has equal rewards; in groups 0, 1 and 4 the three others of one sample have equal rewards."""
+    rewards = {0: [1, 0, 0, 0], 1: [1, 1, 1, 0], 2: [1, 1, 0, 0], 3: [0, 0, 0, 0], 4: [0, 1, 0, 0]}
+    given = (
+        *("rollout.samples_per_prompt=4", "train.prompts_per_rollout=4", "train.num_rollouts=1"),
+        *("rollout.dynamic_sampling.max_rounds=2", f"rollout.dynamic_sampling.metric={metric}"),
+        *("advantage.estimator=rloo", "reward.functions=[a:f]"),
+    )
+
+    def score(rollouts: Sequence[Rollout]) -> list[Score]:
+        values = [float(rewards[int(x.prompt.prompt_id.split("@")[0])][x.sample_index]) for x in rollouts]
+        return [Score(total=value, by_function=(value,)) for value in values]
+
+    manager, numbers = manager_of(WillingEngine(), *given, score=score), itertools.count()
+    drawn = SimpleNamespace(next=lambda count, epochs: [prompt_of(next(numbers)) for _ in range(count)])
+    taken = feed_of(*given, manager=manager, prompts=drawn).take(0)
+    manager.close()
+    kept = [0, 1, 2, 4]
+    assert taken.facts.sample_ids == tuple(f"{number}@0#{index}" for number in kept for index in range(4))
+    assert taken.facts.groups.tolist() == [place for place in range(4) for _ in range(4)]
+    assert taken.scored.rewards.included.all()
+    wanted = [
+        own - sum(rewards[number][other] for other in range(4) if other != index) / 3
+        for number in kept
+        for index, own in enumerate(rewards[number])
+    ]
+    found = GroupAdvantages(load_config(None, list(given)).advantage)(taken.scored, Passes()).advantages.of_sample
+    np.testing.assert_allclose(found, wanted, rtol=1e-15)  # one rounding
 
 
 def is_dead(rollout: Rollout) -> bool:

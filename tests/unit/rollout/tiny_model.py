@@ -1,9 +1,10 @@
 """A model and a tokenizer of a few thousand parameters, the embedded engine on them, and a plain forward pass."""
 
+import itertools
 import pathlib
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from megatron_rl.config import RolloutConfig
@@ -27,6 +28,16 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
 
 
+def merging_tokenizer(letters: str) -> PreTrainedTokenizerFast:
+    """Make a BPE tokenizer of four letters that merges every two, wherever they come from; it fills the model's ids."""
+    merges = list(itertools.product(letters, letters))
+    tokens = ["<eos>", "<pad>", *letters, *map("".join, merges)]
+    assert len(tokens) == len(VOCAB)
+    core = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
+
+
 def _model(*, tied: bool = False, scale: float = 0.15) -> Qwen2ForCausalLM:
     config = Qwen2Config(**SIZES, tie_word_embeddings=tied, initializer_range=scale)
     with torch.random.fork_rng(devices=[]):
@@ -39,12 +50,12 @@ def _model(*, tied: bool = False, scale: float = 0.15) -> Qwen2ForCausalLM:
 
 def engine_of(
     hf_path: str | pathlib.Path, model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerFast | None = None,
-    **rollout,
+    kind: type[TransformersEngine] = TransformersEngine, **rollout,
 ) -> TransformersEngine:
     """Make the embedded engine on the CPU, with the model's weights as version 1; without a model, with none."""
     settings = RolloutConfig(**{"temperature": TEMPERATURE, "max_response_tokens": 12} | rollout)
     given = {"seed": 3, "dtype": torch.float32, "device": torch.device("cpu")}
-    engine = TransformersEngine(str(hf_path), tokenizer or _tokenizer(), settings, **given)
+    engine = kind(str(hf_path), tokenizer or _tokenizer(), settings, **given)
     if model is not None:
         engine.load_weights(iter(model.state_dict().items()), version=1)
     return engine

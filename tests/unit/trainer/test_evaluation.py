@@ -3,8 +3,9 @@
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,11 +15,14 @@ from hypothesis import strategies as st
 
 from megatron_rl.config import DataConfig, load_config
 from megatron_rl.data.prompt_dataset import PromptDataset
+from megatron_rl.data.solution import Solution
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.worker import RolloutJob
 from megatron_rl.trainer.evaluation import Evaluation, Outcomes, pass_at_k, powers_of_two, set_metrics
-from megatron_rl.types import Prompt, Score
+from megatron_rl.trainer.supervised import response_batches
+from megatron_rl.types import Prompt, Rollout, Score
 from tests.unit.reward.rig import rollout_of
+from tests.unit.rollout.fake_engine import WillingEngine, manager_of
 from tests.unit.rollout.tiny_model import _tokenizer
 
 
@@ -193,3 +197,61 @@ def test_each_sets_numbers_are_its_own(alone, tmp_path, suffix):
         for index in (1, 0)
     ]
     assert {each.rewards["m:f"] for each in found.completions} == {each.reward for each in found.completions}
+
+
+def row_of(prompt: Prompt) -> int:
+    return int(prompt.prompt_id.rpartition("/")[2].split("@")[0])
+
+
+class RowEngine(WillingEngine):
+    """Answers row r's sample k with r + k + 1 tokens."""
+
+    def group(self, prompt: Prompt, samples: int) -> list[Rollout]:
+        return [rollout_of(prompt, index, (5,) * (row_of(prompt) + index + 1)) for index in range(samples)]
+
+
+def evaluate_on_rank(rank: int, world: int, sets: str) -> dict[str, float]:
+    """Evaluate the sets with a reward of the row's number for sample 0 and half a point more for sample 1."""
+
+    def score(rollouts: Sequence[Rollout]) -> list[Score]:
+        totals = [row_of(rollout.prompt) + rollout.sample_index / 2 for rollout in rollouts]
+        return [Score(total=total, by_function=(total,)) for total in totals]
+
+    manager = manager_of(RowEngine(), score=score, share=(rank, world))
+    manager.sync_weights()
+    evaluation = evaluation_of(sets, "eval.samples_per_prompt=2", "eval.temperature=1", "reward.functions=[m:f]")
+    metrics = dict(evaluation.run(manager, step=0).metrics)
+    manager.close()
+    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_prompt_of_an_uneven_evaluation_is_left_out_or_counted_twice(pool, tmp_path, world: int) -> None:
+    """Sets of 3 and 4 prompts are 7 together; on two ranks one has 4 of them and the other 3."""
+    sizes = {"a": 3, "b": 4}
+    paths = {name: write_rows(tmp_path / f"{name}.jsonl", [f"{k}+1=" for k in range(n)]) for name, n in sizes.items()}
+    wanted = {}
+    for name, size in sizes.items():
+        samples = [(row, index) for row in range(size) for index in (0, 1)]
+        wanted[f"eval/{name}/mean@2"] = sum(row + index / 2 for row, index in samples) / len(samples)
+        wanted[f"eval/{name}/response_tokens_mean"] = sum(row + index + 1 for row, index in samples) / len(samples)
+        wanted[f"eval/{name}/pass@2"] = (size - 1) / size  # of row 0 neither sample has 1
+    sets = f"eval.sets={{a: {paths['a']}, b: {paths['b']}}}"
+    for found in pool.run(world, evaluate_on_rank, sets):
+        assert {name: found[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("of_row", [1, 2])
+def test_batches_of_held_out_responses_have_each_response_once(of_row: int) -> None:
+    """Of 7 rows in batches of 3, the last has one row, and on two ranks one rank has none of it."""
+    prompts = [Prompt(prompt_id=f"{row}@0", text="", token_ids=(2,), columns={}) for row in range(7)]
+    responses = [Solution(prompt=prompt, response_ids=(3, 0)) for prompt in prompts for _ in range(of_row)]
+    batches: list[list[list[str]]] = []
+    for rank in (0, 1):
+        backend = SimpleNamespace(
+            topology=SimpleNamespace(rank=rank, world_size=2), weight_version=0,
+            gather=lambda samples, groups, places: [sample.sample_id for sample in samples],
+        )
+        batches.append(list(response_batches(backend, responses, 3, of_row=of_row)))
+    found = [sorted(name for part in parts for name in part) for parts in zip(*batches, strict=True)]
+    assert found == [[f"{row}@0#{k}" for row in rows for k in range(of_row)] for rows in ((0, 1, 2), (3, 4, 5), (6,))]

@@ -23,17 +23,17 @@ TEMPLATE = (
 PROMPTS = [Prompt(prompt_id=f"{k}@0", text="", token_ids=(2,), columns={"question": f"{k}+{k}"}) for k in range(3)]
 
 
-def chat_tokenizer():
-    tokenizer = _tokenizer()
+def chat_tokenizer(tokenizer=None):
+    tokenizer = tokenizer or _tokenizer()
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 
-def with_agent(inner: TransformersEngine, agent, *, on_error: str = "fail", **settings) -> AgentEngine:
+def with_agent(inner: TransformersEngine, agent, *, on_error: str = "fail", tokenizer=None, **settings) -> AgentEngine:
     settings = {"agent": "tests:agent", "deadline_s": patient(60.0)} | settings
     return AgentEngine(
-        inner, agent, chat_tokenizer(), EndpointConfig(**settings), port=0, temperature=TEMPERATURE, on_error=on_error,
-        max_prompt_tokens=20, max_response_tokens=ROOM, vocab_size=len(VOCAB),
+        inner, agent, chat_tokenizer(tokenizer), EndpointConfig(**settings), port=0, temperature=TEMPERATURE,
+        on_error=on_error, max_prompt_tokens=20, max_response_tokens=ROOM, vocab_size=len(VOCAB),
     )
 
 

@@ -14,6 +14,7 @@ from megatron_rl.errors import EpisodeError
 from megatron_rl.rollout.endpoint.bodies import chat_request
 from megatron_rl.rollout.endpoint.rendering import Rendering, answer, reply_of
 from megatron_rl.rollout.endpoint.session import Session, Tally
+from megatron_rl.rollout.engines.embedded import TransformersEngine
 from megatron_rl.rollout.engines.engine import EngineLost
 from megatron_rl.rollout.engines.wrapper import EngineAround
 from megatron_rl.rollout.groups.serialization import SavedGroup, pack_groups, unpack_groups
@@ -21,9 +22,26 @@ from megatron_rl.rollout.worker import to_sample
 from megatron_rl.types import Prompt, Rollout
 from tests.patience import patient
 from tests.unit.rollout.endpoint import agents_at_work
-from tests.unit.rollout.endpoint.agents_at_work import PROMPTS, asked, chatted, generated, served, three_turns
+from tests.unit.rollout.endpoint.agents_at_work import (
+    PROMPTS,
+    ROOM,
+    asked,
+    chat_tokenizer,
+    chatted,
+    generated,
+    served,
+    three_turns,
+)
 from tests.unit.rollout.fake_engine import manager_of
-from tests.unit.rollout.tiny_model import EOS, ROUNDING, TEMPERATURE, VOCAB, forward_logprobs
+from tests.unit.rollout.tiny_model import (
+    EOS,
+    ROUNDING,
+    TEMPERATURE,
+    VOCAB,
+    engine_of,
+    forward_logprobs,
+    merging_tokenizer,
+)
 
 
 def ids(text: str) -> list[int]:
@@ -63,6 +81,37 @@ def test_logprobs_equal_those_of_a_forward_pass(model, inner) -> None:
         assert sample.token_ids.tolist() == [*rollout.context_ids, *rollout.response_ids]
         assert sample.loss_mask.any() and not sample.logprobs[~sample.loss_mask].any()
         assert np.abs(expected - sample.logprobs)[sample.loss_mask].max() < ROUNDING
+
+
+def test_turns_whose_text_has_other_tokens_keep_the_sampled_ones(model, hf_path) -> None:
+    """The tokenizer merges letters within a turn, and across its borders with what the template writes."""
+    tokenizer, drawn = chat_tokenizer(merging_tokenizer("1=ab")), []
+
+    class Recording(TransformersEngine):
+        def generate(self, *args, **given):
+            found = super().generate(*args, **given)
+            drawn.extend((turn.response_ids, turn.logprobs) for turn in found)
+            return found
+
+    def talks(base_url, row):
+        messages = []
+        for said in ("1", "1=", "="):
+            messages.append({"role": "user", "content": said})
+            messages.append(chatted(base_url, messages, max_tokens=4)["message"])
+        return 1.0
+
+    inner = engine_of(hf_path, model, tokenizer, Recording, max_response_tokens=ROOM, max_batch_samples=16)
+    found, _ = generated(inner, talks, samples=6, tokenizer=tokenizer)
+    trained = []
+    for rollout in found:
+        tokens = zip(rollout.loss_mask, rollout.response_ids, rollout.logprobs, strict=True)
+        runs = [list(run) for sampled, run in itertools.groupby(tokens, key=lambda token: token[0]) if sampled]
+        trained += [tuple(zip(*((token, logprob) for _, token, logprob in run), strict=True)) for run in runs]
+        expected, mask = forward_logprobs(model, rollout).numpy(), list(rollout.loss_mask)
+        assert np.abs(expected - rollout.logprobs)[mask].max() < ROUNDING
+    assert sorted(trained) == sorted(drawn) and len(trained) == 3 * 3 * 6
+    turns = [[token for token in turn if token != EOS] for turn, _ in drawn]
+    assert sum(tokenizer(tokenizer.decode(turn), add_special_tokens=False).input_ids != turn for turn in turns) > 10
 
 
 def test_a_call_repeats_whatever_the_order_of_its_requests(inner) -> None:
