@@ -202,7 +202,7 @@ class Schedule:
             chunk.config.grad_sync_func = None
 
     def gather_parameters(self) -> None:
-        """Finish any pending parameter gather of ``overlap_param_gather``, on all ranks in one order."""
+        """Gather the parameters that ``overlap_param_gather`` left for later, chunk after chunk. A collective."""
         for chunk in self.chunks:
             if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)

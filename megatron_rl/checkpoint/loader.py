@@ -110,7 +110,7 @@ class CheckpointLoader:
                 ) from error
 
     def restore(self, point: ResumePoint, config: Mapping[str, object]) -> RestoredRun:
-        """Restore the random states of the loaded checkpoint, and return the rest of the run.
+        """Restore the random states of the loaded checkpoint; return its progress, queue, prompts and reference.
 
         config: this run's settings, as ``config_to_dict`` gives them.
         """

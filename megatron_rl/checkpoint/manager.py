@@ -180,7 +180,7 @@ class CheckpointManager:
         return True
 
     def restore(self, point: ResumePoint) -> RestoredRun:
-        """Restore the random states of the loaded checkpoint, and return the rest of the run."""
+        """Restore the random states of the loaded checkpoint; return its progress, queue, prompts and reference."""
         assert self._loader is not None, f"{point.folder} is not loaded"
         return self._loader.restore(point, self.written_config)
 

@@ -129,9 +129,10 @@ def _distributed_states(optimizer) -> Iterator[tuple[torch.nn.Parameter, Paramet
 def weights_to_save(
     entries: Sequence[ShardedBase], *, prefix: str = "", values: Mapping[int, torch.Tensor] | None = None
 ) -> list[ShardedBase]:
-    """Return the entries under ``prefix``.
+    """Return Megatron-Core's sharded tensors to save, with ``prefix`` before each key.
 
-    values: the tensor to save in a parameter's place, by the parameter's ``id``.
+    entries: the sharded tensors of a model's parameters.
+    values: a parameter's ``id`` → the tensor to save in its place; None saves the parameters.
     """
     if not prefix and values is None:
         return list(entries)
@@ -238,7 +239,11 @@ def _read(entries: Sequence[ShardedBase], folder: pathlib.Path) -> list[torch.Te
 
 
 def _on_disk(folder: pathlib.Path | RemotePath) -> contextlib.AbstractContextManager[pathlib.Path]:
-    """Return a context with the folder that Megatron-Core loads; for an object store it is a substitute on disk."""
+    """Return a context that gives the folder on disk from which Megatron-Core loads.
+
+    For an object store it is a temporary folder with the checkpoint's small files. Tensors are then
+    read from the store (remote_index.py).
+    """
     if isinstance(folder, pathlib.Path):
         return contextlib.nullcontext(folder)
     from megatron_rl.checkpoint.remote_index import index_of

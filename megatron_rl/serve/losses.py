@@ -83,7 +83,11 @@ class ServedInputs:
 
 
 def served_loss(name: str, settings: Mapping[str, float | str]) -> ServedLoss:
-    """Return a request's loss. Raises RequestError for an unknown loss, naming the served losses."""
+    """Return the loss function that a request names. Raises RequestError for an unknown name or setting.
+
+    name: the request's ``loss_fn``, such as "ppo".
+    settings: its ``loss_fn_config``, such as ``{"clip_low_threshold": 0.8}``.
+    """
     if name == "stable_reinforce":
         raise RequestError(
             "loss_fn='stable_reinforce' has no published formula, so it is not served; pass one of "

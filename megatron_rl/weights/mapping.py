@@ -76,7 +76,7 @@ def stage_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator[E
 
 
 def trained_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator[Entry]:
-    """Yield ``stage_entries``' entries that have a gradient."""
+    """Yield the table's entries for those of a stage's parameters that have a gradient (not frozen)."""
     return (entry for entry in stage_entries(shape, stage, expert_size) if not entry.frozen)
 
 

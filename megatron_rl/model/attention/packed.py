@@ -84,10 +84,12 @@ class KeySegments:
         )
 
     def gather(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the keys (or values) [·, g, d] that each segment sees, one segment after the other.
+        """Return [·, g, d], each segment's visible keys (or values) in one tensor, segment after segment.
 
-        keys: [T, g, d]. If several segments see a piece, backward adds up their gradients in a fixed
-        order.
+        keys: [T, g, d], the keys of the micro-batch, cut into ``pieces``.
+
+        A shared prompt's piece is repeated for each of its responses. Backward adds up the gradients
+        of a piece's copies in a fixed order.
         """
         if self.order is None:
             return keys

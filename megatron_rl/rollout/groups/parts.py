@@ -29,7 +29,11 @@ class StartOrder(Protocol):
     def arrange(self, prompts: Mapping[int, Prompt]) -> dict[int, Prompt]: ...
 
     def note(self, prompts: Mapping[int, Prompt], facts: BatchFacts) -> None:
-        """Note the facts of scored groups. ``prompts``: place → prompt, of all ranks. ``facts.groups`` are places."""
+        """Take in the facts of a rollout's scored groups, such as their response lengths.
+
+        prompts: a group's place in the rollout → its prompt; holds the groups of all ranks.
+        facts: ``facts.groups`` holds each sample's place.
+        """
         ...
 
     def state(self) -> dict[str, int]: ...
@@ -48,10 +52,10 @@ class Reroll(Protocol):
         ...
 
     def note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt], fresh: Collection[int]) -> None:
-        """Note scored groups.
+        """Take in a rollout's scored groups, to choose prompts among them.
 
-        prompts: place → prompt, of all ranks.
-        fresh: the places whose groups are not too old.
+        prompts: a group's place in the rollout → its prompt; holds the groups of all ranks.
+        fresh: the places of the groups that are not too old to be trained.
         """
         ...
 

@@ -252,9 +252,11 @@ class Expander:
         return found
 
     def _changed(self, value: Value, rest: str, piece: Piece) -> Value:
-        """Return a value after the operator of ``${…}``.
+        """Return a variable's value, changed by the operator of its ``${…}``.
 
-        The operator removes a prefix or suffix, changes case, replaces a part or cuts a part out.
+        rest: the operator and its argument: in ``${name%.txt}`` it is ``%.txt``, which removes a suffix.
+
+        Other operators remove a prefix, change case, replace a part or cut a part out.
         """
         if value.depends or len(value.text) > MOST_MATCHED:
             return Value(piece.source, value.depends or (piece.source,))
