@@ -210,7 +210,7 @@ class Schedule:
     def run(
         self, mini_batch: StepPlan, microbatches: Sequence[PackedMicroBatch], loss: LossFunction, *, forward_only: bool
     ) -> list[dict]:
-        """Run the micro-batches; on the last stage return each one's dict from ``loss``.
+        """Run the micro-batches; on the last stage return the dict that ``loss`` returned for each micro-batch.
 
         Returns [] on other stages, on a silent rank, and for a ghost step.
         """

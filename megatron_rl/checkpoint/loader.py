@@ -23,7 +23,7 @@ class CheckpointLoader:
     """Loads one of a run's checkpoints. Methods are collectives unless they say otherwise.
 
     root: the folder of the policy's checkpoints.
-    on_damage: ``fail``, or ``previous`` for the checkpoint before.
+    on_damage: what a damaged checkpoint does: ``fail`` raises, ``previous`` loads the checkpoint before.
     """
 
     def __init__(self, backend, critic, root: pathlib.Path, *, on_damage: str) -> None:

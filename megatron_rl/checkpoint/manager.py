@@ -107,7 +107,7 @@ class CheckpointManager:
     ) -> ResumePoint | None:
         """Load model and critic from the newest good checkpoint and return it; None if there is none.
 
-        None also under ``checkpoint.resume=never``. ``restore`` then returns the rest of the run.
+        None also under ``checkpoint.resume=never``. Call ``restore`` next, for the run's other state.
         ``CheckpointLoader.load_newest`` documents the errors and the arguments.
         """
         folders = self._folders()

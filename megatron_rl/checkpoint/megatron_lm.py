@@ -54,7 +54,7 @@ LAYERS = "decoder.layers."
 class Place:
     """Locates a tensor in a checkpoint by its key and, within a stacked tensor, by its first indices.
 
-    lead:  the tensor's indices in the stacked tensor.
+    lead:  the tensor's first indices in the stacked tensor; () if it is not stacked.
     stack: the sizes of the dimensions that ``lead`` indexes.
 
     Example: layer 2 of 4: ``Place(key="decoder.layers.self_attention.linear_proj.weight",
@@ -68,7 +68,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """Holds an entry of the table with its place in a checkpoint.
+    """Holds an entry of weights/mapping.py for one tensor, and the tensor's name in a checkpoint.
 
     entry:     the entry with whole Hugging Face names, every number filled in.
     name:      the part of the key below ``decoder.layers.`` if ``layer`` is set, else the whole

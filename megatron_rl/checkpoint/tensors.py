@@ -52,7 +52,7 @@ OF_A_FALSE_INDEX = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
 def weight_entries(chunks: Sequence[DistributedDataParallel]) -> list[ShardedBase]:
-    """Return the sharded entry of each tensor of this rank's chunks; an entry's ``data`` is the parameter itself."""
+    """Return Megatron-Core's sharded tensor of each parameter of this rank's chunks; ``data`` is the parameter."""
     entries = [x for chunk in chunks for x in nested_values(chunk.module.sharded_state_dict())]
     tensors = (ShardedTensor, ShardedTensorFactory)
     extra = [x.key for x in entries if isinstance(x, ShardedBase) and not isinstance(x, tensors) and _bytes_of(x.data)]
@@ -184,7 +184,11 @@ def _slot(entry: ShardedBase, kind: str, data: torch.Tensor, replica: tuple | in
 
 
 def load_weights(entries: Sequence[ShardedBase], folder: pathlib.Path, *, prefix: str = "") -> dict[int, torch.Tensor]:
-    """Read every entry's tensor to the host, by the ``id`` of its parameter; a collective."""
+    """Read a model's tensors from a checkpoint; return a parameter's ``id`` → its tensor on the host. A collective.
+
+    entries: the sharded tensors of the model's parameters.
+    prefix: stands before each key in the checkpoint.
+    """
     tensors: dict[int, torch.Tensor] = {}
     for batch in _batches(list(entries), [x.data.numel() * x.data.element_size() for x in entries]):
         wanted = [
@@ -210,9 +214,11 @@ def load_adam(entries: Sequence[ShardedBase], states: AdamStates, folder: pathli
 
 
 def _batches(items: list, sizes: Sequence[int]) -> Iterator[list]:
-    """Cut the items into runs of at most LOAD_BYTES, or of one item; a collective.
+    """Yield lists of items that have at most LOAD_BYTES together, or one item; a collective.
 
-    Every rank gets the same number of runs: a rank with fewer gets empty ones at the end.
+    sizes: each item's bytes.
+
+    Every rank yields the same number of lists: a rank with fewer lists yields empty lists at the end.
     """
     runs: list[list] = [[]]
     run_bytes = 0

@@ -235,7 +235,7 @@ class Watchdog:
         self._learn(Cause(rank=self.rank, text=text))
 
     def _time_wait(self, now: float) -> None:
-        """Ask for the cause, once, if the main thread has waited in one place for ``deadline_s``."""
+        """Ask the server for the failed rank, once, if the main thread has waited in one place for ``deadline_s``."""
         if self._long_wait is None or self._line is None or self._cause is not None or self._left.is_set():
             return
         if position := self._long_wait.look(now, in_own_code=self._own is not None):

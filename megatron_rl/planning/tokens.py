@@ -21,9 +21,9 @@ class SampleTokens:
     windows: for each layer the number of tokens that a token sees, 0 for all before it; empty if
         every layer sees all.
 
-    Attention over separate sequences of lengths l costs Σ l², the squared tokens. A response of r tokens to a shared
-    prompt of p tokens sees p·r keys beside its own triangle, so it costs r² + 2·p·r. The prompt
-    costs p² once. With windows, ``window_squares`` of the sequences takes the place of l².
+    Attention over separate sequences of lengths l costs Σ l², the squared tokens. A response of r
+    tokens to a shared prompt of p tokens sees p·r keys beside its own triangle, so it costs
+    r² + 2·p·r. The prompt costs p² once. With windows, ``window_squares`` of the sequences takes the place of l².
     """
 
     own: np.ndarray

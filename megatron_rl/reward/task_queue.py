@@ -229,6 +229,9 @@ class TaskQueue:
         return [([self.rollouts[i] for i in s.task.samples], s.error) for s in raised if s.task.function == function]
 
     def slow_samples(self) -> int | None:
-        """Return the size of the smallest late task none of whose samples failed alone; None without one."""
+        """Return the size of the smallest task that ran out of time although none of its samples failed alone.
+
+        None if there is no such task.
+        """
         slow = [s for s in self.splits if s.failure is Failure.OVERDUE and s.is_innocent]
         return min((len(s.task.samples) for s in slow), default=None)

@@ -98,7 +98,10 @@ class Update:
     metrics: Mapping[str, float]
 
     def inputs(self, step: UpdateStep) -> LossInputs:
-        """Fold the reduction's weights into the advantages, by the denominators of this step's mini-batch."""
+        """Return the values that the loss reads in one step.
+
+        Advantages are multiplied by the reduction's weights, from the step's mini-batch.
+        """
         inputs = loss_inputs(
             self.rules.loss,
             self.batch.facts,

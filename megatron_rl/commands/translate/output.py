@@ -18,7 +18,7 @@ def as_yaml(translation: Translation, source: str, check: Check, notes: Sequence
 
     The comments list the keys that have no value yet, the reasons why a run would not start, the
     ``notes`` on the script, and the settings that were not translated. They end with the properties
-    that were checked and not checked.
+    that were checked, and the properties that were not.
     """
     lines = [
         f"# Translated from {translation.framework}'s {source}. docs/coming-from.md says what each setting means there "

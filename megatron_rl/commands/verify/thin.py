@@ -176,7 +176,7 @@ def thin_weights(hf_config, seed: int) -> Mapping[str, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Holds samples, their groups, their advantages, and one more sample to forward alone.
+    """Holds samples, their groups and advantages, and one more sample (``traced``) to forward alone.
 
     Two groups of three have advantages of exactly 0.
     """
