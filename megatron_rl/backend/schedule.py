@@ -202,7 +202,7 @@ class Schedule:
             chunk.config.grad_sync_func = None
 
     def gather_parameters(self) -> None:
-        """Finish any pending parameter gather of ``overlap_param_gather``, on all ranks in one order."""
+        """Gather the parameters that ``overlap_param_gather`` left for later, chunk after chunk. A collective."""
         for chunk in self.chunks:
             if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -210,7 +210,7 @@ class Schedule:
     def run(
         self, mini_batch: StepPlan, microbatches: Sequence[PackedMicroBatch], loss: LossFunction, *, forward_only: bool
     ) -> list[dict]:
-        """Run the micro-batches; on the last stage return each one's dict from ``loss``.
+        """Run the micro-batches; on the last stage return the dict that ``loss`` returned for each micro-batch.
 
         Returns [] on other stages, on a silent rank, and for a ghost step.
         """

@@ -53,7 +53,10 @@ check = functools.partial(json_text.check, error=DamagedCheckpoint)
 
 
 def folder_of(text: str) -> pathlib.Path | RemotePath:
-    """Return the place that a path or a URL names. Raises ConfigError for an invalid URL."""
+    """Return a Path for a path on a disk, or a RemotePath for a URL, such as ``s3://bucket/run``.
+
+    Raises ConfigError for an invalid URL.
+    """
     if "://" not in text:
         return pathlib.Path(text)
     from megatron_rl.storage.location import location  # only a run with URLs needs it

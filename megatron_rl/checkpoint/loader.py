@@ -23,7 +23,7 @@ class CheckpointLoader:
     """Loads one of a run's checkpoints. Methods are collectives unless they say otherwise.
 
     root: the folder of the policy's checkpoints.
-    on_damage: ``fail``, or ``previous`` for the checkpoint before.
+    on_damage: what a damaged checkpoint does: ``fail`` raises, ``previous`` loads the checkpoint before.
     """
 
     def __init__(self, backend, critic, root: pathlib.Path, *, on_damage: str) -> None:
@@ -110,7 +110,7 @@ class CheckpointLoader:
                 ) from error
 
     def restore(self, point: ResumePoint, config: Mapping[str, object]) -> RestoredRun:
-        """Restore the random states of the loaded checkpoint, and return the rest of the run.
+        """Restore the random states of the loaded checkpoint; return its progress, queue, prompts and reference.
 
         config: this run's settings, as ``config_to_dict`` gives them.
         """

@@ -107,7 +107,7 @@ class CheckpointManager:
     ) -> ResumePoint | None:
         """Load model and critic from the newest good checkpoint and return it; None if there is none.
 
-        None also under ``checkpoint.resume=never``. ``restore`` then returns the rest of the run.
+        None also under ``checkpoint.resume=never``. Call ``restore`` next, for the run's other state.
         ``CheckpointLoader.load_newest`` documents the errors and the arguments.
         """
         folders = self._folders()
@@ -180,7 +180,7 @@ class CheckpointManager:
         return True
 
     def restore(self, point: ResumePoint) -> RestoredRun:
-        """Restore the random states of the loaded checkpoint, and return the rest of the run."""
+        """Restore the random states of the loaded checkpoint; return its progress, queue, prompts and reference."""
         assert self._loader is not None, f"{point.folder} is not loaded"
         return self._loader.restore(point, self.written_config)
 

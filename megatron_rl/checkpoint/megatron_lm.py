@@ -54,7 +54,7 @@ LAYERS = "decoder.layers."
 class Place:
     """Locates a tensor in a checkpoint by its key and, within a stacked tensor, by its first indices.
 
-    lead:  the tensor's indices in the stacked tensor.
+    lead:  the tensor's first indices in the stacked tensor; () if it is not stacked.
     stack: the sizes of the dimensions that ``lead`` indexes.
 
     Example: layer 2 of 4: ``Place(key="decoder.layers.self_attention.linear_proj.weight",
@@ -68,7 +68,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """Holds an entry of the table with its place in a checkpoint.
+    """Holds an entry of weights/mapping.py for one tensor, and the tensor's name in a checkpoint.
 
     entry:     the entry with whole Hugging Face names, every number filled in.
     name:      the part of the key below ``decoder.layers.`` if ``layer`` is set, else the whole
@@ -87,11 +87,14 @@ class Stored:
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Return the tensor's first indices in the stacked tensor of a checkpoint written here."""
+        """Return the tensor's layer and expert: its first indices in the stacked tensor of a checkpoint made here."""
         return tuple(x for x in (None if self.by_layer else self.layer, self.expert) if x is not None)
 
     def stack(self, shape: ModelShape) -> tuple[int, ...]:
-        """Return the sizes of the dimensions that ``lead`` indexes."""
+        """Return the numbers of layers and experts over which a checkpoint stacks the tensor; () if it is not stacked.
+
+        Example: expert 3 of 8 in layer 2 of 4 has ``lead`` (2, 3) and stack (4, 8).
+        """
         counts = (None if self.by_layer else self.layer, shape.num_layers), (self.expert, shape.num_experts)
         return tuple(count for number, count in counts if number is not None)
 

@@ -66,7 +66,7 @@ class RemotePlace:
         begin(self.root, self.iteration)
 
     def write_bucket(self, transforms: Sequence, _: int, bucket: tuple) -> tuple[list, str, dict[str, object]]:
-        """Upload a bucket of tensors; return torch's results, the file's name and its digest.
+        """Upload a bucket of tensors; return torch's WriteResult of each, the file's name and its digest.
 
         It uses the same function of torch as ``FileSystemWriterAsync.write_preloaded_data`` (0.16.1
         and 0.19.2), which writes to a file on a disk.

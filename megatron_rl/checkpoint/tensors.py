@@ -52,7 +52,7 @@ OF_A_FALSE_INDEX = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
 def weight_entries(chunks: Sequence[DistributedDataParallel]) -> list[ShardedBase]:
-    """Return the sharded entry of each tensor of this rank's chunks; an entry's ``data`` is the parameter itself."""
+    """Return Megatron-Core's sharded tensor of each parameter of this rank's chunks; ``data`` is the parameter."""
     entries = [x for chunk in chunks for x in nested_values(chunk.module.sharded_state_dict())]
     tensors = (ShardedTensor, ShardedTensorFactory)
     extra = [x.key for x in entries if isinstance(x, ShardedBase) and not isinstance(x, tensors) and _bytes_of(x.data)]
@@ -129,9 +129,10 @@ def _distributed_states(optimizer) -> Iterator[tuple[torch.nn.Parameter, Paramet
 def weights_to_save(
     entries: Sequence[ShardedBase], *, prefix: str = "", values: Mapping[int, torch.Tensor] | None = None
 ) -> list[ShardedBase]:
-    """Return the entries under ``prefix``.
+    """Return Megatron-Core's sharded tensors to save, with ``prefix`` before each key.
 
-    values: the tensor to save in a parameter's place, by the parameter's ``id``.
+    entries: the sharded tensors of a model's parameters.
+    values: a parameter's ``id`` → the tensor to save in its place; None saves the parameters.
     """
     if not prefix and values is None:
         return list(entries)
@@ -183,7 +184,11 @@ def _slot(entry: ShardedBase, kind: str, data: torch.Tensor, replica: tuple | in
 
 
 def load_weights(entries: Sequence[ShardedBase], folder: pathlib.Path, *, prefix: str = "") -> dict[int, torch.Tensor]:
-    """Read every entry's tensor to the host, by the ``id`` of its parameter; a collective."""
+    """Read a model's tensors from a checkpoint; return a parameter's ``id`` → its tensor on the host. A collective.
+
+    entries: the sharded tensors of the model's parameters.
+    prefix: stands before each key in the checkpoint.
+    """
     tensors: dict[int, torch.Tensor] = {}
     for batch in _batches(list(entries), [x.data.numel() * x.data.element_size() for x in entries]):
         wanted = [
@@ -209,9 +214,11 @@ def load_adam(entries: Sequence[ShardedBase], states: AdamStates, folder: pathli
 
 
 def _batches(items: list, sizes: Sequence[int]) -> Iterator[list]:
-    """Cut the items into runs of at most LOAD_BYTES, or of one item; a collective.
+    """Yield lists of items that have at most LOAD_BYTES together, or one item; a collective.
 
-    Every rank gets the same number of runs: a rank with fewer gets empty ones at the end.
+    sizes: each item's bytes.
+
+    Every rank yields the same number of lists: a rank with fewer lists yields empty lists at the end.
     """
     runs: list[list] = [[]]
     run_bytes = 0
@@ -238,7 +245,11 @@ def _read(entries: Sequence[ShardedBase], folder: pathlib.Path) -> list[torch.Te
 
 
 def _on_disk(folder: pathlib.Path | RemotePath) -> contextlib.AbstractContextManager[pathlib.Path]:
-    """Return a context with the folder that Megatron-Core loads; for an object store it is a substitute on disk."""
+    """Return a context that gives the folder on disk from which Megatron-Core loads.
+
+    For an object store it is a temporary folder with the checkpoint's small files. Tensors are then
+    read from the store (remote_index.py).
+    """
     if isinstance(folder, pathlib.Path):
         return contextlib.nullcontext(folder)
     from megatron_rl.checkpoint.remote_index import index_of

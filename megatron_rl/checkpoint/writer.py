@@ -64,7 +64,7 @@ class DiskPlace:
         begin(self.root, self.iteration)
 
     def write_bucket(self, transforms: Sequence, number: int, bucket: tuple) -> tuple[list, str, dict[str, object]]:
-        """Write a bucket of tensors; return torch's results, the file's name and its digest."""
+        """Write a bucket of tensors; return torch's WriteResult of each, the file's name and its digest."""
         answers, count = queue.Queue(), queue.Queue()
         count.put(number)
         FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, answers, count, use_fsync=True)

@@ -75,7 +75,13 @@ def meant(root: type, cls: type, key: str, prefix: str = "") -> tuple[list[str],
 
 
 def advice(root: type, cls: type, key: str, prefix: str = "") -> str:
-    """Return the words of a message that say what to write in place of a key; arguments as for ``meant``."""
+    """Return the part of a message that names keys to write in place of an unknown key.
+
+    root: the class of the whole configuration.
+    cls, prefix: the class, and the dotted prefix, of the section that lacks the key's next name.
+
+    Example: ``the nearest known key is train.epochs``.
+    """
     keys, note = meant(root, cls, key, prefix)
     if not keys:
         return note
@@ -86,7 +92,11 @@ def advice(root: type, cls: type, key: str, prefix: str = "") -> str:
 
 
 def nearest(root: type, cls: type, key: str, prefix: str) -> list[str]:
-    """Return the keys that are spelled most like an unknown key, [] without any; arguments as for ``meant``."""
+    """Return the known keys that are spelled most like an unknown key; [] if none is like it.
+
+    root: the class of the whole configuration.
+    cls, prefix: the class, and the dotted prefix, of the section that lacks the key's next name.
+    """
     own, last = key.removeprefix(prefix)[:MOST_CHARACTERS], key.rpartition(".")[2][:MOST_CHARACTERS]
     names = [field.name for field in dataclasses.fields(cls)] if prefix else []
     old = [name.removeprefix(prefix) for name in RENAMED if name.rpartition(".")[0] == prefix.rstrip(".")]

@@ -22,11 +22,11 @@ class ProducerConfig:
     """
 
     mode: str = "sync"
-    """`sync`: no rollout ahead; `prefetch`: rollouts ahead, during training; `streaming`: ahead, handled in parts."""
+    """`sync`: no rollout ahead; `prefetch`: ahead, while others train; `streaming`: ahead too, scored in parts."""
     prefetch_rollouts: Annotated[int, Range(0, 1000)] = 1
     """Rollouts that are generated ahead of the rollout in training."""
     min_groups: Annotated[int, Range(1, 10**6)] | None = None
-    """Groups of a part, which is scored and passed for log-probs by itself; null: the whole rollout is one part."""
+    """Groups in a part of a rollout: a part is scored and passed for log-probs by itself; null: one part."""
     max_staleness_steps: Annotated[int, Range(0)] | None = None
     """Most optimizer steps from a token's weights to its rollout's first step; null: set by `prefetch_rollouts`."""
     straggler_share: Annotated[float, Range(0, 0.5)] = 0.0

@@ -2,17 +2,19 @@
 
 Each rank has a watch thread, with a connection to rank 0's server thread. Why not torch's TCPStore: a
 closed connection reports a killed process at once, without a heartbeat that a busy interpreter would
-miss. TCP keepalive reports a lost host after about 25 s. A broken store would print C++ stacks
+miss. TCP keepalive reports a lost host after about 25 s. A broken TCPStore would print C++ stacks
 before the named error.
+
+How a failure is found and told:
 
 1. A rank that raises reports its error and its stage before its process groups close.
 2. A rank whose connection closes without a good-bye was killed. If it is rank 0, every rank sees the
    closed connection itself.
-3. A rank whose collective fails or reaches ``run.deadline_s`` asks for the cause. If no rank raised
-   or died within SETTLE_S, every rank is asked for its main thread's position. The guilty rank is
-   one that does not wait for others, else one that is behind. gloo raises at the deadline. NCCL ends
-   the process without an error, so its groups have NCCL_GRACE_S more. Meanwhile the watch thread of a
-   rank that waits in one place until the deadline asks for the cause.
+3. A rank whose collective fails, or has not ended after ``run.deadline_s``, asks the server thread
+   which rank is the cause. If no rank raised or died within SETTLE_S, the server asks every rank for
+   its main thread's position. The guilty rank is one that does not wait for others, else one that is
+   behind. gloo raises at the deadline, so the main thread asks. NCCL ends the process without an
+   error, so its groups have NCCL_GRACE_S more, and the watch thread asks at the deadline.
 4. A user's function in a rank's main thread (``own_code``, ``own_call``) may take
    ``run.deadline_s``. If it takes longer, the rank's watch thread reports it as the cause, in a world
    of one too. A function that waits for other ranks is not blamed: its collective has a deadline.
@@ -233,7 +235,7 @@ class Watchdog:
         self._learn(Cause(rank=self.rank, text=text))
 
     def _time_wait(self, now: float) -> None:
-        """Ask for the cause, once, if the main thread has waited in one place for ``deadline_s``."""
+        """Ask the server for the failed rank, once, if the main thread has waited in one place for ``deadline_s``."""
         if self._long_wait is None or self._line is None or self._cause is not None or self._left.is_set():
             return
         if position := self._long_wait.look(now, in_own_code=self._own is not None):

@@ -209,15 +209,17 @@ def _say(obstacles: tuple[str, ...]) -> None:
 def with_stubs(
     train_data: Mapping[str, Any], groups: Sequence[Any], *, per_token: bool
 ) -> tuple[dict[str, Any], Stubbed]:
-    """Return the train data with every sample without signal cut to a stub, and the counts.
+    """Return the train data with every sample without signal cut to two tokens, and counts of what that saved.
 
-    groups: each sample's prompt, for the counts alone.
-    per_token: ``--calculate-per-token-loss``.
+    groups: for each sample a key of its prompt; only the counts read it.
+    per_token: whether the trainer sums over tokens (``--calculate-per-token-loss``).
 
-    A stub is the last token of the prompt and the first of the response. Under the mean over
-    rollouts its loss mask is 0, and ``rollout_mask_sums`` keep the whole sample's count. Under the
-    sum over tokens the trainer divides by Σ max(Σ mask, 1) over samples. There the one token's mask
-    is the whole sample's sum, and its advantage is 0.
+    A cut sample (a stub) has the prompt's last token and the response's first token. The loss mask
+    of the response token keeps the trainer's denominator:
+
+    - Mean over rollouts: the mask is 0. The denominator is ``rollout_mask_sums``, which is not cut.
+    - Sum over tokens: the trainer divides by Σ max(Σ mask, 1) over samples. So the mask is the sum
+      of the uncut response's mask. The token trains nothing, since its advantage is 0.
     """
     cut = {name: list(values) if name in CUT_FIELDS else values for name, values in train_data.items()}
     tokens, rewards = train_data["tokens"], train_data["rewards"]

@@ -19,11 +19,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def users_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> dict[str, Any]:
-    """Return ``megatron.transformer``'s fields, typed; raise ConfigError for a field that is refused on this host.
+    """Return the user's ``megatron.transformer`` settings in the types of Megatron-Core's TransformerConfig.
 
-    A loss that the token sum does not count may only be set to 0, false or null (algorithm/signal.py
-    refuses other values). Such a field is left out, since for Megatron-Core only its default means
-    off.
+    Raises ConfigError for a setting that this host cannot run. A field of UNCOUNTED_FIELDS, such as
+    ``moe_aux_loss_coeff``, may only be 0, false or null (algorithm/signal.py refuses other values).
+    It is then left out, since for Megatron-Core only its default means off.
     """
     extra = transformer_fields(users, lora_rank=lora_rank)
     extra = {name: value for name, value in extra.items() if name not in UNCOUNTED_FIELDS or value}

@@ -105,7 +105,14 @@ class SpanSink:
         self._pending.append(Interval(stage, started_s, seconds))
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
-        """Make the spans of one row: the step that the timer took last, and the stages within and after it."""
+        """Make spans of the stages that were measured since the previous row. Do nothing if no step has ended.
+
+        step: the row's optimizer step.
+        row: the row of metrics.jsonl.
+
+        The stages get the rollout's root span as parent. A stage that ended before the step began
+        belongs to the root before it.
+        """
         whole = next((each for each in reversed(self._pending) if each.stage == STEP), None)
         if whole is None:
             return

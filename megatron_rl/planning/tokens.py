@@ -21,9 +21,9 @@ class SampleTokens:
     windows: for each layer the number of tokens that a token sees, 0 for all before it; empty if
         every layer sees all.
 
-    Attention over separate sequences of lengths l costs Σ l². A response of r tokens to a shared
-    prompt of p tokens sees p·r keys beside its own triangle, so it costs r² + 2·p·r. The prompt
-    costs p² once. With windows, ``window_squares`` of the sequences takes the place of l².
+    Attention over separate sequences of lengths l costs Σ l², the squared tokens. A response of r
+    tokens to a shared prompt of p tokens sees p·r keys beside its own triangle, so it costs
+    r² + 2·p·r. The prompt costs p² once. With windows, ``window_squares`` of the sequences takes the place of l².
     """
 
     own: np.ndarray
@@ -58,10 +58,11 @@ class SampleTokens:
         return whole - prompt, prompt
 
     def sums(self, order: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return float64 [M] twice: tokens and squared tokens of each micro-batch.
+        """Return float64 [M] twice: the number of tokens and of squared tokens in each micro-batch.
 
-        order: int64, samples, micro-batch by micro-batch.
-        offsets: int64 [M + 1] into ``order``; no micro-batch is empty.
+        order: int64, the samples' indices, micro-batch by micro-batch.
+        offsets: int64 [M + 1], where each micro-batch begins in ``order``, and the end. No micro-batch
+            is empty.
 
         Example: two samples of one group, own [2, 3], prompt [4, 4]: 9 tokens, squared 4 + 16 + 9 +
         24 + 16.
@@ -80,7 +81,10 @@ class SampleTokens:
         return tokens, squares
 
     def total(self, samples: np.ndarray) -> tuple[float, float]:
-        """Return the tokens and the squared tokens of samples in one micro-batch."""
+        """Return the number of tokens, and of squared tokens, that one micro-batch of the samples runs.
+
+        samples: int64, the samples' indices.
+        """
         tokens, squares = self.sums(samples, np.array([0, len(samples)]))
         return (float(tokens[0]), float(squares[0])) if len(samples) else (0.0, 0.0)
 

@@ -190,7 +190,10 @@ def conversations_of(rollouts: Sequence[Rollout]) -> list[Messages | None]:
 def call(
     function: RewardFunction, arguments: Mapping[str, list], conversations: Sequence[Messages | None]
 ) -> tuple[list[Outcome], str | None]:
-    """Call ``function`` in its form (forms.py); return (an outcome per sample, None), or ([], the reason) if it fails.
+    """Call a reward function; return (an outcome per sample, None), or ([], the reason) if the call fails.
+
+    The function's parameters decide whether it gets lists of texts, lists of messages, or one sample
+    at a time (forms.py).
 
     A call fails if it raises, calls ``sys.exit`` or ``os._exit``, or returns a wrong number of
     values. The reason is the traceback, or a sentence about the returned value. A coroutine is run

@@ -110,7 +110,7 @@ def _warn(fault: str, pairs: Sequence[tuple[str, str]], num_texts: int) -> None:
 
 
 def _judge(completion: str, gold: Gold) -> float | Exception:
-    """Return a completion's score, or the library's error."""
+    """Return a completion's score, or the exception that math-verify raised on it."""
     try:
         return _score(completion, gold)
     except Exception as error:  # noqa: BLE001  (RecursionError, sympy's own, what Python's eval raises)

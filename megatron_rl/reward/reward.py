@@ -220,7 +220,7 @@ class Reward:
         }
 
     def _log_new_kinds(self, failures: Sequence[RewardFailure]) -> None:
-        """Log the first failure of each kind with its sample and traceback; rollout/ counts all failures."""
+        """Log the first failure of each kind with its sample and traceback; the metric reward/errors counts all."""
         for failure in failures:
             kind = (failure.function, failure.kind)
             if kind in self._kinds_logged or len(self._kinds_logged) >= MOST_KINDS:

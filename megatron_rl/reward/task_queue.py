@@ -36,13 +36,13 @@ class Failure(Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Split:
-    """Records a task whose samples are tried alone.
+    """Records a task whose samples are run one by one, each as a task of its own.
 
-    left: the number of its samples without a result of their own.
-    failure: how the task failed as a whole; None while it is only suspected.
+    left: the number of samples that have no such result yet.
+    failure: how the whole task failed; None while it only takes long.
     error: the task's traceback, or a sentence.
-    early: the results of samples that were tried before the task failed.
-    is_moot: whether the task has answered after all, so that its samples' results are forgotten.
+    early: (task, result) of each sample that ended before the whole task failed.
+    is_moot: whether the whole task has answered. Its samples' results are then thrown away.
     """
 
     task: Task
@@ -229,6 +229,9 @@ class TaskQueue:
         return [([self.rollouts[i] for i in s.task.samples], s.error) for s in raised if s.task.function == function]
 
     def slow_samples(self) -> int | None:
-        """Return the size of the smallest late task none of whose samples failed alone; None without one."""
+        """Return the size of the smallest task that ran out of time although none of its samples failed alone.
+
+        None if there is no such task.
+        """
         slow = [s for s in self.splits if s.failure is Failure.OVERDUE and s.is_innocent]
         return min((len(s.task.samples) for s in slow), default=None)

@@ -57,7 +57,7 @@ class ServedLoss:
 
     @property
     def coefficient(self) -> str:
-        """Return the name of the input whose zeros train nothing."""
+        """Return the name of the input that weighs each target, "advantages" or "weights"; weight 0 trains nothing."""
         return self.reads[-1]
 
 
@@ -74,7 +74,7 @@ class ServedInputs:
     old_logprobs: np.ndarray
 
     def gather(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the inputs [N] at the N targets of the positions ``flat``."""
+        """Return each input's values [N] at N targets. ``flat``: [N], the targets' indices into the inputs."""
         return {
             "advantages": self.advantages[flat],
             "weights": self.weights[flat],
@@ -83,7 +83,11 @@ class ServedInputs:
 
 
 def served_loss(name: str, settings: Mapping[str, float | str]) -> ServedLoss:
-    """Return a request's loss. Raises RequestError for an unknown loss, naming the served losses."""
+    """Return the loss function that a request names. Raises RequestError for an unknown name or setting.
+
+    name: the request's ``loss_fn``, such as "ppo".
+    settings: its ``loss_fn_config``, such as ``{"clip_low_threshold": 0.8}``.
+    """
     if name == "stable_reinforce":
         raise RequestError(
             "loss_fn='stable_reinforce' has no published formula, so it is not served; pass one of "
@@ -189,7 +193,7 @@ def _says_nothing(datum: Datum) -> bool:
 
 
 def coefficients(loss: ServedLoss, datum: Datum) -> np.ndarray:
-    """Return float32 [N, K], the coefficients, whose zeros train nothing. If they are not given, they are 1."""
+    """Return float32 [N, K], the input ``loss.coefficient``, which weighs each target; ones if it is not given."""
     return datum.inputs.get(loss.coefficient, np.ones(datum.targets.shape, dtype=np.float32))
 
 

@@ -37,7 +37,7 @@ def simulate_job(
     prompt_lengths: Sequence[int] | None = None,
     responses: Sequence[Workload] = (),
 ) -> str | None:
-    """Forecast the configuration's update, print it, and write the files that the arguments ask for.
+    """Forecast the configuration's update, print it, and write the files of ``--json`` and ``--svg``.
 
     size: the job's GPUs; None: by the arguments and this process's variables.
     prompt_lengths: tokens of a rollout's prompts, for a workload that is drawn.
@@ -106,7 +106,7 @@ def _model_files(
 
 
 def _write(options: argparse.Namespace, content: dict[str, Any], shown: Forecast) -> None:
-    """Write the files that the arguments ask for."""
+    """Write ``content`` to ``--json``'s file, and the picture of ``shown`` to ``--svg``'s, each if it is given."""
     from megatron_rl.simulator.picture import picture
 
     if options.json:

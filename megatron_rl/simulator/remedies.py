@@ -33,7 +33,10 @@ ROUGHLY = 0.8  # factor on the usual largest micro-batch: under other degrees it
 
 
 def needs_of(job: Job, gpu_bytes: float) -> GpuNeeds:
-    """Return the bytes that a job needs on a GPU, by the dense run's plan. Raises ConfigError if there is no plan."""
+    """Return the bytes that a job needs on a GPU if no sample is dropped.
+
+    Raises ConfigError if the job's micro-batches cannot be planned.
+    """
     return _beside_engine(job, _trainer_memory(job), gpu_bytes)
 
 
@@ -41,7 +44,11 @@ Stages = tuple[StageMemory, ...]
 
 
 def _trainer_memory(job: Job) -> tuple[Stages, Stages]:
-    """Return the stages of the policy, and of a critic on separate ranks, by the dense run's plan."""
+    """Return the memory of each pipeline stage of the policy, and of a critic on separate ranks.
+
+    The second tuple is empty if there is no such critic. The micro-batches are planned as if no
+    sample were dropped.
+    """
     plan = job.plan(job.rules(), job.signal(), drops=False)
     separate = critic_memory(job.critic) if job.critic and job.config.critic.placement == "separate" else ()
     return memory_of(job, plan), separate
@@ -112,7 +119,7 @@ def _but_experts(change: Change) -> tuple[tuple[str, object], ...]:
 
 
 def _largest_microbatch(job: Job) -> int:
-    """Return the tokens of the largest micro-batch of the dense run's plan."""
+    """Return the number of tokens in the largest micro-batch if no sample is dropped."""
     rules = job.rules()
     padded, plan = job.padded(rules), job.plan(rules, job.signal(), drops=False)
     steps = [step for step in plan.mini_batches if len(step.order)]

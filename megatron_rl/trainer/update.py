@@ -98,7 +98,10 @@ class Update:
     metrics: Mapping[str, float]
 
     def inputs(self, step: UpdateStep) -> LossInputs:
-        """Fold the reduction's weights into the advantages, by the denominators of this step's mini-batch."""
+        """Return the values that the loss reads in one step.
+
+        Advantages are multiplied by the reduction's weights, from the step's mini-batch.
+        """
         inputs = loss_inputs(
             self.rules.loss,
             self.batch.facts,
@@ -141,7 +144,14 @@ class UpdatePlanner:
         self.old, self.gap, self.reference, self.correct = old, gap, reference, correct
 
     def prepare(self, taken: TrainingBatch, passes: Passes, result: AdvantageResult, index: int) -> Update:
-        """Prepare the update of rollout ``index``, whose advantages are made of ``passes``."""
+        """Plan a rollout's optimizer steps, and return all values that they read.
+
+        taken: the rollout's batch.
+        passes: the results of the passes that ran before the advantages. Log π_old and log π_ref are
+            computed here if they are needed and ``passes`` lacks them.
+        result: the advantages.
+        index: the rollout's index, from 0.
+        """
         # Signal by advantage alone decides the samples of the log-prob pass.
         batch, kind = taken.batch, StepKind.HELD if index < self.rules.held_rollouts else StepKind.REAL
         signal = self._signal(result.advantages, taken)

@@ -22,7 +22,7 @@ FINAL_NORM = Entry(megatron="decoder.final_layernorm.weight", hf=("model.norm.we
 
 
 def layer_entries(shape: ModelShape, layer: int) -> tuple[Entry, ...]:
-    """Return the entries of the model's decoder layer ``layer``, except its experts'.
+    """Return the entries of decoder layer ``layer``'s parameters, without its routed experts.
 
     Megatron names are relative to ``decoder.layers.<local>.``, Hugging Face's to
     ``model.layers.<layer>.``.
@@ -34,7 +34,7 @@ def layer_entries(shape: ModelShape, layer: int) -> tuple[Entry, ...]:
 
 
 def own_experts(shape: ModelShape, expert_size: int, layer: int) -> Iterator[tuple[Entry, ...]]:
-    """Yield the entries of each of this rank's experts in layer ``layer``, with names as in ``layer_entries``."""
+    """Yield a tuple of entries for each of this rank's experts in layer ``layer``, named as in ``layer_entries``."""
     family = FAMILIES[shape.family]
     if family.experts is not None and shape.has_mixture(layer):
         from megatron_rl.weights.families.mixture_layer import expert_entries
@@ -45,7 +45,7 @@ def own_experts(shape: ModelShape, expert_size: int, layer: int) -> Iterator[tup
 
 
 def stage_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator[Entry]:
-    """Yield the parameters of one model chunk under full names, in an order that every rank derives alike.
+    """Yield an entry for each parameter of one model chunk, under full names, in the same order on every rank.
 
     stage: counts chunks in the order of the layers: chunk c of pipeline rank r is stage c · PP + r
         of PP · VPP.
@@ -76,7 +76,7 @@ def stage_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator[E
 
 
 def trained_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator[Entry]:
-    """Yield ``stage_entries``' entries that have a gradient."""
+    """Yield a stage's entries (``stage_entries``) except buffers (``Entry.frozen``), which have no gradient."""
     return (entry for entry in stage_entries(shape, stage, expert_size) if not entry.frozen)
 
 

@@ -14,7 +14,12 @@ WIDTH = 118
 
 
 def as_yaml(translation: Translation, source: str, check: Check, notes: Sequence[str] = ()) -> str:
-    """Return our YAML under comments that list open keys, faults, checks and untranslated settings."""
+    """Return a translation as YAML, below comments that a user reads first.
+
+    The comments list the keys that have no value yet, the reasons why a run would not start, the
+    ``notes`` on the script, and the settings that were not translated. They end with the properties
+    that were checked, and the properties that were not.
+    """
     lines = [
         f"# Translated from {translation.framework}'s {source}. docs/coming-from.md says what each setting means there "
         "and here."

@@ -176,7 +176,7 @@ def thin_weights(hf_config, seed: int) -> Mapping[str, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Holds samples, their groups, their advantages, and one more sample to forward alone.
+    """Holds samples, their groups and advantages, and one more sample (``traced``) to forward alone.
 
     Two groups of three have advantages of exactly 0.
     """
@@ -296,9 +296,10 @@ def _without(fields: Mapping[str, object], prefixes: tuple[str, ...]) -> dict[st
 
 
 def reference_config(config: Config) -> Config:
-    """Return the config of the reference, which runs in one process.
+    """Return the configuration of the reference run, to which the run of ``config`` is compared.
 
-    Every sample has its own micro-batch; nothing is overlapped, sharded or recomputed.
+    The reference runs in one process. Every sample has its own micro-batch. Nothing is overlapped,
+    sharded or recomputed.
     """
     optimizer, megatron = whole_gradients(config.optimizer, config.megatron)
     transformer = _without(megatron.transformer, EXECUTION_FIELDS)

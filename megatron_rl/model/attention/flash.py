@@ -143,7 +143,10 @@ def _turned(x: torch.Tensor, mirrored: bool, dim: int = 0) -> torch.Tensor:
 
 
 class _CpuFlash:
-    """Calls torch's flash kernel for CPUs, once for each span; grouped heads need torch 2.9 or later."""
+    """Calls torch's flash kernel for CPUs once for each span: a range of queries with the keys that they see.
+
+    Grouped heads need torch 2.9 or later.
+    """
 
     @staticmethod
     def forward(query, key, value, batch, scale) -> Iterator[tuple[Rows, torch.Tensor, torch.Tensor]]:

@@ -39,10 +39,10 @@ SpansOf = Callable[[Layout, ContextShard, int], list[Span]]
 class KeySegments:
     """Describes which keys each segment's queries see, for a kernel that aligns queries and keys at their ends.
 
-    pieces: the lengths of the pieces into which the micro-batch's keys are cut: a segment is a piece,
-        and a shared prompt's pads are a piece of their own.
-    order: the pieces that are gathered, segment after segment; None if each segment sees only its
-        own keys.
+    pieces: the lengths of the pieces into which the micro-batch's keys are cut. A segment (a sequence,
+        or a shared prompt) is one piece. A shared prompt's pads are one more piece.
+    order: the indices of the pieces that each segment sees, segment after segment; None if each
+        segment sees only its own piece.
     query_bounds, key_bounds: int32 [segments + 1], each segment's begin among the queries, and among
         the gathered keys, and the end.
     """
@@ -84,10 +84,12 @@ class KeySegments:
         )
 
     def gather(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the keys (or values) [·, g, d] that each segment sees, one segment after the other.
+        """Return [·, g, d], each segment's visible keys (or values) in one tensor, segment after segment.
 
-        keys: [T, g, d]. If several segments see a piece, backward adds up their gradients in a fixed
-        order.
+        keys: [T, g, d], the keys of the micro-batch, cut into ``pieces``.
+
+        A shared prompt's piece is repeated for each of its responses. Backward adds up the gradients
+        of a piece's copies in a fixed order.
         """
         if self.order is None:
             return keys

@@ -47,7 +47,10 @@ def attend(
 
 
 def _grouped(x: torch.Tensor) -> torch.Tensor:
-    """Return [ITEMS · g, (h / g) · QUERIES, d] of [ITEMS, QUERIES, g, h / g, d]."""
+    """Return queries as [ITEMS · g, (h / g) · QUERIES, d], for a batched product with the keys of each group.
+
+    x: [ITEMS, QUERIES, g, h / g, d]: ITEMS blocks of QUERIES tokens, with h heads in g groups.
+    """
     return x.permute(0, 2, 3, 1, 4).reshape(x.shape[0] * x.shape[2], -1, x.shape[-1])
 
 

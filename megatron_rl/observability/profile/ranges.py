@@ -38,7 +38,11 @@ def nvtx_range(name: str) -> Iterator[None]:
 
 
 def mark_for(*, traces: bool, nvtx: bool) -> Mark:
-    """Return the mark that puts ranges for torch.profiler (``traces``), for NVTX, or for both."""
+    """Return a function that puts a named range around a block.
+
+    traces: whether torch.profiler records the range.
+    nvtx: whether Nsight Systems does, by NVTX.
+    """
 
     @contextlib.contextmanager
     def mark(name: str) -> Iterator[None]:

@@ -49,7 +49,12 @@ class Names:
 
     @classmethod
     def of(cls, config: Mapping[str, object]) -> Names:
-        """Read the names from a configuration of plain values (``config_to_dict``); a section may be absent."""
+        """Return the names of a configuration's evaluation sets and reward functions.
+
+        config: nested dicts (``config_to_dict``); ``eval`` or ``reward`` may be absent.
+
+        Example: ``{"reward": {"functions": ["math"]}}`` has no set and the function ``math``.
+        """
         evaluation, reward = config.get("eval", {}), config.get("reward", {})
         sets = [evaluation["name"]] if evaluation.get("path") else []
         sets += evaluation.get("sets", {})

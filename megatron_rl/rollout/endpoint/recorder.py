@@ -35,10 +35,11 @@ def digests(conversation: Conversation, lengths: Iterable[int]) -> list[tuple[in
 class Turn:
     """Holds one answered request.
 
-    frame:    ("chat", digest of the tools), ("text", "") or ("ids", ""). A turn extends only turns of
-              the same frame.
+    frame:    the request's kind: ("chat", digest of its tools), ("text", "") or ("ids", ""). A turn
+              extends only turns of the same kind.
     parent:   the turn that this turn extends; None if it begins a conversation.
-    known:    (length, digest) of the whole conversation, the reply included (``digests``).
+    known:    (length, digest) of the whole conversation with the reply (``digests``). The length is
+              in messages for "chat", in characters for "text", in tokens for "ids".
     new_ids:  the tokens between the parent's last token and the first sampled token. Without a
               parent, the whole prompt.
     ids, logprobs: [T], the sampled tokens with the stop token, and their log-probs.

@@ -42,9 +42,10 @@ class LongestFirst:
         return (False, -len(prompt.token_ids)) if length is None else (True, -length)
 
     def note(self, prompts: Mapping[int, Prompt], facts: BatchFacts) -> None:
-        """Remember the longest response of each group. ``prompts``: place → prompt, of all ranks.
+        """Remember the length of each group's longest response, in tokens.
 
-        ``facts.groups`` holds the places.
+        prompts: a group's place in the rollout → its prompt; holds the groups of all ranks.
+        facts: ``facts.groups`` holds each sample's place.
         """
         for place in np.unique(facts.groups).tolist():
             longest = facts.response_tokens[facts.groups == place].max()

@@ -29,7 +29,11 @@ class StartOrder(Protocol):
     def arrange(self, prompts: Mapping[int, Prompt]) -> dict[int, Prompt]: ...
 
     def note(self, prompts: Mapping[int, Prompt], facts: BatchFacts) -> None:
-        """Note the facts of scored groups. ``prompts``: place → prompt, of all ranks. ``facts.groups`` are places."""
+        """Take in the facts of a rollout's scored groups, such as their response lengths.
+
+        prompts: a group's place in the rollout → its prompt; holds the groups of all ranks.
+        facts: ``facts.groups`` holds each sample's place.
+        """
         ...
 
     def state(self) -> dict[str, int]: ...
@@ -48,10 +52,10 @@ class Reroll(Protocol):
         ...
 
     def note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt], fresh: Collection[int]) -> None:
-        """Note scored groups.
+        """Take in a rollout's scored groups, to choose prompts among them.
 
-        prompts: place → prompt, of all ranks.
-        fresh: the places whose groups are not too old.
+        prompts: a group's place in the rollout → its prompt; holds the groups of all ranks.
+        fresh: the places of the groups that are not too old to be trained.
         """
         ...
 
@@ -95,14 +99,18 @@ class HandOut(Protocol):
     def num_to_start(self, jobs: Collection[RolloutJob], number: int, *, is_last: bool) -> int:
         """Return the number of groups that a rollout starts. Not a collective.
 
-        jobs: the rollouts that are started and not taken.
-        number: the number of rollouts that are not taken, up to and with this one.
+        jobs: the rollouts that are started and not yet taken for training.
+        number: this rollout's position among the rollouts that are not yet taken, from 1.
         is_last: whether this is the last rollout.
         """
         ...
 
     def has_groups(self, jobs: Collection[RolloutJob], number: int) -> bool:
-        """Return whether the started groups reach the ``number``-th rollout that is not taken. Not a collective."""
+        """Return whether started groups are left for one more rollout. Not a collective.
+
+        jobs, number: as for ``num_to_start``. Groups are left if more are started than the
+            ``number`` − 1 rollouts before it train.
+        """
         ...
 
     def take(self, job: RolloutJob) -> RolloutJob:

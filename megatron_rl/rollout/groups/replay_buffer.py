@@ -92,7 +92,12 @@ def group_scores(
 
 
 def _spreads(values: np.ndarray, index: np.ndarray, applied: np.ndarray, size: int) -> np.ndarray:
-    """Return [P], the unbiased standard deviation of each group's ``applied`` values; exactly 0 for equal values."""
+    """Return [P], the standard deviation (divisor n − 1) of each group's rewards; exactly 0 if they are equal.
+
+    values: [S], the rewards by one function.
+    index: [S], each sample's group, from 0 to P − 1.
+    applied: bool [S], the samples that count.
+    """
     index, values = index[applied], values[applied]
     count = np.bincount(index, minlength=size)
     mean = np.bincount(index, weights=values, minlength=size) / np.maximum(count, 1)

@@ -1,14 +1,14 @@
 """The sender of the trainer's weights: every running engine gets them whole or not at all.
 
-A sync has a start, one message per bucket, and an end with the version and the number and checksum
-of the tensors. Then follow a finish, a reset of the prefix cache, and a receipt from every worker,
-which is compared. After a failure before that the engine has no version, and the caller sends
-everything again or stops. The exporting iterator is always run to its end, since other ranks are in
-its collectives.
+A sync sends each engine these messages: a start, one message per bucket, an end, a finish, and a
+reset of the prefix cache. The end holds the version, and the number and checksum of the tensors.
+Last, every worker answers with a receipt of what it holds, which must equal the end. If any of this
+fails, the engine has no version, and the caller sends everything again or stops. The exporting
+iterator is always run to its end, since other ranks are in its collectives.
 
-In flight, an engine pauses before the start and resumes after the receipt. The reset then also drops
-the running requests' keys and values, which are computed again with the new weights. If an engine's
-update fails, the engine gives up its running requests.
+If requests are under way (``in_flight``), an engine pauses before the start and resumes after the
+receipts. The reset then also drops the running requests' keys and values, which are computed again
+with the new weights. If an engine's update fails, the engine gives up its running requests.
 
 The encoder (rollout/weight_sync/encoder.py) decides which bytes of a bucket are sent to which
 engine: all, the changes since the latest sync, or adapters apart from the weights.

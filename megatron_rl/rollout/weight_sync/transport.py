@@ -134,7 +134,7 @@ class Tally:
 
 
 def listen(address: str) -> socket.socket:
-    """Return a listening socket on a free port of only this address. torch's store would listen on all addresses."""
+    """Return a socket that listens on a free port of ``address`` alone; torch's store would listen on all addresses."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((address, 0))

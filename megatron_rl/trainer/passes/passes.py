@@ -21,12 +21,12 @@ class OldLogProbs:
     """Holds log π_old of a rollout, and its gap to the engine's log-probs.
 
     flat:    float32 [T] over response tokens; 0 for a sample that was not passed.
-    own:     the optimizer step whose π_old is its own log-prob, detached, so that no pass gives it;
-             None for no such step.
+    own:     the optimizer step that takes its own log-probs, detached, as log π_old. Its samples
+             need no pass. None if there is no such step.
     sums:    sums of the gap over the passed samples. The sums of the ``own`` step join them once
              that step has run.
     metrics: the metrics of the pass.
-    recorded: the values that parts of the backend recorded in the pass, for the updates.
+    recorded: each backend part's records of the pass (backend/part.py), which the updates read.
     """
 
     flat: np.ndarray
@@ -57,7 +57,7 @@ class Passes:
 
 
 class Pass(Protocol):
-    """Passes every sample of a rollout. A collective."""
+    """Computes fields of ``Passes`` for every sample of a rollout, such as ``reference``. A collective."""
 
     def __call__(self, taken: TrainingBatch, index: int) -> Mapping[str, object]:
         """Return fields of ``Passes`` by their names, for rollout ``index``."""

@@ -177,7 +177,7 @@ class Expander:
             self.depth -= 1
 
     def parameter(self, piece: Piece) -> Held:
-        """Return the value of ``${…}``."""
+        """Return the value of ``${…}``, its operator applied; a list for an array, such as ``${a[@]}``."""
         text = piece.text
         if len(text) > 1 and text[0] == "#":
             return self._length(piece)
@@ -252,9 +252,11 @@ class Expander:
         return found
 
     def _changed(self, value: Value, rest: str, piece: Piece) -> Value:
-        """Return a value after the operator of ``${…}``.
+        """Return a variable's value, changed by the operator of its ``${…}``.
 
-        The operator removes a prefix or suffix, changes case, replaces a part or cuts a part out.
+        rest: the operator and its argument: in ``${name%.txt}`` it is ``%.txt``, which removes a suffix.
+
+        Other operators remove a prefix, change case, replace a part or cut a part out.
         """
         if value.depends or len(value.text) > MOST_MATCHED:
             return Value(piece.source, value.depends or (piece.source,))
@@ -291,7 +293,12 @@ def joined(values: Sequence[Value]) -> Value:
 
 
 def _split(current: Value | None, text: str) -> list[Value | None]:
-    """Return the words that end within a text that bash splits, and last the unfinished word; None if there is none."""
+    """Split a text at spaces, as bash does; return its words, the last of which later text may extend.
+
+    current: the unfinished word before the text, to which its first word belongs; None if absent.
+
+    The last element is None if the text ends in a space.
+    """
     parts = text.split()
     if not parts:
         return [current, None] if current is not None and text else [current]
