@@ -191,6 +191,24 @@ def test_a_prompt_drawn_twice_is_two_groups_of_all_its_repeats(alone) -> None:
     assert weights.tolist() == [1 / (3 * sum(place + k + 1 for k in range(4))) for place in range(3) for _ in range(4)]
 
 
+def test_the_overlong_penalty_counts_the_environments_tokens_as_the_limit_does(alone) -> None:
+    """Limit 10, buffer 4: of responses with 5, 8, 8 and 10 tokens the last two have 4 and 6 tokens of an environment.
+
+    An episode ends at the same count (test_multi_turn.py).
+    """
+    limits = ("reward.overlong_buffer_tokens=4", "reward.overlong_penalty=2", "rollout.max_response_tokens=10")
+    masks = [None, None, (True,) * 2 + (False,) * 4 + (True,) * 2, (True,) * 3 + (False,) * 6 + (True,)]
+    rollouts = tuple(
+        dataclasses.replace(rollout_of(prompt_of(0), k, ids=(3,) * length), loss_mask=mask)
+        for k, (length, mask) in enumerate(zip([5, 8, 8, 10], masks, strict=True))
+    )
+    group = Group(rollouts=rollouts, scores=(Score(total=1.0, by_function=(1.0,)),) * 4)
+    scored = feed_of(*limits, "rollout.samples_per_prompt=4", "reward.functions=[a:f]").scorer.gather({0: group})
+    assert scored.facts.loss_tokens.tolist() == [5, 8, 4, 4]
+    assert scored.overlong.tolist() == [0.0, -0.5, -0.5, -1.0]
+    assert scored.rewards.totals.tolist() == [1.0, 0.0, 0.0, -1.0]
+
+
 class Aging(WillingEngine):
     """Samples every third prompt by weights of long ago, at its first attempt."""
 
