@@ -181,3 +181,16 @@ def test_the_shares_of_a_rollout_count_the_samples_that_its_weights_mask(monkeyp
     assert found.signal.tolist() == [False, True, False, False]
     assert found.metrics == {"correction/weight_mean": 0.25, "correction/masked_share": 0.75,
                              "correction/capped_share": 0.0, "correction/masked_samples": 2.0}
+
+
+@pytest.mark.parametrize("mode", ["sequence_truncate", "geometric_truncate"])
+@pytest.mark.parametrize("num_samples", [1, 2, 6])
+def test_the_mean_weight_of_sequences_equals_the_loop_over_tokens(mode: str, num_samples: int) -> None:
+    """Each token counts its sequence's weight once, in a batch of any size."""
+    gaps = [[0.1 * (k + 1), -0.2, 0.3][: 1 + k % 3] for k in range(num_samples)]
+    masks = [[True] * len(own) for own in gaps]
+    correction = run(CorrectionConfig(mode=mode, cap=5.0), [1.0] * num_samples, gaps, masks)
+    lengths = np.array([len(own) for own in gaps])
+    found = correction_metrics(correction, np.array(sum(masks, [])), lengths, np.ones(num_samples, dtype=bool))
+    weights = [math.exp(sum(own) / (len(own) if mode == "geometric_truncate" else 1)) for own in gaps for _ in own]
+    assert found["correction/weight_mean"] == pytest.approx(sum(weights) / len(weights), rel=1e-12)

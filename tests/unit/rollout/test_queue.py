@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_rl.algorithm.advantage import GroupRewards
+from megatron_rl.algorithm.advantage import GroupRewards, reduction_weights
 from megatron_rl.backend.backend import LogProbs
 from megatron_rl.backend.batch import Batch
 from megatron_rl.backend.batch_exchange import gather_facts
@@ -170,6 +170,43 @@ def test_lengths_count_masked_cut_and_excluded_responses_whole(alone, masks: boo
     assert counted["rollout/tokens"] == sum(length if mask is None else sum(mask) for length, mask, *_ in every)
     assert counted["rollout/truncated_share"] == sum(end == "length" for _, _, end, _ in every) / 6
     manager.close()
+
+
+def test_a_prompt_drawn_twice_is_two_groups_of_all_its_repeats(alone) -> None:
+    """Rows 0 and 1 have one text, and row 0 comes again in the next epoch; each draw has its own mean and tokens."""
+    settings = ("rollout.samples_per_prompt=4", "reward.functions=[a:f]", "advantage.estimator=dr_grpo")
+    rewards = [[0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 0, 1]]
+    groups = {}
+    for place, (number, epoch) in enumerate([(0, 0), (1, 0), (0, 1)]):
+        prompt = prompt_of(number, epoch=epoch)
+        rollouts = tuple(rollout_of(prompt, k, ids=(3,) * (place + k + 1)) for k in range(4))
+        scores = tuple(Score(total=float(total), by_function=(float(total),)) for total in rewards[place])
+        groups[place] = Group(rollouts=rollouts, scores=scores)
+    scored = feed_of(*settings).scorer.gather(groups)
+    assert len({rollout.prompt.token_ids for group in groups.values() for rollout in group.rollouts}) == 1
+    assert scored.facts.groups.tolist() == [0] * 4 + [1] * 4 + [2] * 4 and scored.live_places() == {2}
+    found = GroupAdvantages(load_config(None, list(settings)).advantage)(scored, Passes()).advantages.of_sample
+    assert found.tolist() == [own - sum(group) / 4 for group in rewards for own in group]
+    weights = reduction_weights("prompt_mean", scored.facts, np.arange(12), max_response_tokens=8)
+    assert weights.tolist() == [1 / (3 * sum(place + k + 1 for k in range(4))) for place in range(3) for _ in range(4)]
+
+
+def test_the_overlong_penalty_counts_the_environments_tokens_as_the_limit_does(alone) -> None:
+    """Limit 10, buffer 4: of responses with 5, 8, 8 and 10 tokens the last two have 4 and 6 tokens of an environment.
+
+    An episode ends at the same count (test_multi_turn.py).
+    """
+    limits = ("reward.overlong_buffer_tokens=4", "reward.overlong_penalty=2", "rollout.max_response_tokens=10")
+    masks = [None, None, (True,) * 2 + (False,) * 4 + (True,) * 2, (True,) * 3 + (False,) * 6 + (True,)]
+    rollouts = tuple(
+        dataclasses.replace(rollout_of(prompt_of(0), k, ids=(3,) * length), loss_mask=mask)
+        for k, (length, mask) in enumerate(zip([5, 8, 8, 10], masks, strict=True))
+    )
+    group = Group(rollouts=rollouts, scores=(Score(total=1.0, by_function=(1.0,)),) * 4)
+    scored = feed_of(*limits, "rollout.samples_per_prompt=4", "reward.functions=[a:f]").scorer.gather({0: group})
+    assert scored.facts.loss_tokens.tolist() == [5, 8, 4, 4]
+    assert scored.overlong.tolist() == [0.0, -0.5, -0.5, -1.0]
+    assert scored.rewards.totals.tolist() == [1.0, 0.0, 0.0, -1.0]
 
 
 class Aging(WillingEngine):
