@@ -179,6 +179,6 @@ def _require_finite(
         sample = int(np.searchsorted(np.cumsum(counts), bad[0], side="right"))
         raise NonFiniteAdvantage(
             f"the {name} of loss token {bad[0] - int(counts[:sample].sum())} of sample "
-            f"{sample_name(sample_ids, sample)} is {numbers[bad[0]]} ({len(bad)} such in the batch), and no loss can "
-            f"be made of it; {way_out}"
+            f"{sample_name(sample_ids, sample)} is {numbers[bad[0]]} ({len(bad)} such in the batch), so the loss "
+            f"would not be finite; {way_out}"
         )

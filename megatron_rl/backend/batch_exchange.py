@@ -96,7 +96,7 @@ def _prompt_digest(sample: Sample) -> int:
 def _check_facts(columns: Mapping[str, Sequence]) -> None:
     """Raise ValueError for the first faulty sample. Every rank checks all samples, so that all raise together."""
     if len(set(columns["places"])) != len(columns["places"]):
-        raise ValueError("two samples claim the same place in the batch; ranks do not agree on who produces what")
+        raise ValueError("two samples claim the same place in the batch: ranks disagree on which rank makes which")
     names = ("sample_ids", "prompt_tokens", "response_tokens", "faults")
     for name, prompt, response, fault in zip(*(columns[x] for x in names), strict=True):
         if fault is not None:

@@ -70,7 +70,7 @@ class DataConfig:
         if self.messages_key is not None and self.template not in ("chat", AUTO):
             raise ConfigError(
                 f"data.messages_key={quoted(self.messages_key)} names conversations, and data.template="
-                f"{quoted(self.template)} is a text; set data.template=chat"
+                f"{quoted(self.template)} makes plain text; set data.template=chat"
             )
         named = {"data.template_columns": self.template_columns, "data.template_variables": self.template_variables}
         for key, names in named.items():

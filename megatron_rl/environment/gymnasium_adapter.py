@@ -52,7 +52,7 @@ class GymnasiumAdapter:
         found = self.to_text(self.env.reset(seed=int(row["seed"]), options=row.get("options"))[0])
         if found != row.get("observation", found):
             raise ValueError(
-                f"{name} begins with {found!r:.80}, and its row says {row['observation']!r:.80}; write the rows anew"
+                f"{name} begins with {found!r:.80}, and its row says {row['observation']!r:.80}; write the rows again"
             )
 
     def step(self, action: str) -> Step:

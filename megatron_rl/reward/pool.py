@@ -291,7 +291,7 @@ class Pool:
         self._failed_starts += 1
         if self._failed_starts >= STARTS:
             raise RewardError(
-                f"a reward worker {what}, {STARTS} times in a row; read what it wrote, or set reward.num_workers to 0"
+                f"a reward worker {what}, {STARTS} times in a row; read its output, or set reward.num_workers=0"
             )
 
     def _do_without_more(self, what: str) -> None:

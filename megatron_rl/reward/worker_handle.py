@@ -144,7 +144,7 @@ class WorkerProcess:
             except subprocess.TimeoutExpired:
                 self._process.kill()  # the kernel kills the worker with its subreaper
                 log.warning(
-                    "reward worker %d was killed and is still there after %g s: the kernel holds it", self.pid, REAP_S
+                    "reward worker %d was killed and still exists after %g s: the kernel holds it", self.pid, REAP_S
                 )
         self._stacks.close()
         return _how(code)

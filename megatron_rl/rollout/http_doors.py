@@ -160,7 +160,7 @@ class _Body:
         most = self.bounds.most_bytes
         if size <= most:
             return None
-        words = f"the body has {size:,} bytes, and {self.bounds.setting} allows {most:,}; send fewer data at once"
+        words = f"the body has {size:,} bytes, and {self.bounds.setting} allows {most:,}; send less at once"
         return 413, words
 
     def _too_many(self, size: int) -> tuple[int, str] | None:

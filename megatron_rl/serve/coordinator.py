@@ -160,7 +160,7 @@ class Coordinator:
             if idle is None:
                 return (
                     f"{len(self.held)} models are in training, and serve.max_models allows no more; end a session, or "
-                    "raise it",
+                    "raise serve.max_models",
                     Fault.SERVER,
                 )
             self._drop_model(idle)

@@ -88,7 +88,7 @@ def teacher(
         )
     if kl_in_reward:
         return (
-            "reference.kl_in=reward takes the KL off a reward, and advantage.estimator=distillation reads none; set "
+            "reference.kl_in=reward subtracts the KL from a reward, and advantage.estimator=distillation has none; set "
             "reference.kl_in=loss, or loss.kl_coefficient=0"
         )
     if off_policy_delta is not None:

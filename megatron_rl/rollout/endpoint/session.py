@@ -196,13 +196,17 @@ class Session:
             if len(context) <= self._max_prompt_tokens:
                 return self.room
             message = (
-                f"the first request has {len(context)} tokens and data.max_prompt_tokens={self._max_prompt_tokens}"
+                f"the first request has {len(context)} tokens, more than data.max_prompt_tokens="
+                f"{self._max_prompt_tokens}; shorten it, or raise data.max_prompt_tokens"
             )
         else:
             used = len(context) - len(parent.path()[0].new_ids)
             if used < self.room:
                 return self.room - used
-            message = f"the conversation has {used} tokens after its first request, of {self.room} for the response"
+            message = (
+                f"the conversation has {used} tokens after its first request, and the response may have {self.room} in "
+                "all; end it earlier, or raise rollout.max_response_tokens"
+            )
         self.exhausted = "length"
         raise Refused(message, code="context_length_exceeded")
 

@@ -170,7 +170,7 @@ def weight_channel(
     on_gpu = device.type == "cuda"
     channel, reason = choose_channel(rollout, weight_sync, on_gpu=on_gpu, environment=environment)
     if reason:
-        log.warning("weight_sync.channel=auto takes %s, and cuda_ipc would be faster: %s", channel, reason)
+        log.warning("weight_sync.channel=auto uses %s; cuda_ipc would be faster, but %s", channel, reason)
     return channel
 
 

@@ -203,8 +203,8 @@ class _Call:
         for attempt in [x for x in self.under_way if self._ends_at(x) <= now]:
             self._give_up(attempt)
             request_id, waited_s = attempt.request.request_id, now - attempt.issued_at
-            cause = f"did not answer request {request_id} in {waited_s:.1f} s, the last {self.deadline_s:g} without"
-            self._lose(attempt, f"{cause} progress")
+            cause = f"did not answer request {request_id} in {waited_s:.1f} s, without progress in the last"
+            self._lose(attempt, f"{cause} {self.deadline_s:g} s")
 
     def _give_up(self, attempt: _Attempt) -> None:
         """Abort an attempt. Its future is ignored: it may still end with completions or an error."""

@@ -170,7 +170,7 @@ def test_auto_takes_handles_on_a_shared_gpu_alone(device, caplog):
 def test_a_users_expandable_segments_keep_auto_from_handles(name, caplog):
     given = {name: "backend:native,expandable_segments:True"}
     assert channel_of(device=GPU, **given) == "shared_memory"
-    assert all(word in caplog.text for word in ("takes shared_memory", "cuda_ipc", f"{name}={given[name]}"))
+    assert all(word in caplog.text for word in ("uses shared_memory", "cuda_ipc", f"{name}={given[name]}"))
     assert channel_of(device=GPU, **{name: "expandable_segments:False"}) == "cuda_ipc"
     assert channel_of(SHARED, device=GPU, **given) == "shared_memory"
     refused_with(f"expandable segments|{name} is 'backend", lambda: channel_of(CUDA_IPC, device=GPU, **given))

@@ -45,7 +45,7 @@ def test_tokens_in_and_out():
 
 ENDLESS = ("hang", "drip", "drip headers")
 LOST = {
-    **{fault: (FAULTS[fault], "the last 0.2 without progress") for fault in ENDLESS},
+    **{fault: (FAULTS[fault], "without progress in the last 0.2 s") for fault in ENDLESS},
     "drop": (FAULTS["drop"], "the connection broke, IncompleteRead"),
     "reset": (FAULTS["reset"], "the connection broke"),
     "half without length": (FAULTS["half without length"], "an answer without a length"),
@@ -73,7 +73,7 @@ def test_requests_of_a_bad_server_are_finished_by_the_other(fault):
         assert sorted(found.finished) == ["q0", "q1", "q2", "q3"] and not found.lost
         assert list(found.down) == [bad.url] and re.search(told, found.down[bad.url]), found.down
         found = spread(replica_of(bad.url), num_requests=1, deadline_s=deadline_s)  # here the dispatcher gives it up
-        late = r"did not answer request q0 in \d+\.\d s, the last 0\.2 without progress"
+        late = r"did not answer request q0 in \d+\.\d s, without progress in the last 0\.2 s"
         assert [request.request_id for request in found.lost] == ["q0"]
         assert deadline_s == LONG_S or re.fullmatch(late, found.down[bad.url]), found.down
 
