@@ -103,7 +103,7 @@ def test_what_cannot_be_placed_is_named(monkeypatch, arithmetic, tmp_path, capfd
     monkeypatch.delenv("RANK")
     with pytest.raises(ConfigError, match="start them with torchrun or srun"):
         holds_critic(load_config(None, given).separate_critic_ranks)
-    with pytest.raises(ConfigError, match="critic.ranks=None"):
+    with pytest.raises(ConfigError, match="critic.ranks=null"):
         load_config(None, given[:2])
     with pytest.raises(ConfigError, match="critic.init=policy"):
         load_config(None, [*given, "critic.init=policy"])
