@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import re
@@ -127,6 +128,7 @@ def write_run(folder: str, *, model: str, prompts: str | None, environment: str,
         "model": model or '""',
         "prompts": prompts or f"{folder}/prompts.jsonl",
         "environment": environment,
+        "engine": "transformers" if tiny else _engine_for(model),
         **(TINY if tiny else SIZES),
     }
     for name in ("run.yaml", "job.sbatch"):
@@ -140,6 +142,24 @@ def write_run(folder: str, *, model: str, prompts: str | None, environment: str,
         from megatron_rl.commands.tiny_model import write_tiny_model
 
         write_tiny_model(target / "model")
+
+
+def _engine_for(model: str) -> str:
+    """Return ``vllm`` for a local model that the embedded engine refuses by its size, and ``transformers`` otherwise.
+
+    model: a Hugging Face folder, the name of a model on a hub, a URL, or "" for none.
+    """
+    if not (pathlib.Path(model) / "config.json").is_file():  # "" and a name: nothing is fetched here
+        return "transformers"
+    from megatron_rl.rollout.engines.embedded import MAX_EMBEDDED_PARAMETERS
+    from megatron_rl.weights.reader import HuggingFaceReader
+
+    try:
+        reader = HuggingFaceReader(model)
+    except ConfigError:  # the dry run names the damaged file
+        return "transformers"
+    num_parameters = sum(math.prod(reader.size(name)) for name in reader.files)
+    return "vllm" if num_parameters > MAX_EMBEDDED_PARAMETERS else "transformers"
 
 
 def _sums() -> list[dict[str, str]]:

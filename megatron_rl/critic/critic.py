@@ -80,11 +80,6 @@ class Critic(TrainableModel):
     def _reader(self, weights: Mapping[str, torch.Tensor] | None) -> WeightReader:
         return FreshHead(super()._reader(weights), self.hf_config.hidden_size)
 
-    def _fill(self, models: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor] | None) -> None:
-        """Load the weights, except under ``critic.init=policy``: ``take_weights`` or a checkpoint sets them later."""
-        if weights is not None or self.config.critic.init != "policy":
-            super()._fill(models, weights)
-
     def take_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Take the policy's weights, with a head of zeros, before the first step.
 

@@ -38,7 +38,7 @@ class NoOptimizer:
 
 
 trainable_model.Optimizer = NoOptimizer
-trainable_model.TrainableModel._fill = lambda *_: None  # weights of any content
+trainable_model.load_weights = lambda *_: None  # weights of any content
 trainable_model.check_lockstep = lambda *_: None  # asks the host, not the device
 batch_exchange.gather_json = lambda value: [value]  # this rank owns all samples
 

@@ -10,9 +10,10 @@ import pytest
 
 from megatron_rl.checkpoint.folder import LATEST, folder_of, name_of, verify, whole_checkpoints
 from tests.equality.layouts import SHARDED
-from tests.equality.saved_steps import save_and_load, tensors_of
+from tests.equality.saved_steps import save_and_load
 from tests.patience import patient
-from tests.runs.command import SAVED, arguments, ended, rows_of, same_tensors, timeless
+from tests.runs.command import SAVED, arguments, ended
+from tests.s3.compare import assert_same_checkpoint, assert_same_records, downloaded
 
 END = 3  # rollouts of a run
 GIVEN = (*SAVED, "train.export_last=false", f"train.num_rollouts={END}", "optimizer.distributed=true")
@@ -43,25 +44,13 @@ def root_of(tmp_path: pathlib.Path) -> str:
     return f"s3://bucket/{tmp_path.name}/checkpoints"
 
 
-def copied(root: str, folder: pathlib.Path) -> pathlib.Path:
-    """Copy every object below a URL to the disk."""
-    place = folder_of(root)
-    for name in place.files():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes((place / name).read_bytes())
-    return folder
-
-
 def assert_same_end(whole: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Assert that the run in S3 has the uninterrupted run's last checkpoint, metrics but for clocks, and trace."""
-    there = copied(root_of(tmp_path), tmp_path / "copied")
+    there = downloaded(root_of(tmp_path), tmp_path / "copied")
     assert whole_checkpoints(there) == whole_checkpoints(folder_of(root_of(tmp_path)))
     verify(there / name_of(END))
-    assert same_tensors(*(tensors_of(x / name_of(END)) for x in (whole / "checkpoints", there)))
-    run = tmp_path / "run"
-    assert [timeless(x) for x in rows_of(whole)] == [timeless(x) for x in rows_of(run)]
-    assert (whole / "trace.jsonl").read_text() == (run / "trace.jsonl").read_text()
+    assert_same_checkpoint(whole / "checkpoints", there, END)
+    assert_same_records(whole, tmp_path / "run")
 
 
 @pytest.mark.parametrize("second", [SHARDED, ("parallel.tensor=2",)], ids=["DP2", "TP2"])

@@ -15,10 +15,10 @@ from megatron_rl.distributed import topology
 from megatron_rl.storage.location import location
 from megatron_rl.storage.remote import WRITE_BYTES
 from tests.equality.rig import config_of
-from tests.equality.saved_steps import tensors_of
 from tests.patience import patient
 from tests.reference import file_weights, tiny_config
-from tests.runs.command import PPO, SAVED, arguments, ended, rows_of, same_tensors, timeless, told_to_leave
+from tests.runs.command import PPO, SAVED, arguments, ended, rows_of, told_to_leave
+from tests.s3.compare import assert_same_checkpoint, assert_same_records, downloaded
 
 BOUND_S = patient(300.0)
 STARTED = ("sft.steps=4", "sft.samples_per_step=8", "sft.save_every_steps=2", "sft.eval_every_steps=2",
@@ -37,25 +37,6 @@ def uploaded(folder: pathlib.Path, url: str) -> str:
     for path in sorted(folder.iterdir()):
         (place / path.name).write_bytes(path.read_bytes())
     return url
-
-
-def downloaded(url: str, folder: pathlib.Path) -> pathlib.Path:
-    """Copy the objects right below a URL to the disk; return the folder."""
-    folder.mkdir(parents=True)
-    for path in location(url).iterdir():
-        if path.is_file():
-            (folder / path.name).write_bytes(path.read_bytes())
-    return folder
-
-
-def assert_same_checkpoint(on_disk: pathlib.Path, url: str, iteration: int, scratch: pathlib.Path) -> None:
-    copy = downloaded(f"{url}/{name_of(iteration)}", scratch)
-    assert same_tensors(tensors_of(on_disk / name_of(iteration)), tensors_of(copy))
-
-
-def assert_same_records(one: pathlib.Path, two: pathlib.Path) -> None:
-    assert [timeless(x) for x in rows_of(one)] == [timeless(x) for x in rows_of(two)]
-    assert (one / "trace.jsonl").read_text() == (two / "trace.jsonl").read_text()
 
 
 def test_a_run_with_model_data_and_checkpoints_in_s3_equals_one_on_disk(s3, pool, arithmetic, tmp_path):
@@ -77,7 +58,7 @@ def test_a_run_with_model_data_and_checkpoints_in_s3_equals_one_on_disk(s3, pool
     assert whole_checkpoints(root) == whole_checkpoints(tmp_path / "whole" / "checkpoints") == [0, 1]
     assert not (root / "supervised").files()
     assert_same_records(tmp_path / "whole", run)
-    assert_same_checkpoint(tmp_path / "whole" / "checkpoints", str(root), 1, tmp_path / "copy")
+    assert_same_checkpoint(tmp_path / "whole" / "checkpoints", downloaded(str(root), tmp_path / "copy"), 1)
     exports = downloaded(f"{url}/checkpoints/step_{len(rows_of(run))}/hf", tmp_path / "hf")
     whole = next((tmp_path / "whole" / "checkpoints").glob("step_*/hf"))
     assert (exports / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
@@ -103,8 +84,9 @@ def test_a_critics_checkpoints_in_s3_are_those_of_a_disk(nursery, door, arithmet
     assert f"{root / name_of(1)}: 1 rollouts trained" in ran(nursery, in_s3, tmp_path / "again")
     assert whole_checkpoints(root) == whole_checkpoints(root / "critic") == [0, 1, 2, 3]
     assert_same_records(tmp_path / "whole", run)
-    assert_same_checkpoint(tmp_path / "whole" / "checkpoints", url, 3, tmp_path / "policy")
-    assert_same_checkpoint(tmp_path / "whole" / "checkpoints" / "critic", f"{url}/critic", 3, tmp_path / "critic")
+    there, whole = downloaded(url, tmp_path / "copy"), tmp_path / "whole" / "checkpoints"
+    assert_same_checkpoint(whole, there, 3)
+    assert_same_checkpoint(whole / "critic", there / "critic", 3)
 
 
 def ran(nursery, given: list[str], folder: pathlib.Path) -> str:

@@ -94,8 +94,7 @@ def test_one_tensor_is_held_at_a_time(tmp_path: pathlib.Path, monkeypatch) -> No
 
     monkeypatch.setattr(gguf_import, "read_tensor", watched)
     wanted = write_gguf(tmp_path / "m.gguf")
-    file, read_model = GgufFile(tmp_path / "m.gguf"), convert.read_model
-    report = gguf_import.import_gguf(file, tmp_path / "hf", read_model, shard_bytes=50_000)
+    report = gguf_import.import_gguf(GgufFile(tmp_path / "m.gguf"), tmp_path / "hf", shard_bytes=50_000)
     assert len(held) == len(wanted) and len(report["files"]) > 3
     found = {name: x for file in (tmp_path / "hf").glob("*.safetensors") for name, x in load_file(file).items()}
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], x) for name, x in wanted.items())

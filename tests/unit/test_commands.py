@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -102,6 +103,20 @@ def test_a_new_run_is_read_as_it_says(tmp_path: pathlib.Path, monkeypatch: pytes
     config = load_config(f"{tmp_path}/another/run.yaml", [])
     assert (config.model.hf_path, config.data.train) == ("", ("my.jsonl",))
     assert not (tmp_path / "another" / "prompts.jsonl").exists()
+
+
+@pytest.mark.parametrize(("rows", "engine"), [(1_000_000, "transformers"), (1_000_001, "vllm")])
+def test_a_new_run_of_a_model_too_large_for_the_embedded_engine_asks_for_vllm(tmp_path, rows, engine) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    size = rows * 1000 * 2
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [rows, 1000], "data_offsets": [0, size]}}).encode()
+    with open(model / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + size)  # a sparse file takes no room
+    write_run(str(tmp_path / "mine"), model=str(model), prompts=None, environment="/venv")
+    assert load_config(f"{tmp_path}/mine/run.yaml", []).rollout.engine == engine
 
 
 def test_a_tiny_run_brings_its_model_and_the_lines_that_start_it(tmp_path, monkeypatch, capsys) -> None:

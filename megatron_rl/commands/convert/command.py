@@ -157,46 +157,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def read_on_disk(folder: pathlib.Path | RemotePath, key: str, *, weights: bool = False) -> pathlib.Path:
-    """Return a Hugging Face directory's path on the disk: a URL's files are first copied to the host's cache.
-
-    key: the argument's name in messages.
-    weights: whether the model's files are copied too.
-    """
-    if isinstance(folder, pathlib.Path):
-        return folder
-    from megatron_rl.hub.resolve import fetched_folder
-
-    return fetched_folder(folder, key, weights=weights)
-
-
-def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object, object]:
-    """Return (config, shape) of a Hugging Face directory.
-
-    Raises ConfigError for a model that the tables do not cover, naming the missing part.
-    """
-    from megatron_rl.errors import ConfigError
-    from megatron_rl.model.hf_config import latent_angles, read_shape, rotary_tables
-    from megatron_rl.weights.config_json import read_fields, read_hf_config
-    from megatron_rl.weights.families.register import ALIASES, FAMILIES, MISSING
-
-    if not (folder / "config.json").exists():
-        raise ConfigError(f"{folder} has no config.json; name a Hugging Face directory")
-    family = read_fields(folder).get("model_type")
-    if ALIASES.get(family, family) not in FAMILIES:
-        missing = MISSING.get(family, "a file of its own in weights/families (CONTRIBUTING.md, Adding a family)")
-        raise ConfigError(
-            f"{folder} holds a {family!r} model, and the tables are for {', '.join(FAMILIES)}; missing for {family}: "
-            f"{missing}. With NVIDIA's megatron-bridge installed (pip install 'megatron_rl[bridge]', a GPU) this "
-            "command goes through it"
-        )
-    config = read_hf_config(folder)
-    shape = read_shape(config, layer_spec="torch", vocab_multiple=vocab_multiple)
-    # Either call raises for a rope scaling that the model would not apply.
-    latent_angles(config, shape) if shape.kv_lora_rank else rotary_tables(config, shape.head_dim)
-    return config, shape
-
-
 @contextlib.contextmanager
 def progress_bar(what: str, total_bytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
     """Yield a callback that takes the bytes of each tensor; show a bar on stderr if it is a terminal."""
@@ -235,9 +195,7 @@ def gguf_command(options: argparse.Namespace) -> tuple[int, dict]:
     file, dtype = GgufFile(options.source), dtype_of(options) or torch.float32
     started_s = time.monotonic()
     with progress_bar("import", file.num_elements * dtype.itemsize, quiet=options.quiet) as progress:
-        report = import_gguf(
-            file, options.target, read_model, dtype=dtype, overwrite=options.overwrite, progress=progress
-        )
+        report = import_gguf(file, options.target, dtype=dtype, overwrite=options.overwrite, progress=progress)
     report["seconds"] = time.monotonic() - started_s
     print(
         f"wrote {options.target}: {report['family']}, {report['tensors']} tensors, {report['bytes'] / 1e9:.2f} GB in "
@@ -251,6 +209,7 @@ def import_command(options: argparse.Namespace) -> tuple[int, dict]:
     if options.gguf:
         return gguf_command(options)
     from megatron_rl.checkpoint.convert import Cut, import_folder, import_size
+    from megatron_rl.commands.convert.source import read_model
     from megatron_rl.weights.reader import HuggingFaceReader
 
     _, shape = read_model(options.source, vocab_multiple=options.tp)
@@ -280,6 +239,7 @@ def export_command(options: argparse.Namespace) -> tuple[int, dict]:
     from megatron_rl.checkpoint.folder import MANIFEST, verify
     from megatron_rl.checkpoint.megatron_lm import open_folder
     from megatron_rl.checkpoint.torch_dist import TorchDistReader
+    from megatron_rl.commands.convert.source import read_model, read_on_disk
     from megatron_rl.errors import ConfigError
 
     # Check the checkpoint and its model before anything is written.
@@ -328,6 +288,7 @@ def roundtrip_command(options: argparse.Namespace) -> tuple[int, dict]:
     from megatron_rl.checkpoint.convert import Cut, export_folder, import_folder
     from megatron_rl.checkpoint.megatron_lm import open_folder
     from megatron_rl.checkpoint.roundtrip import check_logits, compare_folders
+    from megatron_rl.commands.convert.source import read_model
 
     config, shape = read_model(options.source, vocab_multiple=options.tp)
     with tempfile.TemporaryDirectory(prefix="megatron-rl-convert.", dir=options.work) as work:
@@ -359,13 +320,7 @@ def roundtrip_command(options: argparse.Namespace) -> tuple[int, dict]:
 def inspect_command(options: argparse.Namespace) -> tuple[int, dict]:
     from megatron_rl.commands.convert.inspection import inspect
 
-    facts = inspect(
-        options.source,
-        options.hf,
-        options.iteration,
-        read_model=read_model,
-        read_on_disk=read_on_disk,
-    )
+    facts = inspect(options.source, options.hf, options.iteration)
     for name, value in facts.items():
         if name != "tensor_list" or options.tensors:
             shown = "".join(f"\n  {x}" for x in value) if isinstance(value, list) else f" {value}"

@@ -17,6 +17,7 @@ import torch
 from megatron_rl.checkpoint.convert import WIDER, appearing
 from megatron_rl.commands.convert.gguf_file import GgufFile, gguf_library
 from megatron_rl.commands.convert.gguf_keys import added_tokens, check_keys, check_kind, rope_scaling, single
+from megatron_rl.commands.convert.source import read_model
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.json_text import check, field
 from megatron_rl.weights.mapping import hf_size
@@ -40,14 +41,12 @@ DIGITS = ("smollm",)
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 STOPS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
-ReadModel = Callable[[pathlib.Path], tuple[object, ModelShape]]
 Progress = Callable[[int], None]
 
 
 def import_gguf(
     file: GgufFile,
     target: pathlib.Path,
-    read_model: ReadModel,
     *,
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = 5 * 10**9,
@@ -56,7 +55,6 @@ def import_gguf(
 ) -> dict:
     """Write the model of a GGUF file to the directory ``target``, and return a report as JSON-able values.
 
-    read_model: checks a directory with a config.json, and returns (config, shape).
     dtype: of the written tensors; they are dequantized in float32.
     shard_bytes: the most bytes of a safetensors file.
     progress: called after each tensor with the bytes written for it.

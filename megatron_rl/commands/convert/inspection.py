@@ -9,41 +9,30 @@ import math
 import pathlib
 import pickle
 from collections import Counter
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_rl.checkpoint.convert import MODEL_KEYS, check_source, plan_export
 from megatron_rl.checkpoint.folder import LATEST, MANIFEST, verify
 from megatron_rl.checkpoint.megatron_lm import MegatronFolder, open_folder
 from megatron_rl.checkpoint.torch_dist import TorchDistReader
+from megatron_rl.commands.convert.source import read_model, read_on_disk
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.reader import HuggingFaceReader
 
 if TYPE_CHECKING:
     from megatron_rl.storage.remote import RemotePath
 
-ReadModel = Callable[[pathlib.Path], tuple[object, object]]
 
-
-def inspect(
-    source: pathlib.Path | RemotePath,
-    hf: pathlib.Path | RemotePath | None,
-    iteration: int | None,
-    *,
-    read_model: ReadModel,
-    read_on_disk: Callable[..., pathlib.Path],
-) -> dict:
+def inspect(source: pathlib.Path | RemotePath, hf: pathlib.Path | RemotePath | None, iteration: int | None) -> dict:
     """Return facts by name, in display order; ``convertible`` is "yes" or the reason against it.
-
-    read_model, read_on_disk: the command's functions (commands/convert/command.py).
 
     Raises DamagedCheckpoint if a file of a checkpoint is missing, cut short or changed in kind.
     """
     if (source / "config.json").exists() and not (source / LATEST).exists():
-        return _inspect_hugging_face(read_on_disk(source, "SOURCE", weights=True), read_model)
+        return _inspect_hugging_face(read_on_disk(source, "SOURCE", weights=True))
     megatron = open_folder(source, iteration)
     folder = hf or megatron.hf
-    return _inspect_megatron(megatron, None if folder is None else read_on_disk(folder, "--hf"), read_model)
+    return _inspect_megatron(megatron, None if folder is None else read_on_disk(folder, "--hf"))
 
 
 def _sizes(tensors: list[tuple[str, tuple[int, ...], object]]) -> dict:
@@ -59,7 +48,7 @@ def _sizes(tensors: list[tuple[str, tuple[int, ...], object]]) -> dict:
     }
 
 
-def _inspect_hugging_face(source: pathlib.Path, read_model: ReadModel) -> dict:
+def _inspect_hugging_face(source: pathlib.Path) -> dict:
     reader = HuggingFaceReader(source)
     tensors = [(name, reader.size(name), reader.dtype(name)) for name in sorted(reader.files)]
     facts = {
@@ -79,7 +68,7 @@ def _inspect_hugging_face(source: pathlib.Path, read_model: ReadModel) -> dict:
     return facts
 
 
-def _inspect_megatron(source: MegatronFolder, hf: pathlib.Path | None, read_model: ReadModel) -> dict:
+def _inspect_megatron(source: MegatronFolder, hf: pathlib.Path | None) -> dict:
     if (source.path / MANIFEST).exists():  # a training run's checkpoint: the names and sizes of its files are checked
         verify(source.path, share=None)
     reader = TorchDistReader(source.path)

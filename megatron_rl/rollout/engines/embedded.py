@@ -305,8 +305,8 @@ def check_embedded(hf_path: str, rollout: RolloutConfig) -> None:
     if num_parameters > MAX_EMBEDDED_PARAMETERS:
         raise ConfigError(
             "rollout.engine=transformers holds a whole copy of the model on every rank that samples, and "
-            f"{hf_path!r} has {num_parameters:,} parameters, above {MAX_EMBEDDED_PARAMETERS:,}; take a "
-            "smaller model, or set rollout.allow_large_embedded_model=true if the memory is there"
+            f"{hf_path!r} has {num_parameters:,} parameters, above {MAX_EMBEDDED_PARAMETERS:,}; set "
+            "rollout.engine=vllm, or rollout.allow_large_embedded_model=true if the memory is there"
         )
 
 

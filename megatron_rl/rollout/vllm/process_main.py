@@ -9,6 +9,7 @@ engine makes no steps. The process ends when its rank ends, for any reason.
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import socket
@@ -41,7 +42,7 @@ class EngineProcess:
 
             self.lora = policy_request()
         self.updating = self.paused = False
-        self.told_at = 0.0
+        self.told_at = -math.inf
 
     @property
     def works(self) -> bool:
@@ -62,17 +63,22 @@ class EngineProcess:
             self._tell_progress()
 
     def _tell_progress(self) -> None:
-        """Send the rank a message of progress with the engine's load, every PROGRESS_S and when the engine is idle.
+        """Send the rank a message of progress with the engine's load.
 
-        So a long response is not mistaken for an engine that hangs.
+        It is sent after the first step of an idle engine, every PROGRESS_S while the engine works, and
+        after the last step. So a short call shows its load, and a long response is not mistaken for an
+        engine that hangs.
         """
         is_idle = not self.engine.has_unfinished_requests()
-        if is_idle or time.monotonic() - self.told_at >= PROGRESS_S:
-            self.told_at = time.monotonic()
+        now = time.monotonic()
+        if is_idle or now - self.told_at >= PROGRESS_S:
+            self.told_at = -math.inf if is_idle else now
             frames.send(self.connection, {"kind": "progress", **self._load()})
 
     def _load(self) -> dict[str, float]:
-        """Return the number of samples and the used share of the cache, from the scheduler (vLLM 0.32.0).
+        """Return the numbers of running and of waiting samples, and the used share of the cache of keys and values.
+
+        They come from the scheduler (vLLM 0.32.0, v1/core/sched/scheduler.py).
 
         vLLM's own statistics are off (``disable_log_stats``), since they would time every request.
         """
