@@ -16,6 +16,7 @@ def name_of(stated: Stated) -> str:
     return f"{stated.name}-{stated.python}"
 
 
+@pytest.mark.long(seconds=15)
 @pytest.mark.network
 @pytest.mark.parametrize("stated", SETS, ids=name_of)
 def test_set_resolves_as_the_page_says(stated: Stated) -> None:

@@ -34,7 +34,8 @@ REPLAYED_EXPERTS = (
         becomes="for slot in range(len(samples)):",
         fault="a shared prompt's experts are those of its last sample, and not of the first",
         tests=(
-            "tests/unit/backend/test_routed_rows.py::test_a_shared_prompts_rows_have_the_experts_of_the_first_sample_that_knows_them",
+            "tests/unit/backend/test_routed_rows.py::"
+            "test_a_shared_prompts_rows_have_the_experts_of_the_first_sample_that_knows_them",
         ),
     ),
     Mutant(
@@ -44,7 +45,8 @@ REPLAYED_EXPERTS = (
         becomes="table[places] = experts",
         fault="a sample that does not know the experts of its shared prompt wipes out what another one knows",
         tests=(
-            "tests/unit/backend/test_routed_rows.py::test_a_shared_prompts_rows_have_the_experts_of_the_first_sample_that_knows_them",
+            "tests/unit/backend/test_routed_rows.py::"
+            "test_a_shared_prompts_rows_have_the_experts_of_the_first_sample_that_knows_them",
         ),
     ),
 )
@@ -95,7 +97,8 @@ CORRECTIONS = (
         becomes="**correction_metrics(importance, mask, lengths, left),",
         fault="`correction/masked_share` leaves out the samples that are masked whole",
         tests=(
-            "tests/unit/algorithm/test_importance.py::test_the_shares_of_a_rollout_count_the_samples_that_its_weights_mask",
+            "tests/unit/algorithm/test_importance.py::"
+            "test_the_shares_of_a_rollout_count_the_samples_that_its_weights_mask",
         ),
     ),
 )
