@@ -94,7 +94,7 @@ def member(kind: object, name: object) -> enum.Enum:
     one of its members.
     """
     if not (isinstance(kind, enum.EnumType) and type(name) is str and name in kind.__members__):
-        raise pickle.UnpicklingError(f"it asks for {shortened(repr(name), 50)} of what is no enum with that member")
+        raise pickle.UnpicklingError(f"it asks for {shortened(repr(name), 50)}, a member of no enum that is known")
     return kind[name]
 
 

@@ -198,8 +198,8 @@ def field_obstacles(train_data: Mapping[str, Any]) -> list[str]:
 def _say(obstacles: tuple[str, ...]) -> None:
     if obstacles:
         logger.warning(
-            "megatron_rl's zero-advantage skip drops NOTHING in this run: a sample without advantage still trains, or "
-            "is not known not to, under %s; the train data are the trainer's own",
+            "megatron_rl's zero-advantage skip drops NOTHING in this run: under %s a sample without advantage trains, "
+            "or may train; the trainer's own data are used",
             ", ".join(obstacles),
         )
     else:

@@ -99,8 +99,8 @@ class SkippingEngine(MegatronEngineWithLMHead):
             return
         if obstacles:
             logger.warning(
-                "megatron_rl's zero-advantage skip drops NOTHING in this run: a row without advantage still trains, or "
-                "is not known not to, under %s; verl's engine runs as it is",
+                "megatron_rl's zero-advantage skip drops NOTHING in this run: under %s a row without advantage trains, "
+                "or may train; verl's engine runs as it is",
                 ", ".join(obstacles),
             )
         else:

@@ -121,8 +121,8 @@ def _refusal(shortfalls: Sequence[str], ways_out: Sequence[str]) -> str:
     would_fit = (
         f"It would fit with: {' | '.join(ways_out)}"
         if ways_out
-        else "No setting and no other degrees on as many GPUs that were tried are enough, with full recompute and "
-        "bfloat16: more GPUs (--nodes), or a smaller model, would be"
+        else "No setting and no other topology of as many GPUs was found to fit, even with full recompute and "
+        "bfloat16; take more GPUs (--nodes) or a smaller model"
     )
     return f"the job does not fit: {'; '.join(shortfalls)}. {would_fit} (docs/tuning.md)"
 
@@ -213,7 +213,7 @@ def _workloads(
     # With a trace: its rollouts, evenly spaced.
     if chosen:
         raise ConfigError(
-            f"--trace {options.trace} and {' and '.join(chosen)} both say what the samples are; give one of them"
+            f"--trace {options.trace} and {' and '.join(chosen)} both describe the samples; give one of them"
         )
     recorded = read_trace(options.trace)
     workloads = _evenly(recorded)

@@ -45,7 +45,7 @@ def job_size(
     """
     for option, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
         if value is not None and value < 1:
-            raise ConfigError(f"{option} {value} is no number of them; give at least 1")
+            raise ConfigError(f"{option}={value} must be at least 1")
     if nodes is not None:
         on_node = gpus_per_node or NODE_GPUS
         return JobSize(gpus=nodes * on_node, on_node=on_node)

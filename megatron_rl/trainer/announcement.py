@@ -58,17 +58,14 @@ def announce(
     _announce_asked_again(config.train, num_prompts)
     if config.sft.steps and config.rollout.temperature != 1.0:
         log.warning(
-            "rollout.temperature=%g divides the logits of supervised steps too, since log-probs are at the sampling "
-            "temperature; set it to 1 to imitate the data as they are",
+            "rollout.temperature=%g divides the logits of supervised steps too: log-probs are taken at the "
+            "sampling temperature; set it to 1 to imitate the data as they are",
             config.rollout.temperature,
         )
     for term in rule.approximated:
-        log.warning("skip.mode=approximate: dropped samples lose what %s would have given them", term)
+        log.warning("skip.mode=approximate: a dropped sample gets no gradient from %s", term)
     if rule.kl_in_reward and rule.drops and config.skip.logprob_passes:
-        log.warning(
-            "reference.kl_in=reward makes advantages of log-probs: skip.logprob_passes turns itself off, every sample "
-            "is passed"
-        )
+        log.warning("skip.logprob_passes turns itself off: reference.kl_in=reward needs every sample's log-probs")
     if (needed := needs_old_logprobs(config)) and config.correction.old_logprobs == "auto":
         log.info("every sample that is trained is passed for its old log-probs, the first step's too: %s", needed)
     if config.correction.old_logprobs == "rollout":

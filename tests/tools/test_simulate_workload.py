@@ -125,7 +125,7 @@ def test_the_number_of_gpus_is_stated_or_assumed_aloud() -> None:
     for environment, gpus in (({"WORLD_SIZE": "6"}, 6), ({"SLURM_NNODES": "3", "SLURM_GPUS_ON_NODE": "4"}, 12)):
         assert job_size(one_node, None, None, environment).gpus == gpus
     assert job_size(one_node, 4, None, {"WORLD_SIZE": "6"}) == JobSize(gpus=32, on_node=8)
-    with pytest.raises(ConfigError, match="--nodes 0 is no number"):
+    with pytest.raises(ConfigError, match="--nodes=0 must be at least 1"):
         job_size(one_node, 0, None, {})
     critic, vllm = "advantage.estimator=gae critic.placement=separate critic.ranks=", "rollout.engine=vllm rollout."
     for settings, host_gpus, gpus in (

@@ -67,7 +67,7 @@ def _of_script(script: Script, framework: str, path: pathlib.Path, text: str) ->
         held = [branch for branch in script.branches if any(_OVERRIDE.match(each) for each in branch.holds)]
         if held:
             raise ConfigError(
-                f"{path}: its settings stand under conditions that are not known, {quoted(held[0].condition, 80)} in "
+                f"{path}: its settings depend on unknown conditions, {quoted(held[0].condition, 80)} in "
                 f"line {held[0].line} first; give the values by --set, as in --set NAME=VALUE or --set 1=VALUE"
             )
         of_text = kind_of_command(text, ())  # of a command in a here-document, say

@@ -87,7 +87,10 @@ class EngineProcess:
         return {"running": running, "waiting": waiting, "kv_cache_usage": float(scheduler.get_kv_cache_usage())}
 
     def _read(self) -> None:
-        """Read frames until the rank is gone, a frame breaks off, or memory runs out. Each of these ends the engine."""
+        """Put the rank's messages in ``inbox``, and None, which ends the process, after the last one.
+
+        The last one is read when the rank is gone, a message breaks off, or memory runs out.
+        """
         try:
             while True:
                 self.inbox.put(frames.receive(self.connection))
@@ -124,7 +127,11 @@ class EngineProcess:
             frames.send(self.connection, {"kind": "refused", "request_id": header["request_id"], "error": str(error)})
 
     def _send_output(self, output) -> None:
-        """Send all samples of a request in one frame. Tokens and log-probs are flat, beside their lengths."""
+        """Send all samples of a request in one message.
+
+        Tokens and log-probs of all samples are concatenated; ``lengths`` [samples, 2] holds each
+        sample's numbers of both.
+        """
         samples = sorted(output.outputs, key=lambda sample: sample.index)
         token_ids = [np.asarray(sample.token_ids, dtype=np.int64) for sample in samples]
         logprobs = [_sampled_logprobs(sample) for sample in samples]
@@ -200,7 +207,7 @@ def _sampled_logprobs(sample) -> np.ndarray:
 
 
 def _prompt_logprobs(output) -> np.ndarray:
-    """Return [prompt] float32, the log-prob of each prompt token. It is NaN for the first token."""
+    """Return the log-prob of each prompt token, float32 [prompt tokens], NaN for the first."""
     logprobs = [
         np.nan if place is None or not len(place) else place[token].logprob
         for token, place in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)

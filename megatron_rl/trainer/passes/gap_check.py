@@ -78,7 +78,8 @@ def guard_logprob_gap(sums: Mapping[str, float], rollout: RolloutConfig, dtype: 
         return
     mean, highest = sums["logprob_gap_abs"] / sums["tokens"], sums["logprob_gap_max"]
     summary = (
-        f"the engine's log-probs are {mean:.3g} nats per token from the trainer's in the mean, {highest:.3g} at most"
+        f"the engine's and the trainer's log-probs differ by {mean:.3g} nats per token in the mean, "
+        f"{highest:.3g} at most"
     )
     if fresh and not mean <= (math.inf if rollout.max_logprob_gap is None else rollout.max_logprob_gap):
         raise EngineError(
