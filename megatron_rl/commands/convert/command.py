@@ -8,9 +8,9 @@ Examples:
   megatron-rl convert inspect   checkpoints/run-7
 
 A Megatron checkpoint is Megatron-LM's folder: latest_checkpointed_iteration.txt and release/ or
-iter_*/ with torch_dist files. Any topology loads it, whatever --tp, --pp and --ep cut it into. Exit
-codes: 0 for success, and every comparison is equal; 1 if a comparison differs; 2 if it cannot be
-done, with the reason as a message. docs/conversion.md says more.
+iter_*/ with torch_dist files. Any topology loads it, however --tp, --pp and --ep have divided it.
+The exit code is 0 for success, with every comparison equal, and 1 if a comparison differs. It is 2,
+with the reason as a message, if the command cannot be done. docs/conversion.md says more.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _add_degrees(made: argparse.ArgumentParser) -> None:
 
 
 def _place(text: str) -> pathlib.Path | RemotePath:
-    """Return the place that an argument names. Raises argparse's error for a URL that cannot be read."""
+    """Return the path or remote folder that an argument names; raise argparse's error for a URL that cannot be read."""
     if "://" not in text:
         return pathlib.Path(text)
     from megatron_rl.errors import ConfigError
@@ -69,7 +69,7 @@ def _place(text: str) -> pathlib.Path | RemotePath:
 
 
 def _on_disk(text: str) -> pathlib.Path:
-    """Return the path of an argument. Raises argparse's error for a URL, since import writes only to a disk."""
+    """Return an argument as a path; raise argparse's error for a URL, since import writes only to a disk."""
     if "://" in text:
         raise argparse.ArgumentTypeError(f"{text} is a URL, and import writes to a disk; name a folder, and copy it")
     return pathlib.Path(text)
@@ -158,10 +158,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_on_disk(folder: pathlib.Path | RemotePath, key: str, *, weights: bool = False) -> pathlib.Path:
-    """Return a Hugging Face directory's path on the disk: a URL's files are first copied to the host's cache.
+    """Return the local path of a Hugging Face directory; a remote one's files are first copied to the host's cache.
 
-    key: the argument's name in messages.
-    weights: whether the model's files are copied too.
+    key: the argument's name in error messages.
+    weights: whether the weight files are copied too.
     """
     if isinstance(folder, pathlib.Path):
         return folder
@@ -171,9 +171,12 @@ def read_on_disk(folder: pathlib.Path | RemotePath, key: str, *, weights: bool =
 
 
 def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object, object]:
-    """Return (config, shape) of a Hugging Face directory.
+    """Return (Hugging Face config, ModelShape) of a Hugging Face directory.
 
-    Raises ConfigError for a model that the tables do not cover, naming the missing part.
+    vocab_multiple: the vocabulary is padded to a multiple of this number.
+
+    Raises ConfigError for a model that our tables (weights/families) do not cover; the message
+    names the missing part.
     """
     from megatron_rl.errors import ConfigError
     from megatron_rl.model.hf_config import latent_angles, read_shape, rotary_tables
@@ -199,7 +202,10 @@ def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object
 
 @contextlib.contextmanager
 def progress_bar(what: str, total_bytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Yield a callback that takes the bytes of each tensor; show a bar on stderr if it is a terminal."""
+    """Show a progress bar on stderr, if it is a terminal; yield a function that advances it by a number of bytes.
+
+    what: the word before the bar.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -374,10 +380,10 @@ def inspect_command(options: argparse.Namespace) -> tuple[int, dict]:
 
 
 def give_back_freed_memory() -> None:
-    """Set glibc to map each block above 256 KiB by itself, so that freeing it returns it to the host.
+    """Set glibc's threshold for mmap to 256 KiB, so that freed tensors go back to the operating system at once.
 
-    By default glibc raises that bound to the size of a freed tensor and keeps pieces of the heap:
-    84 MB at the peak instead of 45 (a layer of 31 MB and a tensor of 13).
+    By default glibc raises the threshold to the size of each freed tensor, and keeps freed memory.
+    The peak was then 84 MB instead of 45 MB, measured with a layer of 31 MB and a tensor of 13 MB.
     """
     if platform.libc_ver()[0] == "glibc":
         m_mmap_threshold = -3  # malloc.h

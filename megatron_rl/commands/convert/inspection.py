@@ -1,6 +1,6 @@
 """The description of a Hugging Face directory or a Megatron checkpoint, for `megatron-rl convert inspect`.
 
-Headers are read, weights are not.
+Only headers and metadata are read; no weights are loaded.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ def inspect(
     read_model: ReadModel,
     read_on_disk: Callable[..., pathlib.Path],
 ) -> dict:
-    """Return facts by name, in display order; ``convertible`` is "yes" or the reason against it.
+    """Return {fact: value} about a directory, in display order; ``convertible`` is "yes" or "no: " and the reason.
 
-    read_model, read_on_disk: the command's functions (commands/convert/command.py).
+    source: a Hugging Face directory or the folder of a Megatron checkpoint.
+    hf: the directory of the checkpoint's config; None to look for it in the checkpoint's folder.
+    iteration: the checkpoint to describe; None for the latest.
+    read_model, read_on_disk: the functions of these names in commands/convert/command.py.
 
-    Raises DamagedCheckpoint if a file of a checkpoint is missing, cut short or changed in kind.
+    Raises DamagedCheckpoint if a file of a checkpoint is missing, truncated or of a changed kind.
     """
     if (source / "config.json").exists() and not (source / LATEST).exists():
         return _inspect_hugging_face(read_on_disk(source, "SOURCE", weights=True), read_model)
@@ -47,9 +50,9 @@ def inspect(
 
 
 def _sizes(tensors: list[tuple[str, tuple[int, ...], object]]) -> dict:
-    """Return the number of parameters, the gigabytes and the dtypes of some tensors.
+    """Return the number of parameters, the size in gigabytes and the dtypes of tensors, as {fact: value}.
 
-    tensors: (name, shape, dtype) of each.
+    tensors: (name, shape, dtype) of each tensor.
     """
     kinds = Counter(str(dtype).removeprefix("torch.") for *_, dtype in tensors)
     return {
