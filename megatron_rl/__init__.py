@@ -1,3 +1,3 @@
-"""RL post-training on Megatron-Core that does not pay for samples without signal."""
+"""RL post-training of language models on Megatron-Core, which spends no compute on samples without a gradient."""
 
 __version__ = "0.4.0"

@@ -1,4 +1,4 @@
-"""Start the command: ``python -m megatron_rl`` is ``megatron-rl``."""
+"""The entry point of ``python -m megatron_rl``, which is the command ``megatron-rl``."""
 
 from __future__ import annotations
 

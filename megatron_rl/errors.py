@@ -4,40 +4,47 @@ from __future__ import annotations
 
 
 def quoted(value: object, most: int = 60) -> str:
-    """Return a value's repr for a message, cut after ``most`` characters."""
+    """Return a value's repr for a message, shortened to ``most`` characters; a text is escaped to ASCII."""
     return shortened(repr(value) if not isinstance(value, str) or value.isascii() else ascii(value), most)
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """Return a text for a message, without quotes, cut after ``most`` characters."""
+    """Return a text for a message, shortened to ``most`` characters, with its length added if it was longer."""
     return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 
 def printable(text: str) -> str:
-    """Return a text as one line of a log, with control characters and line ends as escapes."""
+    """Return a text as one line of a log, with control characters and line breaks escaped."""
     return "".join(part if part.isprintable() else ascii(part)[1:-1] for part in text)
 
 
 class ConfigError(ValueError):
-    """Reports a setting that cannot work: the message names the key, the value and the way out."""
+    """Reports a setting that cannot work; the message names the key, the value and what to set in its place."""
 
 
 class RunError(RuntimeError):
-    """Ends a run: the command line prints its message, without a traceback, and exits with 1."""
+    """Reports an error that ends the run; the command line prints its message without a traceback, and exits with 1."""
 
 
 class LockstepError(RunError):
-    """Reports that ranks disagree on the next operation; raised on every rank, naming the rank and the difference."""
+    """Reports that ranks disagree on the next operation; the message names a rank that differs, and how.
+
+    Raised on every rank.
+    """
 
 
 class NonFiniteGradient(RunError):
-    """Reports a global gradient norm that is not finite under ``optimizer.on_nonfinite=fail``; raised on every rank."""
+    """Reports that the global gradient norm is not finite, under ``optimizer.on_nonfinite=fail``.
+
+    Raised on every rank.
+    """
 
 
 class NonFiniteAdvantage(RunError, ValueError):
-    """Reports a NaN, an infinity or an overflow between a reward and its advantage, naming the sample and the setting.
+    """Reports a NaN, an infinity or an overflow in a reward, an advantage or a number between the two.
 
-    Raised on every rank, because all ranks compute advantages from the same numbers.
+    The message names the sample and the settings to look at. Raised on every rank, because all
+    ranks compute advantages from the same numbers.
     """
 
 
@@ -62,8 +69,11 @@ class PeerError(RunError):
 
 
 class EngineError(RunError):
-    """Reports a wrong answer of an inference engine: the message names the engine, the request and both numbers."""
+    """Reports a failure of an inference engine, or an answer of it that cannot be right; the message says which."""
 
 
 class NoSignalError(RunError):
-    """Reports groups without signal after dynamic sampling's last round, under ``on_exhausted=fail``."""
+    """Reports that groups without a gradient are left after dynamic sampling's last round.
+
+    Raised under ``rollout.dynamic_sampling.on_exhausted=fail``.
+    """

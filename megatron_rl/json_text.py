@@ -1,8 +1,8 @@
-"""A reader of JSON that others wrote: every fault gives one sentence with file and field, in bounded memory.
+"""A strict reader of JSON from outside this program: an error is one sentence with file and field.
 
-Refused are: text that is not UTF-8 or not JSON, NaN and infinity (``1e999`` too), numbers of more
-than MOST_DIGITS digits, a key that an object has twice, halves of surrogate pairs, and more than
-MOST_LEVELS levels of brackets.
+It refuses text that is not UTF-8 or not JSON. It refuses NaN, infinity (``1e999`` too), numbers of
+more than MOST_DIGITS digits, a key that an object has twice and halves of surrogate pairs. It
+refuses more than MOST_LEVELS levels of brackets. The memory that it takes is bounded.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def parse_json(text: str | bytes, where: str, *, error: type[Exception] = Config
 
 
 def first_double(names: Iterable[str]) -> str | None:
-    """Return the first name that repeats an earlier one; None if all names differ."""
+    """Return the first name that occurred before; None if all names differ."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -87,7 +87,7 @@ def first_double(names: Iterable[str]) -> str | None:
 
 
 class _Refused(Exception):
-    """Carries the reason of a refusal out of json's hooks."""
+    """Carries the reason why a text is refused from a hook within ``json.loads`` to ``parse_json``."""
 
 
 def _number(digits: str, kind: type, refuse: Callable[[str], None]) -> int | float:
@@ -100,7 +100,7 @@ def _number(digits: str, kind: type, refuse: Callable[[str], None]) -> int | flo
 
 
 def levels(value: object) -> int:
-    """Return the depth of nested lists and objects: 0 for a number, 2 for [[1], 2]."""
+    """Return how deeply lists and objects are nested in a JSON value: 0 for a number, 2 for [[1], 2]."""
     level, count = [value], 0
     while level := [part for part in level if isinstance(part, (dict, list))]:
         level = [inner for part in level for inner in (part.values() if isinstance(part, dict) else part)]
@@ -109,7 +109,7 @@ def levels(value: object) -> int:
 
 
 def walk(value: object) -> Iterator[tuple[str, object]]:
-    """Yield (place, part) for a value, for every part of it and for every key, without recursion.
+    """Yield (path, part) for a JSON value itself, for every value within it and for every key, without recursion.
 
     Example: {"a": [1]} gives ("", {...}), ("a", "a"), ("a", [1]) and ("a[0]", 1), in some order.
     """
@@ -151,13 +151,13 @@ def open_regular(path: str | pathlib.Path) -> BinaryIO:
 
 
 def read_bytes(path: str | pathlib.Path | RemotePath, wanted: str, *, most_bytes: int, error: type[Exception]) -> bytes:
-    """Return the bytes of a regular file, or of an object in a store.
+    """Return the bytes of a regular file, or of an object in an object store.
 
-    wanted: the kind of file, for messages.
+    wanted: the kind of file, for messages, as in "a JSON file".
     most_bytes: the size of the largest file that is read.
+    error: the class to raise if the file is missing, larger or not regular.
 
-    Raises ``error`` for a file that is missing, larger, or not regular; a pipe is refused without
-    waiting for it. Raises StoreError if a store does not answer.
+    A pipe is refused without waiting for it. Raises StoreError if an object store does not answer.
     """
     if not isinstance(path, str | pathlib.Path):
         return _read_object_bytes(path, most_bytes, error)
@@ -191,7 +191,7 @@ def _read_object_bytes(path: RemotePath, most_bytes: int, error: type[Exception]
 def read_object(
     path: str | pathlib.Path | RemotePath, *, most_bytes: int = MOST_BYTES, error: type[Exception] = ConfigError
 ) -> dict[str, object]:
-    """Return the object of a JSON file. Raises ``error`` as ``read_json`` does, and for a value that is no object."""
+    """Return the JSON object of a file as a dict. Raises ``error`` as ``read_json`` does, and for any other value."""
     value = read_json(path, most_bytes=most_bytes, error=error)
     return check(value, str(path), dict, error=error)
 
@@ -205,7 +205,7 @@ def check(
     most: float | None = None,
     error: type[Exception] = ConfigError,
 ):
-    """Return ``value``. Raises ``error`` if it is of another kind, or is outside ``least`` to ``most``.
+    """Return ``value`` unchanged. Raises ``error`` if it is not of type ``kind``, or is outside ``least`` to ``most``.
 
     where: the file and the field, for the message.
     kind: dict, list, str, bool, int or float. float accepts an integer too; true and false are
@@ -231,9 +231,10 @@ def field(
     most: float | None = None,
     error: type[Exception] = ConfigError,
 ):
-    """Return the field ``name`` of an object, checked as by ``check``. Raises ``error`` if the object lacks it.
+    """Return the value of a JSON object's field. Raises ``error`` if the object lacks it, or as ``check`` does.
 
     where: the file of the object, for messages.
+    kind, least, most: see ``check``.
     """
     if name not in values:
         raise error(f"{where} lacks the field {name}")

@@ -1,4 +1,4 @@
-"""The loop: prompts → rollout → reward → advantage → signal → plan → schedule → optimizer step → weights.
+"""The training loop: prompts → rollout → rewards → advantages → drop → plan → forward, backward → optimizer step.
 
 Start it by: torchrun --nproc_per_node 2 -m megatron_rl.train --config FILE [--run-dir DIR]
 [section.key=value ...]
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 def train(config: Config) -> bool:
-    """Run the supervised start, if one is configured, and then RL, or continue a run from its newest checkpoint.
+    """Run training to its end or preemption: the supervised steps, if any are configured, then RL's rollouts.
 
-    Returns True if the run reached its end, False if it was preempted and has saved everything.
-    Raises ConfigError before any weight is read.
+    A run with a checkpoint continues from the newest one. Returns True if the run reached its end,
+    False if it was preempted and has saved everything. Raises ConfigError, for a configuration that
+    cannot work, before any weight is read.
     """
     from megatron_rl.trainer.build import build_run  # Megatron-Core is imported from here on
     from megatron_rl.trainer.critic_part import serve_critic
@@ -43,7 +44,10 @@ def train(config: Config) -> bool:
 
 
 def train_on_rollout(run: Run, index: int) -> None:
-    """Train on one rollout: take its scored groups, find advantages and signal, and take its optimizer steps."""
+    """Train on one rollout: wait for its scored groups, compute advantages, drop, and take the optimizer steps.
+
+    index: the rollout's number in the run, from 0.
+    """
     taken = run.take(index)  # scored groups, on every rank
     passes = run.passes.before_advantages(taken, index)  # log-probs or values that the advantages need
     result = run.advantages(taken.scored, passes)

@@ -1,4 +1,4 @@
-"""The values that travel between stages: frozen, slotted and keyword-only, each array with its shape and unit.
+"""The data classes that the stages of training pass to each other; all are frozen, and each array's shape is stated.
 
 Suffixes: _P prompts, _G samples of one prompt's group, _S samples, _T tokens, _M micro-batches, _D
 data-parallel ranks.
@@ -16,11 +16,12 @@ import numpy as np
 
 
 class StepKind(Enum):
-    """Names the three kinds of optimizer steps.
+    """Names the three kinds of the policy's optimizer steps.
 
-    REAL:  forward, backward, reduction and optimizer.
-    GHOST: no sample has signal; the optimizer steps on a zero gradient (under ``skip.ghost=freeze`` not at all).
-    HELD:  a critic warms up; the step is counted, and nothing of the policy moves.
+    REAL:  forward and backward passes, gradient reduction and an optimizer step.
+    GHOST: no sample runs, since none has a gradient. The optimizer steps on a zero gradient, or under
+           ``skip.ghost=freeze`` not at all.
+    HELD:  the critic's warm-up. The step is counted, and the policy does not change.
     """
 
     REAL = "REAL"
@@ -36,8 +37,8 @@ class Prompt:
         contains a rank.
     token_ids: the prompt's tokens, as the model reads them.
     columns:   every column of the dataset's row; reward functions receive them all.
-    attempt:   how often the prompt was answered before; part of the seeds, so that the same weights
-               give new answers.
+    attempt:   the number of earlier times that the prompt was answered. Seeds depend on it, so that
+               equal weights give new answers.
     messages:  the chat messages that the text was rendered from; None if the row holds plain text.
 
     Example: ``Prompt(prompt_id="17@0", text="3+4=", token_ids=(5, 13, 6, 14), columns={"prompt":
@@ -53,7 +54,7 @@ class Prompt:
 
     @property
     def name(self) -> str:
-        """Return a name unique over the run: the id, and the attempt if it is not the first, as in ``17@0.2``."""
+        """Return a name that is unique in the run: the prompt's id, then ``attempt`` if above 0, as in ``17@0.2``."""
         return f"{self.prompt_id}.{self.attempt}" if self.attempt else self.prompt_id
 
 
@@ -61,23 +62,25 @@ class Prompt:
 class Rollout:
     """Holds one completion of one prompt, or one episode: the policy's turns and the environment's messages.
 
-    response_ids:   [T] the tokens, with the stop token of each turn that ended by one.
+    sample_index:   the sample's index among the samples of its prompt.
+    response_ids:   [T] the response's tokens. A turn that ended by a stop token includes it.
     logprobs:       [T] float32, log-probs under the engine's policy at the sampling temperature;
                     0.0 at tokens that the policy did not sample.
     text:           the whole response as text, without special tokens.
     finish_reason:  "stop" (a stop token or the episode's own end) or "length"
                     (``rollout.max_response_tokens``).
-    weight_versions: pairs (version of the trainer's weights, number of tokens), in order. An
-        environment's tokens count with the turn before them.
-    loss_mask:      [T] True where a token carries loss: the policy's own tokens, never the
-                    environment's. None: all tokens do.
+    weight_versions: pairs (version of the trainer's weights, number of consecutive tokens that they
+        sampled), in the order of the tokens. An environment's tokens count with the turn before
+        them.
+    loss_mask:      [T] True at tokens that carry loss: the policy's own tokens, never the
+                    environment's. None: all tokens carry loss.
     environment_reward: the sum of the environment's rewards; None without an environment, or if it
                     failed.
-    excluded:       the environment's error (``environment.on_error=drop``), which takes the
-                    completion out of its group; None without an error.
-    routed_experts: None, or [prompt + T, layers, top_k] int16, as in Sample.
-    context_ids:    the tokens before the response, if an agent rendered them (docs/agents.md);
-                    None: the prompt's tokens.
+    excluded:       the environment's error, for which the completion does not count in its group
+                    (``environment.on_error=drop``); None without an error.
+    routed_experts: [prompt + T, layers, top_k] int16, as in Sample; None if they are not recorded.
+    context_ids:    the tokens before the response, if an agent made them (docs/agents.md); None: the
+                    prompt's tokens.
 
     Example: the stop token is 0, and the episode is a call (8, 9, 0), its result (4, 2) and the
     answer (4, 2, 0). Then ``response_ids=(8, 9, 0, 4, 2, 4, 2, 0)``, ``loss_mask=(True, True, True,
@@ -104,16 +107,16 @@ class Rollout:
 
     @property
     def num_turns(self) -> int:
-        """Return the number of unbroken runs of the policy's tokens.
+        """Return the number of the policy's turns, counted as unbroken sequences of its tokens.
 
-        Two turns around an empty observation count as one.
+        Two turns with an empty message of the environment between them count as one.
         """
         mask = (True,) if self.loss_mask is None else self.loss_mask
         return sum(own and not before for before, own in zip((False, *mask), mask, strict=False))
 
     @property
     def weight_version(self) -> int:
-        """Return the version of the oldest weights that sampled any of the tokens."""
+        """Return the version of the oldest weights that sampled a token of the response."""
         return min(version for version, _ in self.weight_versions)
 
     @property
@@ -123,10 +126,10 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Holds the verdict of the reward functions on one sample.
+    """Holds the rewards of one sample.
 
-    total:       the weighted sum over the functions that applied; None if none did, or under
-                 ``reward.on_error=drop``.
+    total:       the weighted sum over the functions that applied. None if none applied, or if one
+                 failed under ``reward.on_error=drop``.
     by_function: one value per configured function; None for a function that did not apply.
     error:       the last line of the error of a function that failed on the sample; None if none
                  failed.
@@ -139,15 +142,17 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Holds one row to train on; the rank that produced it keeps it.
+    """Holds the tokens of one sample to train on; only the rank that produced it has them.
 
+    sample_id:     the sample's name, unique in the run.
+    prompt_tokens: the number of the prompt's tokens, which come first in ``token_ids``.
     token_ids:     [prompt + response] int64.
     loss_mask:     [response] bool, True where a response token carries loss.
-    logprobs:      [response] float32, the engine's log-probs (zeros for supervised rows).
-    routed_experts: None, or [prompt + response, layers, top_k] int16: the experts of each token in
-                   each layer, for ``rollout.routing_replay``. An unknown expert is −1: the last
-                   token is never fed to the engine.
-    weight_version: the version of the oldest weights that sampled any of the tokens.
+    logprobs:      [response] float32, the engine's log-probs; zeros for a supervised sample.
+    routed_experts: [prompt + response, layers, top_k] int16, the experts of each token in each layer,
+                   for ``rollout.routing_replay``. −1 is an unknown expert, as of the last token,
+                   which the engine samples but does not run. None if they are not recorded.
+    weight_version: the version of the oldest weights that sampled a token of the response.
 
     Example: 3 tokens, one layer, 2 of 4 experts each: ``routed_experts=[[[0, 3]], [[2, 1]], [[-1,
     -1]]]``.
@@ -164,25 +169,25 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchFacts:
-    """Holds the facts of a batch's samples, the same on every rank: a struct of arrays, all [S].
+    """Holds what every rank knows of a batch's S samples; each field is an array [S] unless stated.
 
-    sample_ids:      identities, for messages and metrics.
-    groups:          int64, index of the prompt whose group the sample belongs to.
-    prompt_tokens, response_tokens: int64; response tokens count whether masked or not.
-    loss_tokens:     int64, response tokens that carry loss (mask 1); 0 takes the sample out of
-                     every denominator.
-    owners, owner_rows: int64, the global rank that holds the sample's row, and the row's position
-        in the rank's local list.
-    places:          int64, each sample's place in the batch, ascending; None in batches that were
-                     not gathered.
-    weight_versions: int64, the version of the oldest weights that sampled any of the tokens; None
-        if ``places`` is.
-    routed_shapes:   int64 [S, 2], (layers, top_k) of the row's ``routed_experts``, or (0, 0); None
-                     if no row has any.
+    sample_ids:      names, for messages and metrics.
+    groups:          int64, index of the sample's prompt in the batch.
+    prompt_tokens, response_tokens: int64, numbers of tokens; masked response tokens count too.
+    loss_tokens:     int64, numbers of response tokens that carry loss. A sample with 0 counts in no
+                     denominator of the loss.
+    owners, owner_rows: int64, the global rank that holds the sample's tokens, and the sample's index
+        in the rank's list.
+    places:          int64, ascending, each sample's number in the rollout; None in batches that were
+                     not gathered from ranks.
+    weight_versions: int64, the version of the oldest weights that sampled a token; None if
+        ``places`` is None.
+    routed_shapes:   int64 [S, 2], (layers, top_k) of the sample's ``routed_experts``, or (0, 0); None
+                     if no sample has any.
     prompt_keys:     int64, equal for samples whose prompts are equal, token for token; None if not
                      known.
-    response_inputs: int64, response tokens that run: the tokens before the last loss token (0
-        without one). None: all of them.
+    response_inputs: int64, numbers of response tokens that run, those before the last loss token; 0
+        without a loss token. None: the whole responses run.
 
     Example: two groups of two samples on two ranks: ``groups=[0,0,1,1], owners=[0,0,1,1],
     owner_rows=[0,1,0,1]``.
@@ -207,12 +212,12 @@ class BatchFacts:
 
     @property
     def total_tokens(self) -> np.ndarray:
-        """Return [S] int64: prompt and response tokens, without pads."""
+        """Return int64 [S]: each sample's number of prompt and response tokens together, without pads."""
         return self.prompt_tokens + self.response_tokens
 
     @property
     def response_offsets(self) -> np.ndarray:
-        """Return [S + 1] int64: each response's start in a flat array over all response tokens of the batch."""
+        """Return int64 [S + 1]: the index of each response's start among all response tokens, then their number."""
         return np.concatenate([[0], np.cumsum(self.response_tokens)])
 
 
@@ -221,18 +226,18 @@ class Advantages:
     """Holds the advantages of a batch, per sample and, if they differ within a sample (``gae``), per token.
 
     of_sample: float64 [S], the advantage of a sample's loss tokens; their mean if they differ.
-    of_token: float64 [T], flat over response tokens and 0 at tokens without loss; None if each
-        sample's tokens have one advantage.
+    of_token: float64 [T], flat over response tokens and 0 at tokens without loss. None if all loss
+        tokens of a sample have the same advantage.
     """
 
     of_sample: np.ndarray
     of_token: np.ndarray | None = None
 
     def largest(self, response_tokens: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-        """Return [S] the largest |weight · A| of each sample; 0 for a sample without a token that trains.
+        """Return float64 [S], the largest |weight · advantage| among the response tokens of each sample.
 
         response_tokens: int64 [S], the number of response tokens of each sample.
-        weights: [T] flat, ≥ 0; None: 1.
+        weights: [T] flat, ≥ 0, the importance weight of each token; None: 1.
         """
         starts = np.cumsum(response_tokens) - response_tokens
         if not len(starts) or (self.of_token is None and weights is None):
@@ -244,15 +249,18 @@ class Advantages:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
-    """Holds the float32 inputs of the policy's loss: per sample [S], or flat [T] as in BatchFacts.response_offsets.
+    """Holds the float32 inputs of the policy's loss, per sample [S] or per response token [T].
 
-    advantages: [S], weight · advantage of each sample.
-    weights: [S], the reduction's weights (semantics §1).
-    old_logprobs, reference_logprobs: [T], or None.
+    Arrays [T] are flat, sample after sample (BatchFacts.response_offsets).
+
+    advantages: [S], each sample's advantage times its reduction weight.
+    weights: [S], the reduction's weight of each sample's tokens (docs/semantics.md §1).
+    old_logprobs, reference_logprobs: [T], log π_old and the reference policy's; None if no pass gave
+        them.
     importance_weights: [T], factors of the tokens' advantages (algorithm/importance.py); None: 1.
-    token_advantages: [T], weight · advantage of each token, read in place of ``advantages``
-        (``gae``); None: ``advantages`` are read.
-    kl_coefficient: β of the KL to the reference in the loss; 0 only measures the KL. None:
+    token_advantages: [T], each token's advantage times its reduction weight, in place of
+        ``advantages`` (``gae``); None: ``advantages`` count.
+    kl_coefficient: β of the KL to the reference in the loss; at 0 the KL is only measured. None:
         ``loss.kl_coefficient``.
     measured: bool [S], the samples whose tokens the step's metrics count; None: all that run.
     """
@@ -267,9 +275,13 @@ class LossInputs:
     measured: np.ndarray | None = None
 
     def gather(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray | float]:
-        """Return the inputs [N] at N loss tokens, and ``kl_coefficient``.
+        """Return {name: input [N]} at N loss tokens, without the inputs that are None.
 
-        samples, flat: [N], the sample of each token and its position in the flat arrays.
+        ``kl_coefficient``, if given, is a number. Importance weights are multiplied into
+        ``advantages``.
+
+        samples: [N], the sample of each token.
+        flat: [N], the position of each token in the flat arrays [T].
         """
         importance = 1.0 if self.importance_weights is None else self.importance_weights[flat]
         advantages = self.advantages[samples] if self.token_advantages is None else self.token_advantages[flat]
@@ -284,8 +296,9 @@ class LossInputs:
 class ValueInputs:
     """Holds the float32 inputs of the critic's loss.
 
-    weights: [S], the reduction's weights (semantics §1).
-    returns, old_values: [T], flat over response tokens.
+    weights: [S], the reduction's weight of each sample's tokens (docs/semantics.md §1).
+    returns: [T], flat over response tokens, the returns that values are fitted to.
+    old_values: [T], flat, the critic's values before the update.
     """
 
     weights: np.ndarray
@@ -293,17 +306,17 @@ class ValueInputs:
     old_values: np.ndarray
 
     def gather(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the inputs [N] at N loss tokens, as ``LossInputs.gather`` does."""
+        """Return {name: input [N]} at N loss tokens; the arguments are as in ``LossInputs.gather``."""
         return {"weights": self.weights[samples], "returns": self.returns[flat], "old_values": self.old_values[flat]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Holds samples that go through the model in one forward, packed one after the other (THD).
+    """Holds the samples that one forward pass runs, packed one after the other without padding between (THD).
 
     samples: int64 [K], indices into the batch's facts.
-    filler:  True if the micro-batch only keeps ranks in step: it holds one sample of the mini-batch
-             with every loss weight 0.
+    filler:  True if the micro-batch trains nothing, and only gives its rank as many micro-batches as
+             other ranks have. It holds one sample of the mini-batch, with every loss weight 0.
     """
 
     samples: np.ndarray
@@ -312,22 +325,25 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """Describes one optimizer step: the samples of each data-parallel rank, in micro-batches (CSR layout).
+    """Describes one optimizer step: the samples of each data-parallel rank's micro-batches, in CSR layout.
 
-    members:             int64 [B], the mini-batch before the drop; every denominator is counted
-                         over the members.
-    dropped:             int64, the members without signal, never forwarded.
+    CSR layout is one flat array with the offsets at which its pieces begin.
+
+    members:             int64 [B], the samples of the mini-batch before any is dropped.
+    dropped:             int64, the members that are dropped; no pass runs them, except in a filler.
     order:               int64 [K], the samples that run, rank by rank and micro-batch by
                          micro-batch.
-    microbatch_offsets:  int64 [M + 1] into ``order``.
-    rank_offsets:        int64 [D + 1] into ``microbatch_offsets``: rank d runs
-                         rank_offsets[d]:rank_offsets[d+1].
-    filler_microbatches: bool [M], True for a filler, which only keeps its rank in step. Its sample
-        may be dropped, or run elsewhere too.
-    microbatches_dropped: the number of micro-batches of the dense plan less the number of this
-        plan, fillers counted in both.
+    microbatch_offsets:  int64 [M + 1]: micro-batch m is order[microbatch_offsets[m] :
+                         microbatch_offsets[m + 1]].
+    rank_offsets:        int64 [D + 1]: data-parallel rank d runs micro-batches rank_offsets[d] to
+                         rank_offsets[d + 1] − 1.
+    filler_microbatches: bool [M], True for a filler, a micro-batch without a loss that only evens the
+        ranks' numbers of micro-batches. Its sample may be dropped, or run in another micro-batch
+        too.
+    microbatches_dropped: the number of micro-batches in a plan without drops, less the number in
+        this plan; both numbers count fillers.
 
-    Example: two ranks, rank 0 runs [3, 1] and [4], rank 1 is silent:
+    Example: two ranks; rank 0 runs [3, 1] and [4], rank 1 nothing:
     ``order=[3,1,4], microbatch_offsets=[0,2,3], rank_offsets=[0,2,2]``.
     """
 
@@ -342,22 +358,25 @@ class StepPlan:
 
     @property
     def num_microbatches(self) -> np.ndarray:
-        """Return [D] the number of micro-batches of each data-parallel rank."""
+        """Return int64 [D], the number of micro-batches of each data-parallel rank, fillers included."""
         return np.diff(self.rank_offsets)
 
     @property
     def ran(self) -> np.ndarray:
-        """Return int64, the members that run with a loss; running as a filler alone does not count."""
+        """Return the members that run with a loss, int64 indices; a sample that runs only in a filler has none."""
         return np.setdiff1d(self.members, self.dropped)
 
     @property
     def silent_ranks(self) -> int:
-        """Count the data-parallel ranks without a micro-batch in a REAL step; a filler is a micro-batch too."""
+        """Return the number of data-parallel ranks that run no micro-batch in a REAL step, not even a filler.
+
+        Other kinds of step have 0.
+        """
         return int((self.num_microbatches == 0).sum()) if self.kind is StepKind.REAL else 0
 
     @property
     def num_fillers(self) -> int:
-        """Count the micro-batches, over all ranks, that run without a loss to keep ranks in step."""
+        """Return the number of fillers over all ranks: micro-batches without a loss that even the ranks' numbers."""
         return int(self.filler_microbatches.sum())
 
     def microbatches(self, data_parallel_rank: int) -> Iterator[MicroBatch]:
@@ -366,7 +385,7 @@ class StepPlan:
             yield MicroBatch(samples=self.order[start:stop], filler=bool(self.filler_microbatches[m]))
 
     def rank_samples(self, data_parallel_rank: int) -> np.ndarray:
-        """Return int64: every sample that a data-parallel rank runs, in order, fillers' samples included."""
+        """Return the samples that a data-parallel rank runs, int64 indices in order, with the fillers' samples."""
         first, last = self.rank_offsets[data_parallel_rank : data_parallel_rank + 2]
         return self.order[self.microbatch_offsets[first] : self.microbatch_offsets[last]]
 
@@ -376,9 +395,11 @@ _PLAN_ARRAYS = ("members", "dropped", "order", "microbatch_offsets", "rank_offse
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchPlan:
-    """Holds the steps of one batch, in order, with JSON in and out and a fingerprint that ranks compare.
+    """Holds the plans of a batch's optimizer steps, in order; has conversions to JSON, and digests that ranks compare.
 
-    purpose: "train" or "logprob", part of the fingerprint.
+    purpose: "train" or "logprob"; the digests depend on it.
+    mini_batches: one plan per optimizer step.
+    details: further values for the JSON form; the digests do not depend on them.
     """
 
     purpose: str
@@ -406,15 +427,15 @@ class BatchPlan:
         return BatchPlan(purpose=content["purpose"], mini_batches=mini_batches, details=content["details"])
 
     def held(self) -> BatchPlan:
-        """Return the same plan with HELD steps, or raise ValueError if one of its steps has samples to run."""
+        """Return a copy whose steps all have kind HELD. Raises ValueError if a step has samples to run."""
         if any(len(step.order) for step in self.mini_batches):
             raise ValueError("a plan that runs samples cannot be held; plan it without signal")
         return replace(self, mini_batches=tuple(replace(step, kind=StepKind.HELD) for step in self.mini_batches))
 
     def fingerprints(self) -> tuple[bytes, ...]:
-        """Return one 32-byte digest per mini-batch; equal plans have equal digests.
+        """Return one 32-byte digest per optimizer step, over the purpose, the step's kind and the step's arrays.
 
-        A digest is over the purpose, the step's kind and its arrays.
+        Equal plans have equal digests.
         """
         digests = []
         for mini_batch in self.mini_batches:
@@ -427,10 +448,11 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Holds the results of one optimizer step: sums over all ranks, undivided.
+    """Holds the results of one optimizer step.
 
-    sums: named sums and counts (``loss``, ``tokens``, ``entropy``, ``clipped`` ...);
-          observability/metrics.py divides them.
+    applied: whether the optimizer changed the weights.
+    sums: sums and counts over all ranks, by name (``loss``, ``tokens``, ``entropy``, ``clipped``
+          ...), undivided; observability/metrics.py divides them.
     """
 
     kind: StepKind

@@ -1,6 +1,6 @@
-"""A user's code: objects that the configuration names, and calls in which ending the process is an error.
+"""Functions that find the user's own code by its name in the configuration, and keep it from ending the process.
 
-A name is the name of a built-in, ``module:attribute`` or ``path/to/file.py:attribute``.
+A name is ``module:attribute``, ``path/to/file.py:attribute`` or the name of a built-in.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _real_exit: Callable[[int], None] = os._exit
 
 
 class _Here(threading.local):
-    """Holds, for each thread, the id of the process that the thread may not end; None outside ``exit_is_an_error``."""
+    """Holds, for each thread, the id of the process within ``exit_is_an_error``, which the thread may not end.
+
+    None outside ``exit_is_an_error``.
+    """
 
     process: int | None = None
 
@@ -38,10 +41,10 @@ _HERE = _Here()
 
 @contextlib.contextmanager
 def exit_is_an_error() -> Iterator[None]:
-    """Make ``os._exit`` in the block raise SystemExit, as ``sys.exit`` does; the caller treats both as a failure.
+    """Make ``os._exit`` raise SystemExit within the block, as ``sys.exit`` does; the caller treats both as a failure.
 
-    Otherwise a user's function could end the run with any exit code, even 0. ``os._exit`` still ends a process that
-    the block forked. It also works in all other threads, so that the watchdog can end this process.
+    Without this, a user's function could end the run with any exit code, even 0. In a process that the block forks,
+    ``os._exit`` still ends that process. In other threads it still ends this process, as the watchdog needs.
     """
     global _num_inside, _real_exit
     outer, _HERE.process = _HERE.process, os.getpid()
@@ -66,22 +69,22 @@ def _refuse(code: int) -> None:
 
 
 def is_own(name: str) -> bool:
-    """Return whether a name is of a user's own part, with a colon in it, not of a built-in."""
+    """Return whether a name is that of a user's own object, such as ``module:function``: it contains a colon."""
     return ":" in name
 
 
 def resolve(name: str, built_in: Mapping[str, str], *, what: str, form: str, also: Collection[str] = ()) -> object:
-    """Return the object of a name: of a built-in, or of a user's own ``module:attribute`` or ``file.py:attribute``.
+    """Return the object that a name stands for; its module is imported, or its file run.
 
-    name: a key of ``built_in``, ``module:attribute``, or a Python file in the module's place, as in
-        ``./rewards.py:score``. A file's path counts from the working directory.
-    built_in: the ``module:attribute`` of each built-in name.
+    name: a key of ``built_in``, ``module:attribute``, or a Python file in place of the module, as in
+        ``./rewards.py:score``. A relative path starts at the working directory.
+    built_in: {built-in name: its ``module:attribute``}.
     what: the setting and its value, for messages.
     form: the form of a user's own name, for messages.
     also: further valid names, which the caller handles, for messages.
 
-    Raises ConfigError with the nearest way out. If the module's import fails, the message holds its
-    error.
+    Raises ConfigError if the name, its module or its attribute is not found, with the nearest name.
+    Raises ConfigError also if the import fails, with the import's error in the message.
     """
     # The name.
     module_name, separator, attribute = built_in.get(name, name).rpartition(":")
@@ -114,7 +117,12 @@ def resolve(name: str, built_in: Mapping[str, str], *, what: str, form: str, als
 
 
 def _module_of_file(path: str, what: str) -> ModuleType:
-    """Return a Python file as a module; the file is run once per process."""
+    """Return the module of a Python file, which is run at the first call for it in a process.
+
+    what: the setting and its value, for messages.
+
+    Raises ConfigError if the path is no Python file.
+    """
     file = pathlib.Path(path).expanduser().resolve()
     if not file.is_file() or file.suffix != ".py":
         fault = "is not a Python file" if file.exists() else "does not exist"
@@ -138,7 +146,7 @@ def _module_of_file(path: str, what: str) -> ModuleType:
 
 
 def is_reward(value: object) -> bool:
-    """Return whether a value is a number that float32 holds: neither NaN nor infinite, and at most 3.4e38 in size."""
+    """Return whether a value is a real number within float32's range: not NaN, and at most 3.4e38 in magnitude."""
     import numpy as np  # here, since a program that only reads the configuration does not need it
 
     return isinstance(value, (numbers.Real, np.bool_)) and bool(abs(value) <= LARGEST_REWARD)

@@ -1,4 +1,5 @@
-"""Advantages, signal, importance weights and loss terms. Loss terms are sums over tokens and divide nothing.
+"""The mathematics of training: advantages, importance weights, loss terms, and which samples have no gradient.
 
-Every normalisation is part of the reduction's weights (semantics §1).
+A loss term is an undivided sum over tokens. Every division, by tokens, samples or prompts, is in
+the weight that multiplies a sample's tokens (docs/semantics.md §1).
 """

@@ -1,4 +1,4 @@
-"""Rewards → advantages, with the reduction's token weights folded in. Pure functions of numbers.
+"""Advantages from rewards, and the reduction's weights that multiply them in the loss. Pure functions of numbers.
 
 Invariants (``assert_invariants`` in tests/unit/algorithm/test_advantage.py):
 
@@ -8,10 +8,10 @@ Invariants (``assert_invariants`` in tests/unit/algorithm/test_advantage.py):
 3. Adding a constant to every reward of a group changes no advantage beyond rounding.
 4. Advantages are finite in float32. A reward, a sum or an advantage that is not finite is an error
    that names the sample.
-5. ``may_have_advantage``, asked of any whole groups of a batch, is True for every sample whose
-   advantage in the batch is not 0.
+5. ``may_have_advantage`` may be called on some of a batch's groups. It is True for every sample
+   whose advantage, computed over the whole batch, is not 0.
 6. ``reduction_weights`` are ≥ 0, and 0 exactly for samples without a loss token. They depend on the
-   members alone, not on the cut into micro-batches or the spread over ranks.
+   mini-batch's samples alone, not on their division into micro-batches or over ranks.
 7. A sample has an advantage of exactly 0.0 if its reward equals its group's mean in exact
    arithmetic, except under ``center_and_scale``. Under ``gdpo`` the condition is that its weighted
    sum of standardised rewards is 0 in exact arithmetic.
@@ -57,11 +57,15 @@ def advantages(
     arguments: Mapping[str, object] | None = None,
     moves_equal_rewards: bool = False,
 ) -> np.ndarray:
-    """Return [S] float64 advantages by the estimator (semantics §6); 0 for a sample that is not included.
+    """Return float64 [S], each sample's advantage (docs/semantics.md §6); 0 for a sample that is not included.
 
     estimator: the name of a function of algorithm/estimators.py, or the user's own
         ``module:function`` (algorithm/own_estimator.py).
-    arguments, moves_equal_rewards: for an estimator of the user's own alone.
+    epsilon: ε, added to standard deviations before a division.
+    whiten: the mode of ``estimators.whitened``; only two estimators read it.
+    arguments: keyword arguments of a user's own estimator; the built-in ones read none.
+    moves_equal_rewards: whether a user's own estimator may give a group of equal rewards advantages
+        other than 0.
 
     Raises NonFiniteAdvantage, naming the sample, for a reward or an advantage that is not finite or
     is beyond float32. Raises ConfigError for an ``epsilon`` that is not a finite number, and
@@ -110,7 +114,7 @@ def _estimate(rewards: GroupRewards, estimator: str, epsilon: float, whiten: str
 
 
 def _columns(seen: Rewards, rewards: GroupRewards) -> tuple[Rewards, ...]:
-    """Return the rewards of each function, over the samples that it applied to."""
+    """Return one Rewards for each reward function, which includes only samples that the function applied to."""
     if rewards.by_function is None:
         raise ValueError("advantage.estimator=gdpo needs the rewards of each function")
     columns = []
@@ -129,17 +133,17 @@ def may_have_advantage(
     whiten: str = "scale",
     moves_equal_rewards: bool = False,
 ) -> np.ndarray:
-    """Return [S] bool: whether a sample's advantage can be other than 0, whatever batch its group is in.
+    """Return bool [S]: whether a sample's advantage can be other than 0, whatever batch its group is in.
 
-    Estimators use statistics of the batch as divisors alone. So a part of a batch gives the same
-    answer as the whole. The exceptions, for which every included sample is True:
+    Most estimators only divide by statistics of the batch, and subtract none. So the answer for a
+    group needs no other group. Under three settings the answer is True for every included sample:
 
-    - ``center_and_scale`` moves every sample;
+    - ``center_and_scale`` subtracts a mean over the batch from every sample;
     - ``gae`` (algorithm/gae.py) compares each sample with a critic;
     - ``distillation`` compares each sample with a teacher.
 
-    An estimator of the user's own may move every sample of a group of unequal rewards. Under
-    ``moves_equal_rewards`` it may move every sample.
+    For a user's own estimator the answer is True for every included sample of a group of unequal
+    rewards. Under ``moves_equal_rewards`` it is True for every included sample.
     """
     if is_own(estimator):
         return rewards.included & (moves_equal_rewards | in_unequal_groups(rewards))
@@ -153,11 +157,14 @@ def may_have_advantage(
 def reduction_weights(
     reduction: str, facts: BatchFacts, counted: np.ndarray, *, max_response_tokens: int
 ) -> np.ndarray:
-    """Return [S] float64: the weight of each sample's loss tokens by semantics §1; 0 for samples not counted.
+    """Return float64 [S]: the factor on each sample's loss tokens in the loss; 0 for samples not counted.
 
-    counted: int64, indices of the samples that the denominators count: the whole mini-batch before
-             the drop, or its survivors under ``loss.denominator=kept``. B is the number of samples
-             with a loss token, P the number of their prompts.
+    docs/semantics.md §1 has the formula of each reduction. Samples without a loss token count
+    nowhere.
+
+    counted: int64, indices of the samples that the denominators count. They are the mini-batch
+             before samples are dropped, or under ``loss.denominator=kept`` the samples that stay.
+    max_response_tokens: the divisor of ``sequence_sum_norm``.
 
     Example: two samples of 100 and 900 loss tokens, ``token_mean`` → 1/1000 each; ``sequence_mean``
     → 1/200 and 1/1800.
@@ -199,12 +206,13 @@ def loss_inputs(
     drops: bool,
     max_response_tokens: int,
 ) -> LossInputs:
-    """Fold the reduction's weights into the advantages, by the denominators of this mini-batch.
+    """Return the inputs of one mini-batch's loss: the reduction's weights, and the advantages times these weights.
 
-    signal: bool [S]. Under ``loss.denominator=kept`` only members with signal are counted. The
-            metrics measure samples with signal alone, even if others run in their micro-batches
-            (``plan.repack=false``).
-    drops: False under ``skip.mode=off``: everything is counted and measured, as in the dense run.
+    signal: bool [S], True for samples that may have a gradient (algorithm/signal.py). Under
+            ``loss.denominator=kept`` the denominators count only these. The metrics measure only
+            these, even if other samples run beside them (``plan.repack=false``).
+    drops: whether samples without signal are dropped. False under ``skip.mode=off``: then the
+           denominators and the metrics count every sample.
     max_response_tokens: the divisor of ``sequence_sum_norm`` (``reduction_weights``).
     """
     members = mini_batch.members

@@ -1,4 +1,4 @@
-"""The check of ``rollout.bitwise``: engine and trainer give each token the same log-prob, bit for bit. Pure."""
+"""The check of ``rollout.bitwise``: the rollout engine and the trainer gave each token bitwise equal log-probs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ def require_equal(
     response_tokens: np.ndarray,
     sample_ids: Sequence[str],
 ) -> float:
-    """Return max |log π_old − log μ| over loss tokens, which is 0.0; raise EngineError for the first that differs.
+    """Return 0.0, the largest |log π_old − log μ| over loss tokens, or raise EngineError if one is not 0.
+
+    The error names the first loss token whose log-probs differ.
 
     trainer, engine: float32 [T] flat over response tokens, log π_old and log μ.
     loss_mask: bool [T], True at loss tokens.
     response_tokens: int64 [S], the number of response tokens of each sample.
-    sample_ids: S names; empty: the message gives the index.
+    sample_ids: S names; if empty, the message gives the sample's index.
 
-    Example: samples of 2 and 3 tokens whose fourth number differs: the message names position 1 of
-    the second sample.
+    Example: two samples have 2 and 3 tokens, and the fourth of the 5 log-probs differs. The message
+    names position 1 of the second sample.
     """
     differs = loss_mask & ~(trainer == engine)  # a NaN equals nothing
     if differs.any():

@@ -1,12 +1,12 @@
-"""Exact arithmetic that decides whether a sum is 0, since floating point may leave a rounding error. Pure.
+"""Exact arithmetic that decides whether a sum is 0, where floating point may leave a rounding error.
 
 Invariants (tests/unit/algorithm/test_cancellation.py):
 
 1. A sum is reported as 0 if and only if it is 0 in exact arithmetic, whatever its floating-point
    value is.
-2. Numbers are read twice: as the binary numbers that they are, and as the decimals that they print
-   as. With weights (0.1, 0.2, −0.3) the user meant numbers that add up to 0, though the binary
-   numbers do not.
+2. Numbers are read in two ways: as the binary numbers that they are, and as the decimals that they
+   print as. A sum counts as 0 if it is 0 in either reading. With weights (0.1, 0.2, −0.3) the user
+   meant numbers that add up to 0, though the binary numbers do not.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ READINGS: tuple[Callable[[float], Fraction], ...] = (Fraction, lambda value: Fra
 
 
 class RootSums:
-    """Holds n sums Σ q_i · √v_i of rational q_i and v_i > 0, and tells which are 0.
+    """Holds n sums Σ_i q_i · √v_i with rational q_i and v_i > 0, and tells exactly which of the sums are 0.
 
-    Roots form one class if their ratios are rational. Roots of different classes are linearly
-    independent over the rational numbers (Besicovitch 1940, doi:10.1112/jlms/s1-15.1.3). So a sum
-    is 0 if and only if its part in each class is 0.
+    Two square roots are in one class if their ratio is rational. Roots of different classes are
+    linearly independent over the rational numbers (Besicovitch 1940, doi:10.1112/jlms/s1-15.1.3).
+    So a sum is 0 if and only if its terms of each class add up to 0.
 
     Example: √2 + √3 − √8/2 − √27/3 is 0: (1, 2) and (−1/2, 8) are one class, (1, 3) and (−1/3, 27)
     another.
@@ -36,9 +36,9 @@ class RootSums:
         self._count = count
 
     def add(self, factor: Fraction, multiples: np.ndarray, square: Fraction) -> None:
-        """Add factor · multiples · √square to the sums.
+        """Add factor · multiples[i] · √square to each sum i.
 
-        multiples: objects [n], one integer for each sum.
+        multiples: [n] Python integers in an array of dtype object.
         """
         for of_class, sums in self._classes.items():
             ratio = rational_root(square / of_class)

@@ -1,4 +1,4 @@
-"""The result of one test of a user's own part: whether it has a property that its contract demands."""
+"""The result of one test of a user's own estimator or loss: whether it has a property that its contract demands."""
 
 from __future__ import annotations
 

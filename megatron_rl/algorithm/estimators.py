@@ -1,4 +1,4 @@
-"""Advantage estimators over groups: rewards → one advantage per sample. Pure, one function for each equation.
+"""Advantage estimators that compare the samples of a group: pure functions from rewards to one advantage per sample.
 
 The estimator ``gae`` is in algorithm/gae.py. Notation: r_i is the reward of sample i and g its
 prompt's group. mean_g and std_g are over the group's included samples, and n_g is their number.
@@ -26,13 +26,13 @@ CLOSE_TO_ZERO = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupRewards:
-    """Holds the rewards and the groups of a batch's samples, as an estimator over groups reads them.
+    """Holds the inputs of an advantage estimator: the rewards and the groups of a batch's S samples.
 
     totals:           float64 [S], the total reward of each sample.
-    groups:           int64 [S], the prompt of each sample.
-    included:         bool [S], False for a sample that is taken out of its group; its total is not
-                      read.
-    loss_tokens:      int64 [S], response tokens that carry loss: each sample's weight in whitening.
+    groups:           int64 [S], the index of each sample's prompt; samples of one prompt are a group.
+    included:         bool [S], False for a sample that does not count in its group, as after a failed
+                      reward. Its total is not read.
+    loss_tokens:      int64 [S], the number of tokens with loss, each sample's weight in whitening.
                       None: each sample counts once.
     by_function:      float64 [S, F], each function's reward, NaN for a function that did not apply;
                       read by ``gdpo`` alone. None if not known.
@@ -75,12 +75,12 @@ class Rewards:
     included: np.ndarray
 
     def per_group(self, values: np.ndarray) -> np.ndarray:
-        """Return [groups] the sum of values [S] over each group's samples."""
+        """Return float64 [number of groups], the sum of ``values`` [S] over each group's samples."""
         return np.bincount(self.group, weights=values, minlength=int(self.group.max(initial=-1)) + 1)
 
     @property
     def counts(self) -> np.ndarray:
-        """Return [groups] the number of included samples."""
+        """Return float64 [number of groups], each group's number of included samples."""
         return self.per_group(self.included)
 
 
@@ -142,7 +142,7 @@ def _without_rounding(rewards: Rewards, centred: np.ndarray, suspects: np.ndarra
 
 
 def _divided(values: np.ndarray, spread: np.ndarray | float) -> np.ndarray:
-    """Return values / spread, and 0 for a value of 0, even over 0. 1 / 0 gives infinity, which the caller refuses."""
+    """Return ``values`` / ``spread``, with 0 / 0 as 0. Any other number over 0 gives infinity, which callers refuse."""
     with np.errstate(divide="ignore"):
         return np.divide(values, spread, out=np.zeros_like(values), where=values != 0)
 
@@ -150,8 +150,8 @@ def _divided(values: np.ndarray, spread: np.ndarray | float) -> np.ndarray:
 def batch_std(rewards: Rewards, *, epsilon: float) -> np.ndarray:
     """Return A_i = (r_i − mean_g) / (std over the batch of (r_j − mean_g(j)) + ε).
 
-    The mean is the group's and the standard deviation the batch's, as in Lite PPO (Liu et al. 2025,
-    arXiv:2508.08221) and TRL's ``scale_rewards="batch"``.
+    mean_g is over the sample's group, the standard deviation over the batch's included samples, as
+    in Lite PPO (Liu et al. 2025, arXiv:2508.08221) and TRL's ``scale_rewards="batch"``.
 
     Example: groups (0, 0, 1, 1), r = (1, 0, 3, 3), ε = 0: centred (½, −½, 0, 0), std 0.408 →
     (1.225, −1.225, 0, 0).
@@ -174,11 +174,11 @@ def rloo(rewards: Rewards) -> np.ndarray:
 
 
 def reinforce_plus_plus(rewards: Rewards, *, tokens: np.ndarray | None, whiten: str, epsilon: float) -> np.ndarray:
-    """Return A_i = whitened(r_i − mean_g) over the batch's loss tokens.
+    """Return A_i = whitened(r_i − mean_g), whitened over the batch's loss tokens.
 
     REINFORCE++ with a baseline: Hu et al. 2025, arXiv:2501.03262.
 
-    tokens: [S], see ``whitened``.
+    tokens, whiten: the arguments ``tokens`` and ``mode`` of ``whitened``.
 
     Example: one group, r = (1, 0, 0, 1), one token each, ``scale``, ε = 0 → (0.866, −0.866, −0.866,
     0.866).
@@ -204,6 +204,7 @@ def gdpo(
     columns: one Rewards per function; ``included`` marks the samples that the function applied to.
     weights: w_f, the weight of each function.
     included: bool [S], the samples that count in the whitening.
+    tokens, whiten: the arguments ``tokens`` and ``mode`` of ``whitened``.
 
     Example: one group of two, functions (1, 0) and (10, 0), weights 1 and 1, ε = 0: both
     standardise to (0.707, −0.707), their sum (1.414, −1.414), ``scale`` → (0.707, −0.707).
@@ -229,9 +230,11 @@ def gdpo(
 def whitened(
     values: np.ndarray, included: np.ndarray, tokens: np.ndarray | None, mode: str, epsilon: float
 ) -> np.ndarray:
-    """Return values [S] divided by their std over the batch + ε, each sample weighted by its loss tokens.
+    """Return ``values`` [S] / (σ + ε), where σ is their standard deviation over the batch's loss tokens.
 
-    tokens: [S], the loss tokens of each sample; None: 1 each.
+    included: bool [S], False for a sample that does not count in σ.
+    tokens: [S], the number of loss tokens of each sample, as often as its value counts in σ. None:
+        each sample counts once.
     mode: ``scale`` does not subtract the mean, so that zeros stay zeros. ``center_and_scale``
           subtracts it first. ``none`` changes nothing.
     """

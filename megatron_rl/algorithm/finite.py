@@ -1,8 +1,8 @@
-"""Checks that rewards, advantages and the numbers between them are finite in float32; errors name the sample. Pure.
+"""Checks that rewards, advantages and the numbers between them are finite in float32; errors name the sample.
 
-The loss reads advantages in float32. A number that is NaN, infinite or beyond float32 is never "no
-signal": a run whose advantages were NaN would drop every sample, step without gradients, and end as
-if all were well.
+The loss reads advantages in float32. A number that is NaN, infinite or beyond float32 is an error,
+and never a reason to drop its sample. Otherwise a run whose advantages are NaN would drop every
+sample, step without gradients, and end without an error.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ LARGEST = float(np.finfo(np.float32).max)
 def require_finite(
     values: np.ndarray, name: str, sample_ids: Sequence[str], way_out: str, *, included: np.ndarray | None = None
 ) -> None:
-    """Raise NonFiniteAdvantage for a number that is not finite or is beyond float32, naming the first such sample.
+    """Raise NonFiniteAdvantage if a sample's number is not finite in float32, naming the first such sample.
 
     values: float64 [S], one number of each sample.
     name: the noun for the number in the message, such as "the reward".
     sample_ids: S names; empty: the message gives the index.
-    way_out: the settings and other causes that the message points to.
+    way_out: the message's last words: the settings and causes to look at.
     included: bool [S], the samples that are checked; None: all.
     """
     bad = np.flatnonzero(not_finite(values) if included is None else included & not_finite(values))

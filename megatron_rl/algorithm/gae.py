@@ -1,4 +1,4 @@
-"""Rewards and a critic's values per token → advantages and returns per token (PPO). Pure functions of numbers.
+"""Advantages and returns per token (PPO), from rewards and a critic's values per token. Pure functions of numbers.
 
 Every array [T] is flat over the batch's response tokens, sample after sample
 (BatchFacts.response_offsets). Time counts **loss tokens alone**: a token that a tool or the
@@ -34,14 +34,14 @@ from megatron_rl.errors import NonFiniteAdvantage
 def token_rewards(
     totals: np.ndarray, loss_mask: np.ndarray, response_tokens: np.ndarray, token_penalties: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return [T] float64: each sample's total on its last loss token, less the penalty of every loss token.
+    """Return float64 [T], the reward of each token: minus its penalty, and on a sample's last loss token the total.
 
     totals: [S], the total reward of each sample; NaN for a sample that is taken out, which has no
         loss token.
     loss_mask: bool [T], True at loss tokens; the result is 0 elsewhere.
     response_tokens: int64 [S], the number of response tokens of each sample.
     token_penalties: [T], **subtracted**: β·kl_t for a KL in the reward (Ziegler et al. 2019,
-                     arXiv:1909.08593, eq. 2). None: nothing is.
+                     arXiv:1909.08593, eq. 2). None: no penalty.
 
     Example: total 1, mask (T, F, T, F), penalties (0.1, 9, 0.2, 9) → (−0.1, 0, 0.8, 0).
     """
@@ -144,8 +144,9 @@ def _discounted_sums(terms: np.ndarray, counts: np.ndarray, factor: float) -> np
     terms: [L], flat over the samples.
     counts: int64 [S], the number of each sample's terms.
 
-    Step k of the loop adds, in every sample of more than k terms at once, to the k-th term from the
-    end. Samples are sorted by length, longest first, so that these samples are a prefix.
+    The loop counts k from the samples' ends. Step k computes the sum that starts k terms before the
+    last, in all samples of more than k terms at once. Samples are sorted by length, longest first,
+    so that these samples come first.
     """
     sums = terms.copy()
     order = np.argsort(-counts, kind="stable")

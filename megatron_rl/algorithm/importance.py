@@ -1,8 +1,9 @@
-"""Importance weights π_old/μ of the trainer's policy over the engine's at equal weights, and masks. Semantics §7.
+"""Importance weights π_old/μ, for the gap between the trainer's and the engine's log-probs (docs/semantics.md §7).
 
-Let d_t = log π_old(t) − log μ(t) at a sample's loss tokens. The raw weight ρ is e^{d_t}
+π_old (trainer) and μ (rollout engine) are one model at equal parameters, computed by different
+kernels. Let d_t = log π_old(t) − log μ(t) at a sample's loss tokens. The raw weight ρ is e^{d_t}
 (``token_*``), e^{Σ d_t} (``sequence_*``) or e^{mean d_t} (``geometric_*``). The last two are equal
-for all tokens of a sample. A weight within [floor, cap] is kept. Outside of it,
+for all tokens of a sample. A weight within [floor, cap] is kept. For a weight outside of it,
 
 - ``*_truncate`` moves ρ to the bound, min(ρ, C): truncated importance sampling. Yao et al. 2025,
   "Your efficient RL framework secretly brings you off-policy RL training"; Espeholt et al.,
@@ -11,13 +12,12 @@ for all tokens of a sample. A weight within [floor, cap] is kept. Outside of it,
   sink a great ship"), per sequence masked importance sampling (Liu, Li et al. 2025, "When speed
   kills stability").
 
-Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, eq. 9) drops sample i iff A_i < 0 and
-mean_t(log μ − log π_old) > δ, in nats. π_old replaces the paper's π_θ, so that the mask is known
-before the forward pass; the two are equal at the first step of a rollout.
+Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, eq. 9) drops sample i if and only if
+A_i < 0 and mean_t(log μ − log π_old) > δ, in nats. Here π_old replaces the paper's π_θ, so that the
+mask is known before the forward pass. The two are equal at the first step of a rollout.
 
 The weights multiply the advantage alone, not the KL or the entropy
-(``loss.kl_estimator=unbiased`` brings its own ratio). Pure numpy: the same arrays give the same
-weights, and no denominator is counted here.
+(``loss.kl_estimator=unbiased`` brings its own ratio). Pure numpy: equal arrays give equal weights.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def importance_weights(
     *,
     sample_ids: Sequence[str] = (),
 ) -> Correction:
-    """Return the weights by ``correction.mode``; samples that are too far off-policy are masked.
+    """Return each token's importance weight by ``correction.mode``; 0 in samples that are too far off-policy.
 
     old_logprobs, rollout_logprobs: [T] flat, under the trainer's π_old and the engine's μ.
     loss_mask: bool [T], True at loss tokens.
@@ -99,7 +99,7 @@ def importance_weights(
 
 
 def _bounded(log_ratio: np.ndarray, config: CorrectionConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Return the weights made from the raw weights e^log_ratio, and bool: whether each was moved to a bound."""
+    """Return (weights [T], moved [T]): the raw weights e^log_ratio, bounded or masked, and which moved to a bound."""
     with np.errstate(over="ignore"):  # inf is above every cap
         ratio = np.exp(log_ratio)
     low = 0.0 if config.floor is None else config.floor
@@ -120,11 +120,12 @@ def off_policy(advantages: np.ndarray, mean_gap: np.ndarray, delta: float) -> np
 def correction_metrics(
     correction: Correction, loss_mask: np.ndarray, response_tokens: np.ndarray, signal: np.ndarray
 ) -> dict[str, float]:
-    """Return the metrics ``correction/*`` over the loss tokens of samples with signal; {} without such tokens.
+    """Return {name: mean over loss tokens} of the metrics ``correction/*``; {} if no token is measured.
 
     ``weight_mean`` counts masked tokens as 0.
 
-    signal: bool [S], decided on the advantages before the importance weights.
+    signal: bool [S], the samples that are measured: those whose advantage, before importance
+        weights, is not 0.
     """
     measured = loss_mask & np.repeat(signal, response_tokens)
     count = int(measured.sum())

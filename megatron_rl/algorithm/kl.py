@@ -1,4 +1,4 @@
-"""KL to the reference per token: estimators of KL(π_θ ‖ π_ref) at tokens drawn from π_old (semantics §7)."""
+"""Per-token estimates of KL(π_θ ‖ π_ref), policy to reference, at tokens drawn from π_old (docs/semantics.md §7)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ PENALTIES = ("k1", "k2", "k3")  # estimators for a KL in the reward; ``unbiased`
 def kl_per_token(
     logprobs: torch.Tensor, reference_logprobs: torch.Tensor, old_logprobs: torch.Tensor, *, estimator: str
 ) -> torch.Tensor:
-    """Return [T] nats: the estimate of the KL at each token.
+    """Return [T] nats: the estimate of KL(π_θ ‖ π_ref) at each token.
 
-    Let d = log π_ref − log π_θ. The estimators ``k1`` = −d, ``k2`` = d²/2 and ``k3`` = e^d − d − 1
-    are of Schulman 2020, "Approximating KL divergence". ``unbiased`` = (π_θ/π_old)·k3, whose ratio
-    carries gradient, is DeepSeek-V3.2's (arXiv:2512.02556, eq. 7).
+    logprobs, reference_logprobs, old_logprobs: [T], log π_θ, log π_ref and log π_old; ``unbiased``
+        alone reads the last.
+
+    Let d = log π_ref − log π_θ. The estimators are ``k1`` = −d, ``k2`` = d²/2 and ``k3`` =
+    e^d − d − 1 (Schulman 2020, "Approximating KL divergence"), and ``unbiased`` = (π_θ/π_old)·k3
+    (DeepSeek-V3.2, arXiv:2512.02556, eq. 7). The ratio π_θ/π_old carries gradient.
     """
     d = reference_logprobs - logprobs
     match estimator:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KLCoefficient:
-    """Holds β and the rule that moves it. It is part of a run's state: a resumed run goes on from the same ``value``.
+    """Holds the KL coefficient β and the rule that moves it; checkpoints save ``value``, and a resumed run reads it.
 
     value:   β, ≥ 0, per nat.
     target:  the KL in nats that β is steered to; None: β is fixed.

@@ -1,15 +1,15 @@
-"""The linear loss: a token sum with the gradient of any loss over samples' summed log-probs.
+"""A loss that is linear in the tokens' log-probs and has the gradient of any loss over samples' summed log-probs.
 
 Let L be any differentiable function of the sums s_i = Σ_t log π(t) over each sample's loss tokens.
 By the chain rule, at the weights that gave s,
 
     ∇L = Σ_i ∂L/∂s_i · Σ_t ∇log π(t) = ∇ Σ_i Σ_t −c_i · log π(t)        with c_i = −∂L/∂s_i, a constant.
 
-So a forward-only pass gives s, and L is evaluated on all samples at once. Then the schedule runs
-the token sum −Σ c_i log π, in which no sample depends on another. It may be cut into micro-batches
-and ranks anywhere: the two responses of a pair need not share a micro-batch or a rank. The same
-holds for a value head's numbers in place of log-probs. c_i takes the place of an advantage: a
-sample with c_i = 0 has no signal (semantics §2).
+So a forward-only pass gives s, and L is evaluated on all samples at once. Then Megatron's schedule
+trains the token sum −Σ c_i log π, in which no sample depends on another. Its samples may be divided
+over micro-batches and ranks in any way: the two responses of a pair need not share a micro-batch or
+a rank. The same holds if s_i is a value head's score in place of summed log-probs. c_i acts as the
+sample's advantage: a sample with c_i = 0 has no gradient, and may be dropped (docs/semantics.md §2).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def linearised(
 ) -> LinearLoss:
     """Return the terms of a loss at ``sums`` and the coefficients c [S] of its linear loss.
 
-    terms: maps float64 [S] with gradient to [P], the addends of the loss.
-    sums: [S], each sample's summed log-probs, or its value, from a forward-only pass.
+    terms: a function from the sums, float64 [S] with gradient, to [P], the addends of the loss.
+    sums: [S], s_i: each sample's summed log-probs or value-head score, from a forward-only pass.
     sample_ids: S names, for messages alone.
 
     Raises NonFiniteAdvantage, naming the sample, for a sum or a coefficient that is not finite or

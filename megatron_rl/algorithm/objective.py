@@ -1,4 +1,8 @@
-"""The loss of a micro-batch, Σ policy + Σ w·(β·kl − c·entropy), and the sums from which metrics are made."""
+"""The loss of a micro-batch, Σ_t policy_t + w_t·(β·kl_t − c·entropy_t), and sums over its tokens for the metrics.
+
+w_t is the reduction's weight of a token, β the coefficient of the KL to the reference policy, and c
+the coefficient of the entropy.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +21,23 @@ if TYPE_CHECKING:
 
 
 class Objective:
-    """Computes the loss of a micro-batch, for the policy or for supervised rows.
+    """Computes the loss of a micro-batch: by ``policy`` in RL, by ``supervised`` on given responses.
 
-    ``policy`` and ``supervised`` take a micro-batch, logprobs [N] and entropy [N]. They return the loss sum and float64
-    [9] for the metrics: loss, tokens, entropy, kl, clipped, ratio, then the sum of |log π − log μ|, the sum of its k3
-    and its maximum (μ: the engine).
+    Both methods take a micro-batch's N loss tokens, their log-probs [N] and entropies [N]. They
+    return the loss, a scalar with gradient, and nine numbers for the metrics, float64 [9]:
 
-    whole: adds per-sequence sums over the ranks that hold parts of the sequences (context
-        parallelism).
-    enter_own: returns a context, here by the name "loss", that bounds the time of each call of a
-        user's policy loss.
+    - the loss and the number of measured tokens;
+    - the sums of entropy, kl, clipped, ratio, |g| and e^−g + g − 1 over the measured tokens;
+    - the maximum of |g|, where g = log π − log μ and μ is the rollout engine's policy.
+
+    whole: a function that adds per-sequence sums over the ranks that hold parts of the sequences
+        (context parallelism).
+    enter_own: a function from the name "loss" to a context manager, which bounds the time of each
+        call of a user's policy loss.
     """
 
     def __init__(self, config: LossConfig, whole: CompleteSums = identity, *, term: OwnPolicy | None = None) -> None:
-        """Choose the policy term: ``term``, or without one the term of ``loss.policy``."""
+        """Use ``term``, a user's policy loss, as the policy term; None: the term that ``loss.policy`` names."""
         self.config = config
         self.whole = whole
         self.enter_own: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -108,12 +115,12 @@ def _sums(
     *,
     gap: torch.Tensor,
 ) -> torch.Tensor:
-    """Return float64 [9]: the loss, the count of measured tokens, and sums over the measured tokens.
+    """Return the nine numbers for metrics that ``Objective`` lists, float64 [9] without gradient.
 
     measured: [N], above 0 at tokens that are measured; None: all are.
-    per_token: entropy, kl, clipped and ratio, each [N] or []; each gives its sum.
-    gap: [N] or [], log π − log μ in nats; gives the sum of its absolute value, the sum of its k3,
-        and the largest absolute value.
+    per_token: entropy, kl, clipped and ratio, each [N] or a scalar; each gives its sum.
+    gap: [N] or a scalar, g = log π − log μ in nats. It gives the sums of |g| and of e^−g + g − 1, a
+        KL estimate, and the largest |g|.
     """
     tokens = torch.full((), logprobs.shape[0], device=logprobs.device)
     gap = gap.double()

@@ -1,11 +1,11 @@
-"""An advantage estimator of the user's own: ``advantage.estimator=module:function``, its contract and its check. Pure.
+"""An advantage estimator of the user's own: ``advantage.estimator=module:function``, its contract and its check.
 
     def estimator(rewards: GroupRewards, **advantage.arguments) -> array [S]
 
-The function is called once for a rollout, with all its samples (docs/your-own.md). Each result is
-checked: it must be S numbers, with 0 for a sample that is not included and 0 for a group of equal
-rewards. Groups of equal rewards are dropped before the call, unless
-``advantage.moves_equal_rewards`` is true; then they may have other numbers.
+The function is called once per rollout, with all samples of the rollout (docs/your-own.md). Each
+result is checked. It must be S numbers, with 0 for a sample that is not included and 0 for a group
+of equal rewards. Such groups may be dropped before the call. Under
+``advantage.moves_equal_rewards=true`` they are not, and may have advantages other than 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from megatron_rl.errors import ConfigError
 
 
 def resolve(estimator: str, arguments: Mapping[str, object]) -> Callable[[GroupRewards], object]:
-    """Return the function of ``advantage.estimator``, bound to its arguments. Raises ConfigError with the way out."""
+    """Return the function that ``estimator`` names, bound to ``arguments``, so that it takes a GroupRewards alone.
+
+    Raises ConfigError if it cannot be imported, or cannot be called with these arguments.
+    """
     key = f"advantage.estimator={estimator!r}"
     function = users_code.resolve(estimator, {}, what=key, form="module:function")
     if not callable(function):
@@ -42,7 +45,7 @@ def resolve(estimator: str, arguments: Mapping[str, object]) -> Callable[[GroupR
 def own_advantages(
     rewards: GroupRewards, estimator: str, arguments: Mapping[str, object], *, moves_equal_rewards: bool
 ) -> np.ndarray:
-    """Return [S] float64 advantages by the user's function, or raise ConfigError if it breaks the contract."""
+    """Return float64 [S], the advantages by the user's function; raise ConfigError if they break its contract."""
     returned = resolve(estimator, arguments)(rewards)
     key, wanted = f"advantage.estimator={estimator!r}", len(rewards.totals)
     try:
@@ -84,7 +87,7 @@ def require(config: AdvantageConfig) -> None:
 
 
 def check(config: AdvantageConfig) -> list[Finding]:
-    """Try every property of the contract on the random batch of ``_batch``."""
+    """Return one Finding per property of the contract, tried on a random batch; only the first if that one fails."""
     # The first property, and results that the others compare with.
     rewards = _batch()
 

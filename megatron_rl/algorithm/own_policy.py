@@ -2,10 +2,10 @@
 
     def loss(tokens: PolicyTokens, **loss.arguments) -> Tensor [N] or PolicyTerm
 
-The function returns one loss per loss token, and their sum is the micro-batch's loss. Micro-batches,
-ranks and dropped samples cut a mini-batch anywhere, so no token's loss may depend on the cuts: from
-this the contract follows (docs/your-own.md). algorithm/own_policy_check.py tries each property of
-the contract on random tokens.
+The function returns one loss per loss token, and their sum is the micro-batch's loss. A mini-batch
+may be divided over micro-batches and ranks in any way, and samples may be dropped. So a token's
+loss must not depend on that division. From this the contract follows (docs/your-own.md).
+algorithm/own_policy_check.py tries each property of the contract on random tokens.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class PolicyTokens:
     weights: float32 [N], w, for a part of the loss that the advantage does not multiply.
     sequences: int64 [N], the sample of each token within the micro-batch, from 0.
     num_sequences: the number of samples in the micro-batch.
-    complete_sums: takes sums per sample [..., num_sequences] over the tokens of this rank, and
-        returns the sums over all tokens, without gradient. Under context parallelism a rank holds
-        only a part of each sample.
+    complete_sums: a function from per-sample sums [..., num_sequences] over this rank's tokens to
+        the sums over all tokens, without gradient. Under context parallelism a rank holds only a
+        part of each sample's tokens.
 
     Example: −ρ·A, with nothing clipped: ``-(tokens.logprobs - tokens.old_logprobs).exp() *
     tokens.advantages``.
@@ -56,16 +56,17 @@ class PolicyTokens:
 
 @dataclass(frozen=True, slots=True)
 class OwnTerm:
-    """Computes the policy term of a micro-batch by a function of its loss tokens.
+    """Holds a user's policy loss; a call computes the losses of a micro-batch's N loss tokens with it.
 
-    whole: completes per-sequence sums if ranks share sequences.
+    function: takes a PolicyTokens and returns a PolicyTerm.
+    whole: the ``complete_sums`` of PolicyTokens.
     """
 
     function: OwnPolicy
     whole: CompleteSums
 
     def __call__(self, tokens: LossTokens, logprobs: torch.Tensor, old: torch.Tensor) -> PolicyTerm:
-        """Return the policy term.
+        """Return the loss, the ratio and the clip mark of each loss token.
 
         logprobs, old: float32 [N], log π_θ and log π_old.
         """
@@ -84,7 +85,11 @@ class OwnTerm:
 
 
 def resolve(config: LossConfig) -> OwnPolicy:
-    """Return the function of ``loss.policy``, bound to ``loss.arguments``. Raises ConfigError with the way out."""
+    """Return the function that ``loss.policy`` names, bound to ``loss.arguments``, so that it takes PolicyTokens alone.
+
+    The returned function checks the user's result and makes a PolicyTerm of it. Raises ConfigError
+    if the user's function cannot be imported, or cannot be called with these arguments.
+    """
     key = f"loss.policy={config.policy!r}"
     function = users_code.resolve(config.policy, {}, what=key, form="module:function")
     if not callable(function):

@@ -19,9 +19,10 @@ SPLITS = "a sample's losses do not depend on how its tokens are split over ranks
 
 
 def require(config: LossConfig) -> None:
-    """Raise ConfigError for the first property that ``loss.policy`` lacks.
+    """Raise ConfigError for the first property of the contract that ``loss.policy`` lacks.
 
-    ZERO is left out: without that property only ``skip.mode=exact`` is refused (algorithm/signal.py).
+    The property ZERO is not demanded. A loss without it is refused by ``skip.mode=exact`` alone
+    (algorithm/signal.py).
     """
     for finding in check(config):
         if not finding.holds and finding.name != ZERO:
@@ -38,7 +39,10 @@ def trains_without_advantage(config: LossConfig) -> bool:
 
 
 def check(config: LossConfig) -> list[Finding]:
-    """Try every property of the contract on random tokens, with π_θ equal to π_old, near it, and far from it."""
+    """Return one Finding per property of the contract; only the first if that one fails.
+
+    The properties are tried on random tokens, with π_θ equal to π_old, near it, and far from it.
+    """
     term, cases = resolve(config), _cases(torch.float64)
     first = _values(term)
     if not first.holds:
@@ -47,7 +51,9 @@ def check(config: LossConfig) -> list[Finding]:
 
 
 def finite_differences(config: LossConfig, gap: float = 0.1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two gradients [N] of the loss on random tokens: by autograd, and by central differences.
+    """Return (autograd, numeric), [N] each: gradients of the summed loss by log π_θ at N random tokens.
+
+    ``autograd`` is from automatic differentiation, ``numeric`` from central differences.
 
     They are equal unless the loss stops a gradient on purpose, as CISPO's does.
 
@@ -73,7 +79,10 @@ _GAPS = (0.0, 0.1, 1.0, 5.0)  # standard deviations of log π_θ − log π_old
 
 
 def _tokens(dtype: torch.dtype, gap: float) -> PolicyTokens:
-    """Return random tokens of six samples, two of them with an advantage of 0. gap: see ``_GAPS``."""
+    """Return random tokens of six samples, two of them with an advantage of 0.
+
+    gap: the standard deviation of log π_θ − log π_old.
+    """
     draw = torch.Generator().manual_seed(17)
     sequences = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS))
     shape = (len(sequences),)
@@ -107,10 +116,10 @@ def _evaluate(term: OwnPolicy, tokens: PolicyTokens) -> tuple[torch.Tensor, torc
 
 
 def _part(tokens: PolicyTokens, chosen: torch.Tensor, *, renumber: bool) -> PolicyTokens:
-    """Return the chosen tokens.
+    """Return a PolicyTokens of the chosen tokens alone.
 
-    chosen: int64, their positions.
-    renumber: True counts the samples of the chosen tokens alone, from 0; False keeps all samples.
+    chosen: int64, positions of tokens.
+    renumber: True numbers the samples of the chosen tokens from 0. False keeps each sample's number.
     """
     sequences, count = tokens.sequences[chosen], tokens.num_sequences
     if renumber:
@@ -143,7 +152,7 @@ def _finding(name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, e
 
 
 def _values(term: OwnPolicy) -> Finding:
-    """Check shape, type and finiteness of losses and gradient in float32, also for a micro-batch of no token."""
+    """Return the Finding on losses and gradient in float32: their shape, type and finiteness, also for no token."""
     name = "one finite loss per token, of the tokens' type, with a gradient; none for no token"
     try:
         for tokens in _cases(torch.float32):

@@ -1,7 +1,8 @@
-"""Policy terms: one loss per loss token, from advantages with the weights folded in. Their sum is the loss.
+"""Policy terms: functions that return one loss per loss token; the sum of these is a micro-batch's policy loss.
 
-Folding is exact: for w > 0, w·min(rA, clip(r)A) = min(r(wA), clip(r)(wA)). The same holds for the
-dual clip. ``dro``'s quadratic is not multiplied by the advantage, so it is multiplied by w.
+Advantages arrive multiplied by the reduction's weight w. That is exact, since for w > 0
+w·min(rA, clip(r)A) = min(r(wA), clip(r)(wA)). The same holds for the dual clip. The quadratic term
+of ``dro`` has no factor A, so it is multiplied by w itself.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ import torch
 from megatron_rl.config import LossConfig
 
 CompleteSums = Callable[[torch.Tensor], torch.Tensor]
-"""Sums over this rank's tokens → sums over all tokens, without gradient."""
+"""A function from per-sequence sums over this rank's tokens to the sums over all tokens, without gradient."""
 
 
 def identity(sums: torch.Tensor) -> torch.Tensor:
-    """Return the sums unchanged: a rank that holds whole sequences has complete sums."""
+    """Return ``sums`` unchanged, the CompleteSums of a rank that holds whole sequences."""
     return sums
 
 
 class LossTokens(Protocol):
-    """Describes the fields of a packed micro-batch that the loss reads, over its N loss tokens.
+    """Describes the fields of a packed micro-batch that the loss reads, over the micro-batch's N loss tokens.
 
+    sequences: int64 [N], the sequence of each token, counted from 0 to num_sequences − 1.
+    advantages, weights: [N], w·A and w, with w the reduction's weight.
+    old_logprobs, rollout_logprobs, reference_logprobs: [N], by the trainer before the update, the
+        engine and the reference policy. None: no pass computed them.
     kl_coefficient: β; None: ``loss.kl_coefficient``.
     measured: [N], 1 at tokens that the sums for the metrics count and 0 at others; None: all count.
     """
@@ -43,12 +48,12 @@ class LossTokens(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTerm:
-    """Holds, per loss token [T], the loss, the ratio and the effect of clipping.
+    """Holds three arrays [T] over T loss tokens: the loss, the ratio, and where clipping took effect.
 
     loss: the loss of each token.
-    ratio: π_θ/π_old, as the term used it.
-    clipped: bool, True at tokens whose gradient clipping removed (under ``cispo``: whose ratio it
-        bounded).
+    ratio: π_θ/π_old, as the policy term used it.
+    clipped: bool, True at tokens that lost their gradient by clipping. Under ``cispo``: at tokens
+        whose ratio was bounded.
     """
 
     loss: torch.Tensor
@@ -66,14 +71,14 @@ def policy_term(
     config: LossConfig,
     whole: CompleteSums = identity,
 ) -> PolicyTerm:
-    """Compute the term of semantics §7 that ``loss.policy`` names.
+    """Compute each token's loss by the policy term that ``loss.policy`` names (docs/semantics.md §7).
 
     logprobs, old_logprobs: [T], at the sampling temperature; under ``dro`` the old log-probs are
         the engine's.
     advantages: [T], w·A of each token.
     weights: [T], w of each token.
     sequences: [T] int64, the sequence of each token within the micro-batch (``gspo``).
-    whole: completes per-sequence sums if ranks share sequences (``gspo``).
+    whole: makes per-sequence sums complete if ranks hold parts of sequences (``gspo``).
     """
     low, high = 1 - config.clip_low, 1 + config.clip_high
     match config.policy:
@@ -127,10 +132,10 @@ def gspo(
     """Compute −min(sA, clip(s, low, high)·A), with s the geometric mean of a sequence's ratios ρ_t.
 
     GSPO-token, Zheng et al. 2025, arXiv:2507.18071, eq. 13 and 14: s_t = sg[s]·π_θ(t)/sg[π_θ(t)]
-    with s = (Π ρ_t)^(1/|y|), so that each token carries its own gradient.
+    with s = (Π ρ_t)^(1/|y|), so that each token carries its own gradient. sg stops the gradient.
 
-    counted: [T], 1 at tokens that the mean is taken over, 0 at others; None: all tokens of a
-        sequence.
+    sequences, whole: see ``policy_term``.
+    counted: [T], 1 at tokens that the geometric mean is taken over, 0 at others; None: all tokens.
 
     Example: a sequence of two tokens, ρ = (1.2, 1.0), A = 1, bounds 0.9 and 1.05 → s = √1.2 =
     1.095, clipped: −1.05 each.
@@ -146,9 +151,9 @@ def gspo(
 def cispo(
     logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float
 ) -> PolicyTerm:
-    """Compute −sg[clip(ρ, low, high)]·A·log π_θ, so that no token loses its gradient.
+    """Compute −sg[clip(ρ, low, high)]·A·log π_θ with ρ = π_θ/π_old, so that no token loses its gradient.
 
-    CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
+    sg stops the gradient. CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
 
     Example: ρ = 1.5, A = 2, log π = −1, bounds 0 and 1.2 → −1.2·2·(−1) = 2.4, its gradient by log π
     −2.4.
@@ -159,7 +164,7 @@ def cispo(
 
 
 def importance_sampling(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor) -> PolicyTerm:
-    """Compute −ρA, with nothing clipped: the surrogate L^CPI of arXiv:1707.06347, eq. 6.
+    """Compute −ρA with ρ = π_θ/π_old, without clipping: the surrogate L^CPI of arXiv:1707.06347, eq. 6.
 
     Example: ρ = 1.5, A = 2 → −3.
     """
@@ -178,8 +183,8 @@ def dro(
     """Compute −A·log π_θ + w·β/2·(log π_θ − log μ)².
 
     DRO, Richemond et al. 2024, arXiv:2405.19107. Kimi k1.5 (arXiv:2501.12599, §2.3.2) gives the
-    gradient of this form. The quadratic is not multiplied by the advantage, so it trains at A = 0.
-    It measures the distance from the engine's policy μ.
+    gradient of this form. The quadratic term has no factor A, so it has a gradient even if A = 0. μ
+    is the rollout engine's policy.
 
     Example: log π = −1, log μ = −1.5, A = 2, w = 1, β = 0.1 → 2 + 0.0125.
     """
@@ -189,7 +194,7 @@ def dro(
 
 
 def reinforce(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor) -> PolicyTerm:
-    """Compute −A·log π_θ; the ratio is only measured.
+    """Compute −A·log π_θ; the ratio π_θ/π_old is returned for the metrics alone.
 
     Williams 1992, "Simple statistical gradient-following algorithms".
 

@@ -24,7 +24,7 @@ Invariants (``assert_invariants`` in tests/unit/algorithm/test_preference_loss.p
 1. The coefficients of a pair depend on that pair alone.
 2. If ε = 0 and the loss is not ipo, the chosen response's coefficient is ≥ 0 and the rejected
    response's is ≤ 0.
-3. Under ``hinge`` both are exactly 0 if the margin is at least 1: such a pair has no signal.
+3. Under ``hinge`` both are exactly 0 if the margin is at least 1: such a pair has no gradient.
 4. Swapping every pair negates every margin.
 """
 
@@ -42,7 +42,7 @@ from megatron_rl.config import PreferenceConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PairScores:
-    """Holds the numbers that a pair loss reads of 2·P responses: chosen, rejected, chosen, rejected and so on.
+    """Holds the inputs of a pair loss for 2·P responses, in the order chosen, rejected, chosen, rejected and so on.
 
     sums: float64 [2P], summed log-probs in nats, or a reward model's scores.
     reference: float64 [2P], summed log-probs of the reference policy; None if the loss reads none.
@@ -64,7 +64,7 @@ class PairScores:
 class PairOutcome:
     """Holds the losses, rewards and coefficients of P pairs.
 
-    losses: float64 [P].
+    losses: float64 [P], the loss of each pair.
     rewards: float64 [2P], r of each response, in the order of PairScores.
     coefficients: float64 [2P], c_i = −∂(Σ losses)/∂sums_i (algorithm/linear_loss.py).
     """
@@ -80,7 +80,7 @@ class PairOutcome:
 
 
 def compare(scores: PairScores, config: PreferenceConfig) -> PairOutcome:
-    """Return the losses, rewards and coefficients of pairs by ``preference.loss``, without a mean.
+    """Return each pair's loss by ``preference.loss``, and each response's reward and coefficient.
 
     Raises NonFiniteAdvantage, naming the sample, for a sum or a coefficient that is not finite.
     Raises ValueError for an odd number of responses or a missing reference.
@@ -125,11 +125,12 @@ def _losses(rewards: torch.Tensor, config: PreferenceConfig) -> torch.Tensor:
 
 
 def pair_metrics(outcome: PairOutcome, scores: PairScores, *, prefix: str = "preference/", suffix: str = "") -> dict:
-    """Return the means over the pairs: loss, accuracy, margin, both rewards and both summed log-probs (or scores).
+    """Return {metric name: mean over pairs}: loss, accuracy, margin, and both responses' rewards and log-probs.
 
-    A pair of equal rewards counts as wrong.
+    The log-probs are sums over a response, or a reward model's scores. For accuracy, a pair of
+    equal rewards counts as wrong.
 
-    prefix, suffix: put around each metric's name.
+    prefix, suffix: texts before and after each metric's name.
 
     Example: margins (0.2, −0.1) → accuracy 0.5, margin 0.05.
     """

@@ -1,4 +1,4 @@
-"""The settings under which samples of a micro-batch may share their prompt without changing any number."""
+"""The settings under which a micro-batch's samples of one prompt may run it once, without changing any result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from megatron_rl.errors import ConfigError
 
 
 def token_coupling(megatron: MegatronConfig) -> str | None:
-    """Return the first setting under which a token's numbers depend on the other tokens that run; None without one."""
+    """Return, as ``key=value``, the first setting that makes a token's activations depend on other samples' tokens.
+
+    Returns None if no setting does.
+    """
     fields = megatron.transformer
     for name, harmless in COUPLING_FIELDS.items():
         if name in fields and fields[name] not in harmless:
@@ -17,7 +20,9 @@ def token_coupling(megatron: MegatronConfig) -> str | None:
 
 
 def sharing_refusal(parallel: ParallelConfig, megatron: MegatronConfig, layer_spec: str) -> str | None:
-    """Return the reason why prompts cannot be shared under these settings; None if they can be.
+    """Return the reason why samples cannot share their prompt under these settings; None if they can.
+
+    Samples of a micro-batch that share their prompt run its tokens once, not once each.
 
     layer_spec: the kind of the model's layers, "torch" or "transformer_engine".
     """
@@ -40,7 +45,7 @@ def _engine_refusal(parallel: ParallelConfig, megatron: MegatronConfig) -> str |
 
 
 def shares_prompts(plan: PlanConfig, parallel: ParallelConfig, megatron: MegatronConfig, layer_spec: str) -> bool:
-    """Return whether samples of a micro-batch share their prompt.
+    """Return whether a micro-batch's samples of one prompt share it, that is, run its tokens once.
 
     Raises ConfigError if `plan.share_prompts` is true and sharing is impossible.
     """

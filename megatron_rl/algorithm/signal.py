@@ -1,4 +1,7 @@
-"""The samples that carry signal, and the settings under which dropping all others is exact. Pure. Semantics §2.
+"""Which samples have signal, and the settings under which dropping all other samples is exact (docs/semantics.md §2).
+
+A sample has signal if a loss token of it has a non-zero coefficient, so that the sample may have a
+gradient.
 
 Invariants (``assert_invariants`` in tests/unit/algorithm/test_signal.py):
 
@@ -6,13 +9,13 @@ Invariants (``assert_invariants`` in tests/unit/algorithm/test_signal.py):
 2. A sample without loss token has no signal, whatever its advantage.
 3. A sample with a loss token has signal if its largest |importance weight · advantage| is above
    ``skip.advantage_epsilon``.
-4. ``exact`` is refused if another term could give a dropped sample a gradient.
+4. ``skip.mode=exact`` is refused if another loss term could give a dropped sample a gradient.
 5. A sample whose importance weights are all 0 has no signal, whatever its advantage; weights of 1
    change nothing.
 6. An advantage that is not finite is an error, whether its sample has a loss token or not.
 
-Some losses of Megatron-Core are no sum over tokens: their size depends on the cut into
-micro-batches, in the dense run too. They are refused in every mode (``refuse_uncounted_losses``).
+Some losses of Megatron-Core are no sum over tokens. Their size depends on how samples are divided
+into micro-batches, even if none is dropped. ``refuse_uncounted_losses`` refuses them in every mode.
 """
 
 from __future__ import annotations
@@ -72,9 +75,14 @@ UNCOUNTED_FIELDS: dict[str, str] = {
 class SignalRule:
     """Holds the rule by which a run drops samples.
 
-    drops_logprob_passes: whether log-prob passes drop samples too. False if log-probs make the
-                          advantages (``kl_in_reward``, a teacher), so that passes come first.
-    approximated: the settings whose terms dropping leaves out (``skip.mode=approximate``).
+    drops: whether samples are dropped at all; False under ``skip.mode=off``.
+    advantage_epsilon: a sample is dropped if its largest |advantage| is at most this number.
+    drops_logprob_passes: whether dropped samples are left out of log-prob passes too. False if the
+        advantages are made from log-probs (a KL in the reward, a teacher): then the passes come
+        before the drop.
+    approximated: the settings, as ``key=value``, by which a dropped sample may change the result.
+        They are ignored (``skip.mode=approximate``).
+    kl_in_reward: whether a KL to the reference policy is part of the reward.
     """
 
     drops: bool
@@ -85,7 +93,7 @@ class SignalRule:
 
 
 def refuse_uncounted_losses(megatron: MegatronConfig, skip: SkipConfig) -> None:
-    """Raise ConfigError, in every ``skip.mode``, for a field of UNCOUNTED_FIELDS that is on."""
+    """Raise ConfigError if a field of UNCOUNTED_FIELDS is switched on, whatever ``skip.mode`` is."""
     for field, reason in UNCOUNTED_FIELDS.items():
         value = megatron.transformer.get(field)
         if not (any(value) if isinstance(value, list | tuple) else value):
@@ -127,7 +135,7 @@ def _trains_without_advantage(loss: LossConfig) -> bool:
 
 
 def _neutral(term: str) -> str:
-    """Return the words of a message that say what to set in place of one of ``coupling_terms``."""
+    """Return what to set in place of a ``key=value`` of ``coupling_terms``, in the words of a message."""
     key = term.split("=")[0]
     match key:
         case "loss.policy" | "megatron.transformer.moe_router_load_balancing_type":
@@ -140,8 +148,8 @@ def _neutral(term: str) -> str:
 def signal_rule(config: Config) -> SignalRule:
     """Return the run's rule for dropping samples.
 
-    Raises ConfigError if ``skip.mode=exact`` cannot hold, naming the setting and both ways out, and
-    whenever ``refuse_uncounted_losses`` does.
+    Raises ConfigError if ``skip.mode=exact`` cannot hold, naming the setting and both ways out.
+    Raises ConfigError also for the settings that ``refuse_uncounted_losses`` refuses.
     """
     refuse_uncounted_losses(config.megatron, config.skip)
     terms = coupling_terms(config)
@@ -171,17 +179,17 @@ def has_signal(
     sample_ids: Sequence[str] = (),
     way_out: str = "look for non-finite rewards in its group",
 ) -> np.ndarray:
-    """Return [S] bool: whether some loss token of each sample has a non-zero coefficient.
+    """Return bool [S]: whether a sample has a loss token, and an |advantage| above ``advantage_epsilon``.
 
-    advantages: [S], the advantage of each sample, or the largest |importance weight · advantage| of
-                its tokens (``Advantages.largest``), since any_t(weight_t · A_t ≠ 0) = (largest ≠ 0).
+    advantages: [S], the advantage of each sample. If its tokens have advantages or importance
+                weights of their own: the largest |weight · advantage| of its tokens
+                (``Advantages.largest``).
     loss_tokens: int64 [S], the number of loss tokens of each sample.
-    sample_ids: S names, for messages alone; empty: the index.
+    sample_ids: S names, for messages alone; if empty, messages give the index.
     way_out: what a message advises if an advantage is not finite.
 
-    Raises NonFiniteAdvantage for an advantage that is not finite or is beyond float32: such a
-    number is never "no signal". Raises ConfigError for an ``advantage_epsilon`` that is not a
-    finite number.
+    Raises NonFiniteAdvantage for an advantage that is not finite or is beyond float32. Raises
+    ConfigError for an ``advantage_epsilon`` that is not a finite number.
 
     Example: advantages (0.0, 1.2, −0.7), loss tokens (5, 3, 0) → (False, True, False).
     """

@@ -1,4 +1,4 @@
-"""The critic's loss: an undivided sum over loss tokens, with the policy loss's weights (semantics §8)."""
+"""The critic's loss: an undivided sum over loss tokens, with the weights of the policy loss (docs/semantics.md §8)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueTerm:
-    """Holds the critic's loss, and which tokens entered it with their clipped error.
+    """Holds the critic's loss over N loss tokens, and which tokens entered it with their clipped error.
 
     loss: scalar, the sum over tokens.
     clipped: bool [N], True at tokens whose clipped error is larger than the unclipped one.
@@ -25,8 +25,8 @@ def value_loss(
     """Compute Σ_t w_t · ½ · max((V − R)², (clip(V, V_old − c, V_old + c) − R)²), the value loss of PPO.
 
     Schulman et al. 2017, arXiv:1707.06347, eq. 9, with the clipping of its published code
-    (openai/baselines, ppo2), as in verl's ``compute_value_loss``. Let V lie outside of V_old ± c. If
-    it moved away from R, the unclipped error is larger, and its gradient pulls V back. If it moved
+    (openai/baselines, ppo2), as in verl's ``compute_value_loss``. Suppose V is outside of V_old ± c.
+    If V moved away from R, the unclipped error is larger, and its gradient pulls V back. If V moved
     towards R, the clipped error is larger and has no gradient, so V moves no further.
 
     values: [N], V, with gradient.

@@ -1,4 +1,4 @@
-"""Megatron-Core's model, schedule and optimizer behind one object: log-probs, gradients, an optimizer step."""
+"""Megatron-Core's model, schedule and optimizer behind one class, which computes log-probs, gradients and steps."""
 
 from megatron_rl.backend.backend import LogProbs, MegatronBackend
 from megatron_rl.backend.batch import Batch

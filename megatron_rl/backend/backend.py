@@ -1,4 +1,4 @@
-"""MegatronBackend, the library's front door: forward, forward_backward, optim_step and export.
+"""MegatronBackend, the library's main class: forward, forward_backward, optim_step and export.
 
 train.py uses it. Other programs can, too; examples/library/one_step.py is a whole one:
 
@@ -59,10 +59,12 @@ log = logging.getLogger(__name__)
 class LogProbs:
     """Holds a batch's log-probs and their gap to the engine's log-probs.
 
-    flat: float32 [T] over the batch's response tokens; 0 for a token that was not passed.
-    sums: over the passed loss tokens: ``tokens`` (their count), ``logprob_gap_abs`` (sum of |gap|),
-        ``logprob_gap_k3`` (sum of k3 estimates) and ``logprob_gap_max`` (largest |gap|).
-    recorded: each part's records of the pass, for the batch that is trained (backend/part.py).
+    flat: float32 [T], one number for each response token, sample after sample; 0 for a token that
+        was in no pass.
+    sums: sums over the loss tokens of the pass: ``tokens`` (their count), ``logprob_gap_abs`` (sum
+        of |gap|), ``logprob_gap_k3`` (sum of k3 estimates) and ``logprob_gap_max`` (largest |gap|).
+    recorded: what each optional part (backend/part.py) recorded in the pass, for the batch that is
+        trained.
     """
 
     flat: np.ndarray
@@ -102,11 +104,11 @@ class MegatronBackend(TrainableModel):
         return self._accumulated
 
     def objective_of(self, term: OwnPolicy) -> Objective:
-        """Return an objective of ``term`` alone, summed over tokens, for ``forward_backward``. Not a collective."""
+        """Return a loss that sums ``term`` over tokens, to be given to ``forward_backward``. Not a collective."""
         return Objective(LossConfig(), self._sum_over_context, term=term)
 
     def _sum_over_context(self, sums: torch.Tensor) -> torch.Tensor:
-        """Add up ``sums`` over the context ranks, in place; no gradient passes through."""
+        """Add up ``sums`` over the context-parallel ranks, in place; no gradient passes through."""
         if self.topology.context_size > 1:
             dist.all_reduce(sums, group=self.topology.context_group)
         return sums
@@ -133,7 +135,8 @@ class MegatronBackend(TrainableModel):
     def forward(self, batch: Batch, plan: BatchPlan) -> LogProbs:
         """Return the log-probs of the plan's samples under the current weights, on every rank.
 
-        The batch must hold the rows of this plan; ``fetch_rows`` brings them.
+        The batch must hold the rows (tokens, loss mask, log-probs) that the plan needs here;
+        ``fetch_rows`` brings them.
         """
 
         def read(microbatch: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
@@ -158,21 +161,27 @@ class MegatronBackend(TrainableModel):
         return LogProbs(flat=flat, sums=sums, recorded=recorded)
 
     def check_samples(self, batch: Batch) -> None:
-        """Raise ValueError, on every rank alike, for a rollout's sample that a part cannot use."""
+        """Raise ValueError, on every rank alike, if a sample of a rollout cannot be used by an optional part.
+
+        For example, it lacks the routed experts that are to be replayed.
+        """
         for part in self.parts:
             part.check(batch.facts)
 
     def logprobs(self, batch: Batch, chosen: np.ndarray) -> LogProbs:
-        """Plan a pass over the samples ``chosen`` ([S] bool), fetch its rows and run ``forward``."""
+        """Return the log-probs of the samples ``chosen`` (bool [S]), after one forward pass over them.
+
+        It plans the pass, fetches the rows and calls ``forward``.
+        """
         plan = self.plan_pass(batch, chosen)
         return self.forward(self.fetch_rows(batch, plan), plan)
 
     def gather_rollout_logprobs(self, batch: Batch) -> np.ndarray:
-        """Return the engine's log-probs, float32 [T] flat over the batch's response tokens, on every rank."""
+        """Return the engine's log-prob of each response token, float32 [T] sample after sample, on every rank."""
         return batch_exchange.gather_flat(batch.facts, batch.local, self.topology.rank, lambda sample: sample.logprobs)
 
     def gather_loss_mask(self, batch: Batch) -> np.ndarray:
-        """Return which tokens carry loss, bool [T] flat over the batch's response tokens, on every rank."""
+        """Return whether each response token carries loss, bool [T] sample after sample, on every rank."""
         return (
             batch_exchange.gather_flat(batch.facts, batch.local, self.topology.rank, lambda sample: sample.loss_mask)
             > 0
@@ -198,10 +207,10 @@ class MegatronBackend(TrainableModel):
     ) -> None:
         """Add the mini-batch's gradient to the accumulated gradient; call it any number of times per ``optim_step``.
 
-        fingerprint: the plan's, of this mini-batch; ranks compare it before they start.
+        fingerprint: the digest of the plan of this mini-batch; ranks compare it before they start.
         supervised: whether the loss is −Σ w · log π, with w from ``inputs.weights``, of any sign
             (algorithm/linear_loss.py).
-        objective: the loss of this call; None takes the run's.
+        objective: the loss of this call; None takes the run's loss.
 
         Raises ValueError within ``reference_weights`` if ``reference.placement=device``: the second
         model has no gradient.
@@ -212,7 +221,7 @@ class MegatronBackend(TrainableModel):
     def forward_backward_logprobs(
         self, batch: Batch, mini_batch: StepPlan, inputs: FlatInputs, *, fingerprint: bytes, objective: Objective
     ) -> np.ndarray:
-        """Do what ``forward_backward`` does; return the log-probs of the samples that ran.
+        """Add the mini-batch's gradient as ``forward_backward`` does; return the log-probs of the samples that ran.
 
         Returns float32 [T] like ``LogProbs.flat``, on every rank.
         """
@@ -248,19 +257,23 @@ class MegatronBackend(TrainableModel):
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     def export(self, *, bucket_bytes: int = BUCKET_BYTES, merges: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every weight whole under its Hugging Face name, with adapters merged in, on every rank.
+        """Yield (Hugging Face name, tensor) for every weight, whole and with adapters merged in, on every rank.
 
         All ranks must run the iterator to its end. A tensor is valid until the next one is asked
         for; copy it out before.
-        bucket_bytes: bounds the memory (weights/export.py); adapters take one parameter's shard
-            more.
+
+        bucket_bytes: bounds the memory (weights/export.py); with adapters, one parameter's shard
+            comes on top.
         merges: False leaves the adapters out and gives the frozen weights.
         """
         parameters = self._exported(merges=merges)
         yield from export_weights(parameters.chunks, self.shape, self.topology, bucket_bytes=bucket_bytes)
 
     def _exported(self, *, merges: bool = True) -> Parameters:
-        """Return this rank's parameters after any pending parameter gather; ``merges`` merges adapters in."""
+        """Return this rank's parameters, to be exported, after a pending gather of parameters has ended.
+
+        merges: whether adapters are merged into the weights.
+        """
         self.schedule.gather_parameters()
         chunks = [named_weights(chunk.module) for chunk in self.chunks]
         if self.shape.lora_rank:
@@ -270,9 +283,10 @@ class MegatronBackend(TrainableModel):
         return Parameters(chunks=chunks, shape=self.shape, topology=self.topology)
 
     def export_adapters(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the adapters alone, as ``export`` yields weights, under PEFT's names without ``base_model.model.``.
+        """Yield (name, tensor) of the adapters alone, as ``export`` yields weights.
 
-        Raises ValueError if the model has no adapters.
+        The names are PEFT's, without ``base_model.model.``. Raises ValueError if the model has no
+        adapters.
         """
         if not self.shape.lora_rank:
             raise ValueError("export_adapters() has nothing to export: every weight is trained; set lora.rank")
@@ -283,7 +297,7 @@ class MegatronBackend(TrainableModel):
         )
 
     def frozen_checksum(self) -> str | None:
-        """Return the checksum of the exported weights without adapters; None if every weight is trained.
+        """Return the checksum of the weights without adapters; None if every weight is trained.
 
         Only the first call reads the weights.
         """
@@ -300,17 +314,17 @@ class MegatronBackend(TrainableModel):
         return self._frozen_checksum
 
     def keep_reference(self) -> None:
-        """Make the current weights the reference policy, under ``reference.placement``."""
+        """Make the policy's current weights the reference policy's, held as ``reference.placement`` says."""
         if self.reference is None:
             self.reference = build_reference(self)
         self.reference.keep()
 
     @contextlib.contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Have ``forward``, ``logprobs`` and ``export`` read the reference's weights within the block.
+        """Let ``forward``, ``logprobs`` and ``export`` use the reference policy's weights within the block.
 
-        The optimizer's state is not touched. The backend's parts are off in these passes, so routers
-        choose experts for themselves.
+        The optimizer's state is not touched. The optional parts (backend/part.py) are off
+        meanwhile, so routers choose experts for themselves.
         """
         if self.reference is None:
             raise ValueError("there is no reference policy yet: call keep_reference() first")
@@ -323,10 +337,11 @@ class MegatronBackend(TrainableModel):
             schedule.parts = parts
 
     def save_hugging_face(self, path: pathlib.Path | RemotePath, tokenizer, *, limits: FileSizes | None = None) -> None:
-        """Write the policy as a Hugging Face directory, each rank its own files (weights/model_folder.py).
+        """Write the policy as a Hugging Face directory; each rank writes its own files (weights/model_folder.py).
 
         Adapters are merged into the weights. They are also written as PEFT's directory,
         ``<path>_adapter``, if PEFT can read all of them.
+
         limits: bounds on the files' bytes; None takes the defaults.
         """
         model = self.config.model
@@ -353,9 +368,10 @@ class MegatronBackend(TrainableModel):
                 log.warning("%s is not written: %s", adapters.name, lost)
 
     def save_adapters(self, path: pathlib.Path | RemotePath) -> None:
-        """Write the adapters as PEFT's directory; all ranks export, the main rank writes.
+        """Write the adapters as PEFT's directory. All ranks take part, and the main rank writes.
 
-        Raises ValueError if the model has no adapters, and ConfigError if PEFT would leave some out.
+        Raises ValueError if the model has no adapters, and ConfigError if PEFT would leave some
+        out.
         """
         from megatron_rl.weights.peft import adapter_config, save_peft
 
@@ -372,7 +388,7 @@ class MegatronBackend(TrainableModel):
 
 
 def _remove(folder: pathlib.Path | RemotePath) -> None:
-    """Remove a folder of adapters if it exists."""
+    """Remove a folder of adapters, on disk or in an object store, if it exists."""
     if isinstance(folder, pathlib.Path):
         shutil.rmtree(folder, ignore_errors=True)
         return

@@ -1,4 +1,4 @@
-"""A batch of samples: facts of all samples on every rank, rows on the ranks that need them."""
+"""A batch of samples: facts of all samples on every rank, and the contents of samples on the ranks that need them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron_rl.types import BatchFacts, Sample
 class Batch:
     """Holds a batch of all ranks' samples.
 
-    facts: the facts of every sample, on every rank.
-    local: the rows that this rank produced.
-    rows:  by sample index, the rows that this rank's micro-batches of a plan need
+    facts: the lengths, groups and owners of every sample, on every rank.
+    local: the samples that this rank produced.
+    rows:  sample index → sample, for those that this rank's micro-batches of a plan need
            (``TrainableModel.fetch_rows``).
     """
 
@@ -28,9 +28,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetSample(Sample):
-    """Holds a row whose log-probs are taken of K named tokens at each place of the response.
+    """Holds a sample for which, at each response token, the log-probs of K given tokens are computed.
 
-    A plain Sample takes one at each place, of the response's own token.
+    For a plain Sample it is one log-prob, of the response's own token.
+
     targets: int64 [response, K].
 
     Example with K = 2: the log-probs of 7 and 9 after the prompt 5, then of 3 and 4 after the
@@ -43,21 +44,25 @@ class TargetSample(Sample):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TargetFacts(BatchFacts):
-    """Holds the facts of a batch in which some rows are TargetSamples.
+    """Holds the facts of a batch in which some samples are TargetSamples.
 
-    targets_per_token: int64 [S], each sample's K; in flat arrays a token's K targets are adjacent.
+    targets_per_token: int64 [S], each sample's K. In arrays over all response tokens, a token's K
+        targets are adjacent.
     """
 
     targets_per_token: np.ndarray
 
     @property
     def response_offsets(self) -> np.ndarray:
-        """Return [S + 1] int64: each sample's start in a flat array over all targets of the batch."""
+        """Return int64 [S + 1]: the index of each sample's first target in an array over all targets."""
         return np.concatenate([[0], np.cumsum(self.response_tokens * self.targets_per_token)])
 
 
 def targets_at(row: Sample, places: np.ndarray) -> np.ndarray:
-    """Return int64 [N, K], the targets at N places of a row's response; a plain Sample's are its tokens (K = 1)."""
+    """Return int64 [N, K], the target tokens at N positions of a sample's response.
+
+    For a plain Sample they are the response's own tokens (K = 1).
+    """
     if isinstance(row, TargetSample):
         return row.targets[places]
     return row.token_ids[row.prompt_tokens + places][:, None]

@@ -1,9 +1,9 @@
-"""The exchange of a batch: facts go to every rank, rows only to the ranks that run them.
+"""The exchange of a batch between ranks: facts of all samples for every rank, rows for the ranks that run them.
 
-Facts take one all-gather, rows one all-to-all per plan. On the wire a row is int32 words: token
-ids, the response's loss mask, its log-probs (float32 bits), and its routed experts if it has any
-(two int16 to a word). Both sides know every length from the facts, so lengths are not sent. Nothing
-is unpickled from a peer.
+A sample's facts are its lengths, group and owner. Its row is its content, sent as int32 words:
+token ids, the response's loss mask, and its log-probs as float32 bits. Routed experts follow if the
+row has any, two int16 to a word. Facts take one all-gather, rows one all-to-all per plan. Both
+sides know every length from the facts, so lengths are not sent. Nothing is unpickled from a peer.
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ PROMPT_BYTES = 7  # length of a prompt's digest, so that it fits int64; packing 
 def gather_facts(
     samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int], *, num_experts: int = 0
 ) -> BatchFacts:
-    """Gather the facts of every rank's samples, sorted by ``order``; a collective.
+    """Return the facts of every rank's samples, in the order of ``order``. A collective.
 
-    groups: the prompt of each local sample, as a position in the batch's list of prompts.
-    order: the place of each local sample in the batch, unique over ranks.
+    samples: this rank's samples.
+    groups: the prompt of each local sample, as an index into the batch's list of prompts.
+    order: the position of each local sample in the batch, unique over ranks.
     num_experts: the model's number of experts, to check routed experts; 0 skips the check.
     """
     return _facts_of(gather_json(_own_facts(samples, groups, order, num_experts)))
 
 
 def replicated_facts(samples: Sequence[Sample]) -> BatchFacts:
-    """Return the facts of samples that every rank holds, in order; each is a group of one. Not a collective."""
+    """Return the facts of samples that every rank holds, in the samples' order. Not a collective.
+
+    Each sample is a group of one.
+    """
     facts = _facts_of([_own_facts(samples, range(len(samples)), range(len(samples)))])
     if not any(isinstance(sample, TargetSample) for sample in samples):
         return facts
@@ -50,7 +54,10 @@ def replicated_facts(samples: Sequence[Sample]) -> BatchFacts:
 
 
 def _facts_of(parts: Sequence[dict[str, list]]) -> BatchFacts:
-    """Return the facts of a batch, sorted by place; ``parts`` are the ranks' ``_own_facts``."""
+    """Return the facts of a batch, sorted by the samples' positions in it.
+
+    parts: each rank's ``_own_facts``.
+    """
     columns = {name: [x for part in parts for x in part[name]] for name in parts[0]}
     columns["owners"] = [rank for rank, part in enumerate(parts) for _ in part["places"]]
     columns["owner_rows"] = [i for part in parts for i in range(len(part["places"]))]
@@ -67,7 +74,12 @@ def _facts_of(parts: Sequence[dict[str, list]]) -> BatchFacts:
 def _own_facts(
     samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int], num_experts: int = 0
 ) -> dict[str, list]:
-    """Return this rank's facts by name, one value a sample; ``faults`` has None for a good sample."""
+    """Return {fact: one value for each of this rank's samples}.
+
+    order: the position of each local sample in the batch.
+
+    The fact ``faults`` says what is wrong with a sample's routed experts; None if nothing is.
+    """
     chosen = [np.flatnonzero(s.loss_mask) for s in samples]
     faults = [_routed_fault(s, num_experts) for s in samples]
     return {
@@ -94,7 +106,12 @@ def _prompt_digest(sample: Sample) -> int:
 
 
 def _check_facts(columns: Mapping[str, Sequence]) -> None:
-    """Raise ValueError for the first faulty sample. Every rank checks all samples, so that all raise together."""
+    """Raise ValueError for the first faulty sample of the batch.
+
+    Every rank checks all ranks' samples, so that all raise together.
+
+    columns: {fact: its values for all samples}.
+    """
     if len(set(columns["places"])) != len(columns["places"]):
         raise ValueError("two samples claim the same place in the batch: ranks disagree on which rank makes which")
     names = ("sample_ids", "prompt_tokens", "response_tokens", "faults")
@@ -117,10 +134,13 @@ def refuse_too_long(facts: BatchFacts, context_tokens: int) -> None:
 
 
 def needed_rows(plan: BatchPlan, topology: Topology, *, every_stage: bool = False) -> list[np.ndarray]:
-    """Return for each global rank the sorted samples whose rows it needs.
+    """Return, for each global rank, the sorted indices of the samples whose rows it needs.
 
-    A rank needs the samples of its data-parallel replica if it is on the first or the last stage.
-    every_stage: whether ranks of the other stages need them too, as a backend part may.
+    A rank needs the samples of its data-parallel replica if it is on the first or the last pipeline
+    stage.
+
+    every_stage: whether ranks of the other stages need them too, for an optional feature
+        (backend/part.py).
     """
     per_replica = []
     for rank in range(topology.data_size):
@@ -135,7 +155,7 @@ def needed_rows(plan: BatchPlan, topology: Topology, *, every_stage: bool = Fals
 
 
 def _routed_fault(sample: Sample, num_experts: int) -> str | None:
-    """Return the fault in a sample's routed experts; None if they fit the sample, or if it has none.
+    """Return a message that says what is wrong with a sample's routed experts; None if they fit or there are none.
 
     num_experts: the model's number of experts; 0 skips the check of the experts' numbers.
     """
@@ -151,7 +171,10 @@ def _routed_fault(sample: Sample, num_experts: int) -> str | None:
 
 
 def _expert_fault(sample: Sample, num_experts: int) -> str | None:
-    """Return the first fault in a sample's expert numbers, whose shape is right; None if there is no fault."""
+    """Return a message about the first wrong expert number in ``sample.routed_experts``; None if all are right.
+
+    The array's shape was checked before.
+    """
     ordered = np.sort(sample.routed_experts, axis=2)
     twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=2)
     faulty = (ordered[..., -1] >= num_experts) | (ordered[..., 0] < 0) | twice
@@ -167,7 +190,7 @@ def _expert_fault(sample: Sample, num_experts: int) -> str | None:
 
 
 def _row_words(facts: BatchFacts) -> np.ndarray:
-    """Return the number of int32 words that each row takes on the wire, int64 [S]."""
+    """Return the number of int32 words in which each sample's row is sent, int64 [S]."""
     words = facts.total_tokens + 2 * facts.response_tokens
     if facts.routed_shapes is not None:
         words = words + (facts.total_tokens * facts.routed_shapes.prod(axis=1) + 1) // 2
@@ -207,9 +230,11 @@ def _decode(row: np.ndarray, index: int, facts: BatchFacts) -> Sample:
 def exchange_rows(
     facts: BatchFacts, local: Sequence[Sample], needed: list[np.ndarray], topology: Topology
 ) -> Mapping[int, Sample]:
-    """Return the rows that this rank needs, by sample index; a collective over the world.
+    """Return {sample index: row} for the samples that this rank needs. A collective.
 
-    needed: for each global rank, the samples that it needs. A rank sends itself nothing.
+    local: this rank's samples.
+    needed: for each global rank, the indices of the samples that it needs. A rank sends itself
+        nothing.
     """
     # which samples go where, and how many words
     rank = topology.rank
@@ -239,9 +264,11 @@ def exchange_rows(
 def gather_flat(
     facts: BatchFacts, local: Sequence[Sample], rank: int, of: Callable[[Sample], np.ndarray]
 ) -> np.ndarray:
-    """Return a number of each response token on every rank, float32 flat by ``facts.response_offsets``; a collective.
+    """Return one number for each response token of the batch, float32 [T] sample after sample, on every rank.
 
-    of: gives the numbers of one sample's response; the sample's owner calls it.
+    A collective.
+
+    of: returns the numbers of one sample's response tokens; the rank that owns the sample calls it.
     """
     offsets = facts.response_offsets
     flat = torch.zeros(int(offsets[-1]), dtype=torch.float32)
@@ -255,12 +282,16 @@ def gather_flat(
 def gather_scores(
     scores: Sequence[Score], places: Sequence[int], num_functions: int, *, sample_ids: Sequence[str] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return every sample's score by place: (total [S], by_function [S, F]) float64, NaN if missing; a collective.
+    """Return all samples' total rewards, float64 [S], and rewards by function, float64 [S, F]. A collective.
 
-    places, sample_ids: of this rank's samples; without ids, messages give the place.
+    The samples are ordered by ``places``. NaN stands for a missing reward.
 
-    Raises NonFiniteAdvantage on every rank for a score that is NaN or infinite: NaN would be taken
-    for a missing score.
+    places: the positions of this rank's samples among all samples.
+    sample_ids: the ids of this rank's samples, for messages; without ids, messages give the
+        position.
+
+    Raises NonFiniteAdvantage on every rank for a reward that is NaN or infinite: NaN would be taken
+    for a missing reward.
     """
     called = sample_ids or [f"at place {place}" for place in places]
     local = [
@@ -278,7 +309,7 @@ def gather_scores(
 
 
 def _score_fault(score: Score, name: str) -> str | None:
-    """Return the fault of a score with a number that is not finite; None if there is none."""
+    """Return a message if one of the rewards in ``score`` is not finite; None if all are."""
     if all(value is None or math.isfinite(value) for value in (score.total, *score.by_function)):
         return None
     values = ", ".join("none" if value is None else f"{value:g}" for value in score.by_function)

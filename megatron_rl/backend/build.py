@@ -1,4 +1,4 @@
-"""The choice of a policy's backend parts and reference; a run imports only what is chosen."""
+"""The choice of a policy's optional parts and of its reference weights; a run imports only what is chosen."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from megatron_rl.backend.trainable_model import TrainableModel
 
 
 def build_parts(model: TrainableModel) -> tuple[BackendPart, ...]:
-    """Build a policy's parts, after its chunks. Raises ConfigError if a part does not fit the model."""
+    """Return a policy's optional parts (backend/part.py), after its model chunks were built.
+
+    Raises ConfigError if a part does not fit the model.
+    """
     match model.config.rollout.routing_replay:
         case "off":
             return ()
@@ -18,7 +21,10 @@ def build_parts(model: TrainableModel) -> tuple[BackendPart, ...]:
 
 
 def build_reference(model: TrainableModel) -> ReferenceWeights:
-    """Build the keeper of a policy's reference by ``reference.placement``; it is empty before ``keep``."""
+    """Return the keeper of a policy's reference weights by ``reference.placement``.
+
+    It holds no weights before ``keep``.
+    """
     from megatron_rl.backend.reference_weights import DeviceCopy, HostCopy
 
     match model.config.reference.placement:

@@ -22,7 +22,10 @@ PIECE = 4096  # squares are added up in float32 within a piece of this many elem
 
 
 def l2_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the L2 norm of all elements of ``tensors``, float64 [] on their device; without tensors 0 on the CPU."""
+    """Return the L2 norm over all elements of all ``tensors``, float64 [] on their device.
+
+    Without tensors it is 0, on the CPU.
+    """
     norms = []
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
@@ -39,12 +42,15 @@ def _multi_tensor_l2_norm(
     per_tensor: bool,
     *_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Stand in for ``local_multi_tensor_l2_norm``: return (float32 [1], None)."""
+    """Replace Megatron-Core's ``local_multi_tensor_l2_norm``: return (the norm, float32 [1], and None)."""
     assert not per_tensor and len(tensor_lists) == 1
     return l2_norm(tensor_lists[0]).to(noop_flag.device, torch.float32).view(1), None
 
 
 def use_accurate_norm() -> None:
-    """Replace Megatron-Core's fallback by ``l2_norm``; a fused kernel adds up by blocks and stays."""
+    """Make Megatron-Core use ``l2_norm`` if it would use its fallback.
+
+    A fused kernel adds up by blocks, so it is kept.
+    """
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _multi_tensor_l2_norm

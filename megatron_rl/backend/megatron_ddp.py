@@ -1,4 +1,4 @@
-"""The fields of Megatron-Core's DistributedDataParallel: this package's and the user's, and the refused fields."""
+"""The fields of Megatron-Core's DistributedDataParallel: set by this package, set by the user, and refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REFUSED_DDP_FIELDS = Refusals.of(DistributedDataParallelConfig, owned=_OWNED_FIE
 
 
 def distributed_fields(settings: MegatronConfig, *, distributed_optimizer: bool) -> dict:
-    """Return the fields of DistributedDataParallelConfig: this package's, and the user's in ``megatron.ddp``.
+    """Return {field: value} for DistributedDataParallelConfig: this package's, and the user's in ``megatron.ddp``.
 
     distributed_optimizer: ``optimizer.distributed``.
 
@@ -52,7 +52,7 @@ def distributed_fields(settings: MegatronConfig, *, distributed_optimizer: bool)
 
 
 def _require_compiler() -> None:
-    """Raise ConfigError if Megatron-Core could not compile its allocator of buffers that NCCL registers."""
+    """Raise ConfigError if Megatron-Core could not compile its memory allocator for NCCL."""
     from torch.utils.cpp_extension import CUDA_HOME
 
     if CUDA_HOME is None or not HOST.is_cuda:

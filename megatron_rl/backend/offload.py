@@ -1,4 +1,4 @@
-"""Offload of gradients and optimizer state while another process (an engine on the GPU) needs the device's memory.
+"""The release of device memory of gradients and optimizer state, while an inference engine needs the memory.
 
 ``untyped_storage().resize_(0)`` releases a storage, and ``resize_`` to its old size brings it back.
 The tensors stay the same objects, and so do all views that Megatron-Core keeps of them
@@ -24,7 +24,12 @@ HOST_BLOCK_BYTES = 2**26  # torch rounds a pinned allocation up to a power of tw
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadedBytes:
-    """Counts the bytes that were freed on this rank's device; a storage that several tensors share counts once."""
+    """Holds the numbers of bytes that were freed on this rank's device.
+
+    A storage that several tensors share counts once.
+
+    gradients, optimizer: the bytes of gradients, and of the optimizer's state.
+    """
 
     gradients: int
     optimizer: int
@@ -35,7 +40,10 @@ class OffloadedBytes:
 
 
 class HostBlocks:
-    """Holds host memory as one range of bytes, in blocks that are allocated once (pinned on a CUDA host) and kept."""
+    """Holds host memory as one range of bytes, made of blocks that are allocated once and kept.
+
+    On a CUDA host the blocks are pinned.
+    """
 
     def __init__(self, block_bytes: int = HOST_BLOCK_BYTES) -> None:
         self.block_bytes = block_bytes
@@ -56,9 +64,9 @@ class HostBlocks:
             self.blocks.append(block)
 
     def spans(self, start: int, num_bytes: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the bytes [start, start + num_bytes) in pieces, in order.
+        """Yield (slice, piece of a block), in order, for the bytes from ``start`` to ``start + num_bytes``.
 
-        Each piece comes with its slice, counted from ``start``.
+        A slice says which of the ``num_bytes`` bytes lie in the piece, counted from ``start``.
         """
         done = 0
         while done < num_bytes:
@@ -76,7 +84,7 @@ class _Moved:
 
 
 class Offload:
-    """Releases storages on this rank's device and keeps their contents on the host. Not a collective."""
+    """Releases tensors' device memory and keeps their contents on the host. No method is a collective."""
 
     def __init__(self, *, block_bytes: int = HOST_BLOCK_BYTES) -> None:
         self.host = HostBlocks(block_bytes)
@@ -87,7 +95,7 @@ class Offload:
     def release(
         self, *, zeros: Iterable[torch.Tensor], state: Iterable[torch.Tensor], staying: Iterable[torch.Tensor]
     ) -> OffloadedBytes:
-        """Release the storages of tensors; do nothing if they are released already.
+        """Release the device memory of tensors, and return the freed bytes; do nothing if it is released already.
 
         zeros: tensors that hold only zeros, which are not copied.
         state: tensors whose contents move to the host.
@@ -117,7 +125,10 @@ class Offload:
         return self.released
 
     def restore(self) -> None:
-        """Bring everything back. If the device runs out of memory on the way, a later call does the rest."""
+        """Give the released tensors their device memory and contents back.
+
+        If the device runs out of memory meanwhile, a later call does the rest.
+        """
         while self._moved:
             move = self._moved[-1]
             move.storage.resize_(move.num_bytes)
@@ -135,9 +146,11 @@ class Offload:
 
 
 def _storages(tensors: Iterable[torch.Tensor], staying: set[int]) -> list[torch.UntypedStorage]:
-    """Return the storages of these tensors on the device, each once, in order, without ``staying``.
+    """Return the storages of the tensors on the device, each once, in order.
 
     Scalars are left out: they are AdamW's step counts, which the host reads.
+
+    staying: addresses of storages that are left out.
     """
     by_address = {}
     for tensor in tensors:

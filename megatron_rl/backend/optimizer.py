@@ -1,8 +1,9 @@
 """The optimizer step, real or ghost: the one caller of Megatron-Core's optimizer and of the gradient reduction.
 
-Under ``skip.ghost=dense`` a ghost step equals, to the bit, the dense run's step with an all-zero
-gradient. It runs no forward, backward, reduction or norm. Moments decay, momentum and weight decay
-move the weights, and step count and schedule advance. Under ``freeze`` it moves nothing.
+A ghost step is the step of a mini-batch in which no sample is left. Under ``skip.ghost=dense`` it
+equals, bit for bit, the dense run's step with an all-zero gradient. It runs no forward, backward,
+reduction or norm. Moments decay, momentum and weight decay move the weights, and step count and
+schedule advance. Under ``freeze`` it moves nothing.
 """
 
 from __future__ import annotations
@@ -76,11 +77,12 @@ REFUSED_OPTIMIZER_FIELDS = Refusals.of(OptimizerConfig, owned=_OWNED_FIELDS, uns
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """Reports one optimizer step.
+    """Holds the outcome of one optimizer step.
 
-    grad_norm: the global norm before clipping; 0.0 for a ghost step.
+    grad_norm: the global gradient norm before clipping; 0.0 for a ghost step.
     learning_rate: the rate of this step.
-    applied: False for a ghost step under ``skip.ghost=freeze`` and for a skipped non-finite step.
+    applied: False for a ghost step under ``skip.ghost=freeze``, and for a step that was skipped
+        because its gradient was not finite.
     """
 
     grad_norm: float
@@ -90,7 +92,7 @@ class StepOutcome:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdamStep:
-    """Holds AdamW's settings for one step, in place of ``optimizer.*`` and its schedule.
+    """Holds AdamW's settings for one step, in place of the section ``optimizer`` and its schedule.
 
     weight_decay: applied to every weight, biases and norms too, as in ``torch.optim.AdamW``.
     clip_grad: a gradient of a larger global norm is scaled down to this norm; 0 turns clipping off.
@@ -104,7 +106,7 @@ class AdamStep:
 
 
 def choose_kernel(kernel: str) -> str:
-    """Point Megatron-Core at the Adam that ``optimizer.kernel`` names; return transformer_engine, apex or torch."""
+    """Make Megatron-Core use the Adam that ``optimizer.kernel`` names; return its package's name."""
     candidates = ("transformer_engine", "apex", "torch") if kernel == "auto" else (kernel,)
     for name in candidates:
         adam = _adam_class(name)
@@ -136,7 +138,7 @@ def _adam_class(name: str) -> type | None:
 
 
 class Optimizer:
-    """Runs AdamW over this rank's chunks with a learning-rate schedule whose decay ends at ``total_steps``."""
+    """Runs AdamW over this rank's model chunks, with a learning-rate schedule."""
 
     def __init__(
         self,
@@ -149,10 +151,12 @@ class Optimizer:
         ghost: str,
         total_steps: int,
     ):
-        """Build AdamW by ``settings``.
+        """Build AdamW and its schedule by ``settings``.
 
-        dtype: ``model.dtype``. ghost: ``skip.ghost``.
-        total_steps: the end of the learning rate's decay, unless ``settings.decay_steps`` sets it.
+        dtype: ``model.dtype``.
+        ghost: ``skip.ghost``.
+        total_steps: the step at which the learning rate's decay ends, unless
+            ``settings.decay_steps`` sets it.
         """
         self.chunks = list(chunks)
         self.topology = topology
@@ -185,10 +189,11 @@ class Optimizer:
         )
 
     def _fuse_adam(self) -> None:
-        """Have torch's AdamW step by its fused kernel; Megatron-Core (0.16.1, 0.19.2) does not ask for it.
+        """Make torch's AdamW step by its fused kernel; Megatron-Core (0.16.1, 0.19.2) does not ask for it.
 
-        The fused kernel reads and writes each state once. The default does so once per operation:
-        on an H100 it took 41.6 ms for 1.5 billion parameters (docs/evidence/performance.md).
+        The fused kernel reads and writes each moment and weight once. The default does so once per
+        operation: on an H100 it took 41.6 ms for 1.5 billion parameters
+        (docs/evidence/performance.md).
         """
         for part in self._megatron.chained_optimizers:
             for group in [] if part.is_stub_optimizer else part.optimizer.param_groups:
@@ -196,7 +201,7 @@ class Optimizer:
 
     @property
     def megatron(self):
-        """Return Megatron-Core's optimizer. Raises ValueError while its tensors are offloaded."""
+        """Return Megatron-Core's optimizer object. Raises ValueError while its tensors are offloaded."""
         self.refuse_offloaded("reading or stepping the optimizer")
         return self._megatron
 
@@ -206,10 +211,11 @@ class Optimizer:
         return float(self._megatron.param_groups[0]["lr"])
 
     def offload(self) -> OffloadedBytes:
-        """Take gradients (zeros between steps) and AdamW's moments and masters off the device until ``restore``.
+        """Free the device memory of gradients and of AdamW's state until ``restore``; return the freed bytes.
 
-        Parameters stay. Masters of float32 parameters stay too, since they are views of DDP's
-        parameter buffer. Not a collective.
+        Gradients are zeros between steps, so they are dropped. AdamW's moments and masters are
+        copied to the host. Parameters stay. Masters of float32 parameters stay too, since they are
+        views of DDP's parameter buffer. Not a collective.
         """
         if any(chunk.ddp_config.nccl_ub for chunk in self.chunks):
             raise ValueError("offload() would release buffers that NCCL has registered; set megatron.ddp.nccl_ub=false")
@@ -235,12 +241,15 @@ class Optimizer:
         )
 
     def restore(self) -> None:
-        """Undo ``offload``: the same tensors with the same contents, gradients of zero. Not a collective."""
+        """Undo ``offload``: the same tensors with the same contents, and gradients of zero. Not a collective."""
         if self._offload is not None:
             self._offload.restore()
 
     def refuse_offloaded(self, what: str) -> None:
-        """Raise ValueError, naming ``what``, while gradients and optimizer state are off the device."""
+        """Raise ValueError while gradients and optimizer state are off the device.
+
+        what: the operation that needs them, for the message.
+        """
         if self._offload is not None and self._offload.released is not None:
             raise ValueError(
                 f"{what} needs the gradients and the optimizer state, {self._offload.released.total:,} bytes of which "
@@ -254,9 +263,13 @@ class Optimizer:
         self.megatron.zero_grad()
 
     def step(self, kind: StepKind, adam: AdamStep | None = None) -> StepOutcome:
-        """Reduce, clip and apply the accumulated gradient (REAL), or step without it (GHOST); then zero gradients.
+        """Take a REAL or a GHOST optimizer step, then set the gradients to zero.
 
-        adam: the settings of this step; None takes ``optimizer.*`` under its schedule.
+        A REAL step reduces, clips and applies the accumulated gradient. A GHOST step has no
+        gradient: under ``skip.ghost=dense`` it acts as if the gradient were zero, else it changes
+        nothing.
+
+        adam: the settings of this step; None takes the section ``optimizer`` and its schedule.
         """
         self.refuse_offloaded("optim_step()")
         if adam is not None:
@@ -288,7 +301,7 @@ class Optimizer:
         return StepOutcome(grad_norm=norm, learning_rate=learning_rate, applied=True)
 
     def ghost_step(self) -> None:
-        """Step as with a gradient of zeros, without a reduction or a norm."""
+        """Take a step as if the gradient were zero, without a reduction and without a norm."""
         self.zero_grad()
         self.megatron.prepare_grads()
         self.megatron.step_with_ready_grads()
@@ -304,9 +317,10 @@ class Optimizer:
                 chunk.start_param_sync(force_sync=True)
 
     def reduce_gradients(self) -> None:
-        """Reduce the gradients once; nothing is divided.
+        """Sum the gradients over ranks, once; nothing is divided.
 
-        The order is data parallel, then sequence-parallel and q/k norms, then tied embeddings.
+        The order is: data parallel, then sequence-parallel parameters and q/k norms, then tied
+        embeddings.
         """
         self.refuse_offloaded("the reduction of gradients")
         for chunk in self.chunks:
@@ -318,8 +332,8 @@ class Optimizer:
         """Make the reduced gradient whole on every rank; the distributed optimizer left each rank a shard.
 
         Each bucket is gathered over the ranks that it was scattered over. Dense parameters are
-        scattered over data-parallel and context ranks, an expert over the ranks that hold it (tensor
-        ranks among them under ``parallel.expert_tensor=1``).
+        scattered over data-parallel and context ranks. An expert is scattered over the ranks that
+        hold it; under ``parallel.expert_tensor=1`` tensor ranks are among them.
         """
         for group in (g for chunk in self.chunks for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)):
             if not group.ddp_config.use_distributed_optimizer:
@@ -335,14 +349,18 @@ class Optimizer:
                 )
 
     def set_adam(self, adam: AdamStep) -> None:
-        """Set AdamW's settings for the next step; after it the schedule sets rate and weight decay again."""
+        """Set AdamW's settings for the next step. After that step the schedule sets rate and weight decay again."""
         for optimizer in self.megatron.chained_optimizers:
             for group in [] if optimizer.is_stub_optimizer else optimizer.optimizer.param_groups:
                 group["lr"], group["betas"] = adam.learning_rate, adam.betas
                 group["eps"], group["weight_decay"] = adam.epsilon, adam.weight_decay
 
     def _clip(self, norm: float, asked: float | None) -> None:
-        """Scale the gradients down if ``norm`` is above ``asked`` (None: ``optimizer.clip_grad``; 0: off)."""
+        """Scale the gradients down to the norm ``asked`` if their norm is larger.
+
+        norm: the gradients' global norm.
+        asked: None takes ``optimizer.clip_grad``; 0 turns clipping off.
+        """
         for optimizer in self.megatron.chained_optimizers:
             most = 0.0 if optimizer.is_stub_optimizer else optimizer.config.clip_grad if asked is None else asked
             if most <= 0.0:
@@ -357,7 +375,13 @@ class Optimizer:
 
 
 def megatron_config(settings: OptimizerSettings, megatron: MegatronConfig, dtype: str) -> OptimizerConfig:
-    """Build Megatron-Core's OptimizerConfig: this package's fields, overruled by ``megatron.optimizer``."""
+    """Return Megatron-Core's OptimizerConfig: this package's values, then the user's from ``megatron.optimizer``.
+
+    settings: the section ``optimizer``.
+    dtype: ``model.dtype``.
+
+    Raises ConfigError for a field that the user may not set.
+    """
     bf16 = dtype == "bfloat16"
     extra = resolve_fields(megatron.optimizer, OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
     fields = dict(

@@ -1,7 +1,7 @@
-"""Packing of a MicroBatch into tensors: sequences end to end (THD), each padded to a multiple, and loss fields.
+"""The packing of a micro-batch into tensors: sequences end to end (THD), padded, and the inputs of the loss.
 
-Under context parallelism a rank holds its own chunks of every sequence. It holds the loss tokens
-whose predicting position lies in these chunks.
+Each sequence is padded to a multiple. Under context parallelism a rank holds its own chunks of
+every sequence. It holds a loss token if the position that predicts it lies in these chunks.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from megatron_rl.types import MicroBatch, Sample
 class PackedMicroBatch:
     """Holds one micro-batch on this rank: device tensors of its T tokens and N loss tokens.
 
-    tokens is None except on the first stage. The fields from loss_positions on are None except on
-    the last stage.
+    ``tokens`` is None except on the first pipeline stage. The fields from ``loss_positions`` on are
+    None except on the last stage.
 
-    positions: [T] on the host, each token's place in the whole micro-batch.
+    positions: [T] on the host, each token's position in the whole micro-batch, before context
+        parallelism splits it.
     tokens: [1, T], the token ids.
-    of_parts: by a backend part's name, the object that the part packed (backend/part.py).
-    source: the micro-batch of the plan.
-    loss_positions: [N] into T, the position whose logits predict the loss token.
+    of_parts: name of an optional part (backend/part.py) → the object that it packed.
+    source: the plan's micro-batch that was packed.
+    loss_positions: [N], the index among the T tokens whose logits predict the loss token.
     targets: [N], the loss tokens' ids.
-    flat: [N] on the host, the loss token's place in the batch's flat response array.
-    sequences: [N], the number of the loss token's sequence in the micro-batch.
+    flat: [N] on the host, the loss token's index among all response tokens of the batch.
+    sequences: [N], the index of the loss token's sample in the micro-batch.
     rollout_logprobs: [N], the engine's log-probs.
 
-    Loss inputs, None in a pass without them:
-    advantages, weights, old_logprobs, reference_logprobs, measured: [N], and kl_coefficient: a
-        policy's inputs.
-    weights, returns, old_values: [N], a critic's inputs.
+    Inputs of the loss, None in a pass without a loss:
+    advantages, weights, old_logprobs, reference_logprobs, measured: [N]; with kl_coefficient the
+        inputs of a policy's loss.
+    weights, returns, old_values: [N], the inputs of a critic's loss.
     """
 
     packed: PackedSequences
@@ -70,10 +71,10 @@ class PackedMicroBatch:
 
 
 class FlatInputs(Protocol):
-    """Gives the loss inputs of N loss tokens; LossInputs and ValueInputs do so.
+    """Gives the inputs of the loss at N loss tokens; LossInputs and ValueInputs do so.
 
-    ``gather`` takes each token's sample [N] and flat position [N]. It returns the fields by name,
-    as arrays [N] or one float for all tokens.
+    ``gather`` takes the sample index of each token [N], and its index among the batch's response
+    tokens [N]. It returns {field of PackedMicroBatch: array [N], or one float for all tokens}.
     """
 
     def gather(self, samples: np.ndarray, flat: np.ndarray) -> Mapping[str, np.ndarray | float]: ...
@@ -81,11 +82,12 @@ class FlatInputs(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LaidMicroBatch:
-    """Holds the K samples of a micro-batch and their places, before they become tensors.
+    """Holds the K samples of a micro-batch and their tokens' positions, before they become tensors.
 
+    layout: the positions of all samples' tokens in the packed micro-batch.
     rows: the K samples.
     read: int64 [K], how many response tokens of each sample the model reads.
-    positions: int64 [T], the places that this rank holds.
+    positions: int64 [T], the positions in the packed micro-batch that this rank holds.
     """
 
     layout: Layout
@@ -95,7 +97,7 @@ class LaidMicroBatch:
 
 
 class PackingPart(Protocol):
-    """Packs an object of its own with every micro-batch; ``PackedMicroBatch.of_parts`` holds it under ``name``."""
+    """Packs an object of its own with every micro-batch, which ``PackedMicroBatch.of_parts`` holds under ``name``."""
 
     name: str
 
@@ -104,14 +106,14 @@ class PackingPart(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packer:
-    """Packs this rank's part of micro-batches; one packer is made per model.
+    """Packs micro-batches into the tensors that this rank needs; each model has one packer.
 
     pad_token: the token id of pads.
-    needs_tokens: whether this stage reads tokens: the first does.
-    needs_loss: whether this stage computes the loss: the last does.
-    context: the chunks of every sequence that this rank holds.
+    needs_tokens: whether this pipeline stage reads token ids, as the first does.
+    needs_loss: whether this pipeline stage computes the loss, as the last does.
+    context: which chunks of every sequence this rank holds under context parallelism.
     for_transformer_engine: whether the layers are Transformer Engine's.
-    parts: the backend's parts, which pack objects of their own.
+    parts: the optional parts (backend/part.py), which pack objects of their own.
     """
 
     pad_token: int
@@ -126,8 +128,9 @@ class Packer:
     def of_rank(grid: Topology, pad_token: object, layer_spec: str, parts: tuple[PackingPart, ...]) -> Packer:
         """Return the packer of this rank.
 
-        pad_token: the Hugging Face config's; 0 is used if it is None or negative.
-        layer_spec: the model's layer spec.
+        pad_token: the Hugging Face config's ``pad_token_id``; 0 is used if it is None or negative.
+        layer_spec: ``torch`` or ``transformer_engine``, the kind of the model's layers.
+        parts: the optional parts.
         """
         return Packer(
             pad_token=max(pad_token, 0) if isinstance(pad_token, int) else 0,
@@ -142,7 +145,11 @@ class Packer:
     def pack(
         self, microbatch: MicroBatch, *, batch: Batch, inputs: FlatInputs | None, rules: PlanRules
     ) -> PackedMicroBatch:
-        """Pack one micro-batch of a batch that was planned by ``rules``; ``inputs`` is None in a log-prob pass."""
+        """Return one micro-batch of a planned batch as tensors.
+
+        inputs: the inputs of the loss; None in a log-prob pass.
+        rules: the rules of the plan: padding, and whether samples share a prompt.
+        """
         # places of the micro-batch's tokens, and this rank's share of the places
         facts, samples = batch.facts, microbatch.samples
         read = read_tokens(facts)[samples]
@@ -178,9 +185,10 @@ class Packer:
 
 
 def _lay_tokens(layout: Layout, rows: Sequence[Sample], read: np.ndarray, pad_token: int) -> np.ndarray:
-    """Return int64 [T], the token ids at their places.
+    """Return int64 [T], the token ids at their positions in the packed micro-batch, pads included.
 
-    read: int64 [K], how many response tokens of each row the model reads.
+    rows: the K samples of the micro-batch.
+    read: int64 [K], how many response tokens of each sample the model reads.
 
     Raises ValueError if samples that share a prompt have different prompts.
     """
@@ -208,9 +216,9 @@ def _loss_fields(
     local: np.ndarray,
     device: torch.device,
 ) -> dict[str, object]:
-    """Return the loss fields of the loss tokens that this rank predicts.
+    """Return the fields of PackedMicroBatch for the loss tokens that this rank predicts.
 
-    local: int64, for each position of the whole micro-batch its place on this rank; −1 if another
+    local: int64, for each position of the whole micro-batch its index on this rank; −1 if another
         context rank holds it.
     """
     offsets = batch.facts.response_offsets
@@ -257,10 +265,10 @@ def _loss_fields(
 class PackedAhead(Sequence[PackedMicroBatch]):
     """Packs each micro-batch of a step, and sends it to the device, while the previous one runs.
 
-    The single thread of ``thread`` packs and sends, on ``stream``. ``stream`` first waits for all
-    work that was launched before. Every micro-batch is kept until the step's sequence is dropped,
-    so that its memory is not reused while the device may still read it. ``__getitem__`` raises the
-    error of packing that micro-batch.
+    The one worker thread of ``thread`` packs and sends, on the CUDA stream ``stream``. That stream
+    first waits for all work that was launched before. Every packed micro-batch is kept as long as
+    this object lives, so that its memory is not reused while the device may still read it.
+    ``__getitem__`` raises the error of packing that micro-batch.
     """
 
     def __init__(

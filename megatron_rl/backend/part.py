@@ -1,7 +1,8 @@
-"""The backend's seams: parts, watches, and the keeper of the reference weights.
+"""The interfaces of a backend's optional features: parts, observers of passes, keepers of reference weights.
 
-backend/build.py chooses parts and keeper. A run neither imports nor calls a part that it does not
-use.
+A part is an object that adds one feature to a model's passes, such as the replay of routed experts.
+backend/build.py chooses the parts and the keeper. A run neither imports nor calls one that it does
+not use.
 """
 
 from __future__ import annotations
@@ -18,74 +19,82 @@ from megatron_rl.types import BatchFacts, BatchPlan
 
 
 class Recorded(Protocol):
-    """Holds a part's records of a log-prob pass, gathered, for the updates after the pass."""
+    """Holds what a part recorded in a log-prob pass, on the ranks that own the samples, for the later updates."""
 
     def given_to(self, batch: Batch) -> Batch:
-        """Return the batch with the records put into its samples."""
+        """Return ``batch`` with the records put into its samples."""
 
 
 class Recording(Protocol):
-    """Holds a part's records of one pass on this rank."""
+    """Holds what a part recorded in one log-prob pass on this rank."""
 
     def gather(self, batch: Batch, plan: BatchPlan) -> Recorded:
-        """Bring every rank's records to the ranks that own the samples. A collective."""
+        """Send every rank's records to the ranks that own the samples, and return them. A collective."""
 
 
 class BackendPart(PackingPart, Protocol):
-    """Takes part in a model's passes: packs with each micro-batch, wraps passes, records, and sums.
+    """Adds an optional feature to a model: it packs data with each micro-batch, wraps passes, records and sums.
 
     No method is a collective unless its docstring says so.
-    every_stage: whether the part needs the samples' rows on every stage, not only on the first and
-        the last.
-    records: whether the part records log-prob passes.
+
+    every_stage: whether every pipeline stage needs the samples' tokens, not only the first and the
+        last.
+    records: whether the part records data in log-prob passes.
     """
 
     every_stage: bool
     records: bool
 
     def check(self, facts: BatchFacts) -> None:
-        """Raise ValueError, on every rank alike, for a rollout's sample that the part cannot use."""
+        """Raise ValueError, on every rank alike, if a sample of a rollout lacks data that the part needs."""
 
     def running(self) -> AbstractContextManager[None]:
-        """Return the block to hold open during one run of the schedule."""
+        """Return the context that stays open while the schedule runs all micro-batches of one pass."""
 
     def forward(self, chunk: int, microbatch: PackedMicroBatch, *, trains: bool) -> AbstractContextManager[None]:
-        """Return the block to hold open during one chunk's forward pass of a micro-batch."""
+        """Return the context that stays open during the forward pass of a micro-batch through one model chunk.
+
+        chunk: the chunk's index on this rank.
+        trains: whether a backward pass follows.
+        """
 
     def recording(self) -> AbstractContextManager[Recording]:
-        """Return the block to hold open during a log-prob pass that is recorded."""
+        """Return the context that stays open during a log-prob pass; it gives the pass's records."""
 
     def take_sums(self) -> dict[str, float]:
-        """Return the part's sums of an optimizer step over all ranks, and set them to zero. A collective."""
+        """Return {metric: sum over all ranks} of the current optimizer step, and set the sums to zero. A collective."""
 
     def forget_sums(self) -> None:
-        """Drop the sums of the current step."""
+        """Set the sums of the current optimizer step to zero."""
 
 
 class PassWatch(Protocol):
-    """Watches a model's passes without changing their numbers; a profile is one. No method is a collective.
+    """Observes a model's passes without changing their numbers; a profiler is one. No method is a collective.
 
-    Each method returns a block that is held open during the named work. A rank runs the forwards of
-    one chunk in the order of the micro-batches.
+    Each method returns a context, which the schedule holds open during the named work. A rank runs
+    the forward passes of one model chunk in the order of the micro-batches.
     """
 
     def running(self, num_microbatches: int, *, trains: bool) -> AbstractContextManager[None]:
-        """Return the block of one run of the schedule."""
+        """Return the context of one run of the schedule over ``num_microbatches`` micro-batches.
+
+        trains: whether backward passes are run too.
+        """
 
     def forward(self, chunk: int, microbatch: PackedMicroBatch) -> AbstractContextManager[None]:
-        """Return the block of one chunk's forward pass of a micro-batch."""
+        """Return the context of the forward pass of ``microbatch`` through the model chunk with index ``chunk``."""
 
     def loss(self) -> AbstractContextManager[None]:
-        """Return the block of the next micro-batch's loss."""
+        """Return the context in which the next micro-batch's loss is computed."""
 
     def backward(self) -> AbstractContextManager[None]:
-        """Return the block of the next backward pass, in the schedule's order (planning/timeline.py)."""
+        """Return the context of the next backward pass, in the schedule's order (planning/timeline.py)."""
 
 
 class ReferenceWeights(Protocol):
     """Keeps a model's reference weights.
 
-    tensors: a copy of each trained parameter, chunk by chunk; None before ``keep``.
+    tensors: a copy of each trained parameter, model chunk by model chunk; None before ``keep``.
     """
 
     @property
@@ -95,4 +104,4 @@ class ReferenceWeights(Protocol):
         """Make the model's current weights the reference. A collective."""
 
     def reading(self) -> AbstractContextManager[None]:
-        """Return a block within which the model's passes read the reference."""
+        """Return a context within which the model's passes use the reference weights."""

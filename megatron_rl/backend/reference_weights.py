@@ -1,4 +1,4 @@
-"""The reference policy's weights: copies in host memory, swapped in to be read, or a second model on the device.
+"""The reference policy's weights: copies in host memory, swapped in for reading, or a second model on the device.
 
 Both keep bitwise copies of this rank's shards in the policy's dtype, so log-probs are the same to
 the bit. Neither copy is in the optimizer or in a gradient buffer. W is the bytes of this rank's
@@ -7,8 +7,8 @@ weights:
 - ``host`` takes W of host memory, pinned on a CUDA host, and no device memory. From the first
   reading on it takes W more, for the policy's weights. With adapters only the adapters are copied,
   so W is their bytes.
-- ``device`` takes W of device memory for good, also while the rest of the trainer is offloaded. It
-  copies nothing when the reference is read.
+- ``device`` takes W of device memory for good, also while the trainer's gradients and optimizer
+  state are offloaded. It copies nothing when the reference is read.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from megatron_rl.model.settings import ModelSettings
 
 
 class _HostMemory:
-    """Holds copies of parameters in host memory.
+    """Holds copies of parameters in host memory, which is allocated once.
 
-    The memory is allocated once, since allocating pinned memory costs more than the copy.
+    Allocating pinned memory costs more than the copy.
+
     tensors: the copies; None before ``take``.
     """
 
@@ -36,7 +37,7 @@ class _HostMemory:
         self.tensors: list[torch.Tensor] | None = None
 
     def take(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
-        """Copy the parameters into the kept memory and return the copies."""
+        """Copy the parameters into this host memory, and return the copies."""
         if self.tensors is None:
             self.tensors = [torch.empty_like(p, device="cpu", pin_memory=HOST.is_cuda) for p in parameters]
         overwrite(self.tensors, parameters)
@@ -45,7 +46,7 @@ class _HostMemory:
 
 
 class HostCopy:
-    """Keeps the reference in host memory (``reference.placement=host``)."""
+    """Keeps the reference policy's weights in host memory (``reference.placement=host``)."""
 
     def __init__(self, model: TrainableModel) -> None:
         self.model = model
@@ -53,17 +54,23 @@ class HostCopy:
 
     @property
     def tensors(self) -> list[torch.Tensor] | None:
-        """Return a copy of each trained parameter, chunk by chunk; None before ``keep``."""
+        """Return the reference's trained parameters on the host, model chunk by model chunk; None before ``keep``."""
         return self._reference.tensors
 
     def keep(self) -> None:
-        """Copy the model's current weights. A collective only for a pending parameter gather."""
+        """Make the model's current weights the reference.
+
+        A collective only if a gather of parameters is pending.
+        """
         self.model.schedule.gather_parameters()
         self._reference.take(trained(self.model.parameters()))
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Give the model's parameters the reference's values within the block; AdamW's masters stay."""
+        """Put the reference's values into the model's parameters within the block, and the policy's back after it.
+
+        AdamW's master weights are not touched.
+        """
         self.model.schedule.gather_parameters()
         parameters = trained(self.model.parameters())
         current = self._policy.take(parameters)
@@ -75,11 +82,12 @@ class HostCopy:
 
 
 class DeviceCopy:
-    """Keeps the reference in a second model on the device (``reference.placement=device``).
+    """Keeps the reference policy's weights in a second model on the device (``reference.placement=device``).
 
     The first ``keep`` builds the second model.
-    tensors: the second model's copies of the trained parameters, chunk by chunk; None before
-        ``keep``.
+
+    tensors: the second model's copies of the trained parameters, model chunk by model chunk; None
+        before ``keep``.
     """
 
     def __init__(self, model: TrainableModel) -> None:
@@ -94,7 +102,7 @@ class DeviceCopy:
         return [p for chunk in self.chunks for p in chunk.module.parameters()]
 
     def keep(self) -> None:
-        """Copy the model's current weights; a collective."""
+        """Make the model's current weights the reference. A collective."""
         model = self.model
         if self.chunks is None:
             self.chunks, _ = build_frozen(ModelSettings.of(model.config), model.hf_config, model.topology)
@@ -107,7 +115,7 @@ class DeviceCopy:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Have the model run the second model's chunks within the block; they take no gradient."""
+        """Let the model's forward passes run the second model within the block; it takes no gradient."""
         model = self.model
         own = model.chunks, model.schedule
         model.chunks, model.schedule = self.chunks, self.schedule
@@ -118,7 +126,7 @@ class DeviceCopy:
 
 
 def trained(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """Return the trained parameters: the adapters', or all if the model has no adapters."""
+    """Return the parameters that are trained: the adapters' if the model has adapters, else all."""
     return [p for p in parameters if p.requires_grad]
 
 

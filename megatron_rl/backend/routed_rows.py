@@ -1,9 +1,10 @@
-"""Conversion between the samples' routed experts and tables for this rank's routers, a row for each packed token.
+"""Tables of routed experts for this rank's routers: built from samples, and read back into samples.
 
-A router sees the rows that its rank holds of a packed micro-batch. Under context parallelism these
-are the rank's chunks of every sequence, and under sequence parallelism one slice of the chunks.
-Rows of pads, and of tokens whose experts are not known, hold −1: the router chooses there. If
-samples share a prompt, the first sample that knows a token's experts gives them.
+A table has a row for each packed token that this rank's routers see. Under context parallelism
+these tokens are the rank's chunks of every sequence. Under sequence parallelism they are one slice
+of the chunks. A row of −1 stands for a pad, or for a token whose experts are not known: the router
+chooses there. If samples share a prompt, the prompt's experts come from the first sample that knows
+them.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ REDUCED_BYTES = 64 * 2**20  # about the size of one reduction of recorded expert
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterRows:
-    """Describes this rank's routers and the rows that they see.
+    """Describes this rank's routers and the packed tokens that they see.
 
     layers: the number of each router's layer in the whole model, from 0.
-    num_layers: layers of the whole model.
+    num_layers: the number of layers of the whole model.
     top_k: experts per token.
-    slice_rank, slices: this rank's slice of a micro-batch's rows, and the number of slices
-        (sequence parallelism); 0 and 1 without it.
+    slice_rank, slices: under sequence parallelism, which slice of a micro-batch's tokens this
+        rank's routers see, and the number of slices; 0 and 1 without it.
     """
 
     layers: tuple[int, ...]
@@ -42,13 +43,23 @@ class RouterRows:
     slices: int = 1
 
     def of(self, positions: np.ndarray) -> np.ndarray:
-        """Return this rank's slice of ``positions``, the positions of its context rank."""
+        """Return the slice of ``positions`` that this rank's routers see.
+
+        positions: int64, the positions in the packed micro-batch that this context rank holds.
+        """
         rows = len(positions) // self.slices
         return positions[self.slice_rank * rows : (self.slice_rank + 1) * rows]
 
 
 def token_places(layout: Layout, slot: int, prompt: int, read: int) -> np.ndarray:
-    """Return int64 [prompt + read], the places of a sample's tokens that run: prompt first, then response."""
+    """Return int64 [prompt + read], the positions of a sample's tokens in the packed micro-batch.
+
+    The prompt's tokens come first, then the response's.
+
+    layout: the positions of all samples of the micro-batch.
+    slot: the sample's index in the micro-batch.
+    prompt, read: the numbers of prompt tokens and of response tokens that the model reads.
+    """
     first, response = int(layout.prompts[slot]), int(layout.responses[slot])
     return np.concatenate([first + np.arange(prompt), response + np.arange(read)])
 
@@ -56,10 +67,14 @@ def token_places(layout: Layout, slot: int, prompt: int, read: int) -> np.ndarra
 def lay_experts(
     layout: Layout, samples: Sequence[Sample], read: np.ndarray, positions: np.ndarray, rows: RouterRows
 ) -> np.ndarray | None:
-    """Return int16 [layers of this rank, its rows, top_k]; None if no sample has experts.
+    """Return the table of a packed micro-batch's experts, int16 [layers of this rank, rows, top_k].
 
-    read: int64 [K], how many response tokens of each sample run.
-    positions: [T], the places that this context rank holds.
+    Returns None if no sample has experts.
+
+    samples: the K samples of the micro-batch.
+    read: int64 [K], how many response tokens of each sample the model reads.
+    positions: int64, the positions in the micro-batch that this context rank holds.
+    rows: this rank's routers.
     """
     if all(sample.routed_experts is None for sample in samples):
         return None
@@ -82,10 +97,13 @@ def read_experts(
     positions: np.ndarray,
     rows: RouterRows,
 ) -> list[np.ndarray]:
-    """Return for each sample int16 [tokens that ran, num_layers, top_k]; −1 for tokens and layers of other ranks.
+    """Return the experts that this rank's routers chose, for each sample int16 [tokens, num_layers, top_k].
 
-    recorded: by index among ``rows.layers``, int64 [rows, top_k].
-    places: each sample's ``token_places``.
+    The tokens are those of ``places``; −1 stands for tokens and layers of other ranks.
+
+    recorded: index in ``rows.layers`` → experts, int64 [rows, top_k].
+    places: each sample's token positions in the packed micro-batch (``token_places``).
+    positions: int64, the positions in the micro-batch that this context rank holds.
     """
     table = np.full((layout.num_tokens, rows.num_layers, rows.top_k), -1, dtype=np.int16)
     own = rows.of(positions)
@@ -100,7 +118,8 @@ class RecordedExperts:
 
     passed: bool [S], the batch's samples that ran in the pass; the same on every rank.
     shape:  (layers, top_k) of the whole model.
-    own:    int16 [tokens, layers, top_k] of this rank's samples, by place in ``Batch.local``.
+    own:    index in ``Batch.local`` → int16 [tokens, layers, top_k], for the samples that this rank
+            owns.
     """
 
     passed: np.ndarray
@@ -108,7 +127,7 @@ class RecordedExperts:
     own: Mapping[int, np.ndarray]
 
     def given_to(self, batch: Batch) -> Batch:
-        """Return the batch with these experts in its samples; samples that did not run have none."""
+        """Return ``batch`` with these experts in its samples; samples that did not run get none."""
         local = [dataclasses.replace(sample, routed_experts=self.own.get(i)) for i, sample in enumerate(batch.local)]
         shapes = np.where(self.passed[:, None], np.array(self.shape), 0)
         facts = dataclasses.replace(batch.facts, routed_shapes=shapes if self.passed.any() else None)
@@ -118,10 +137,13 @@ class RecordedExperts:
 def gather_recorded(
     batch: Batch, parts: Mapping[int, np.ndarray], passed: np.ndarray, rows: RouterRows, rank: int
 ) -> RecordedExperts:
-    """Bring the experts that every rank recorded to the ranks that own the samples. A collective.
+    """Send the experts that every rank recorded to the ranks that own the samples. A collective.
 
-    parts: by sample, the experts that this rank recorded (``read_experts``).
+    Each rank gets the experts of its own samples.
+
+    parts: sample index → the experts that this rank recorded (``read_experts``).
     passed: bool [S], the samples that ran.
+    rank: this rank.
 
     Only one rank records a token's experts in a layer, so a sum over ranks puts them together.
     """
@@ -145,7 +167,10 @@ def gather_recorded(
 
 
 def _chunks(samples: np.ndarray, tokens: np.ndarray, bytes_per_token: int) -> Iterator[np.ndarray]:
-    """Yield the samples in order, in parts of about ``REDUCED_BYTES``; each part has at least one sample."""
+    """Yield the samples in order, in arrays of about ``REDUCED_BYTES`` of experts, at least one sample each.
+
+    tokens: [S], the number of tokens of every sample of the batch.
+    """
     part = np.cumsum(tokens[samples] * bytes_per_token) // REDUCED_BYTES
     for number in np.unique(part):
         yield samples[part == number]

@@ -1,7 +1,7 @@
-"""The backend part that replays experts: it packs each token's experts, gives them to the routers, or records them.
+"""The optional part that replays routed experts: it packs them for the routers, or records the routers' choices.
 
 Under ``rollout.routing_replay=rollout`` the engine gives each sample's experts. Under
-``old_logprobs`` the pass of the old log-probs records them.
+``old_logprobs`` the forward pass for the old log-probs records them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,19 @@ from megatron_rl.types import BatchFacts, BatchPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedPass:
-    """Holds the experts that this rank's routers chose in one pass. rank: this rank."""
+    """Holds the experts that this rank's routers chose in one forward pass.
+
+    routers: for each micro-batch, the experts that the routers recorded.
+    rows: which of the model's routers and tokens are this rank's.
+    rank: this rank.
+    """
 
     routers: Recording
     rows: RouterRows
     rank: int
 
     def gather(self, batch: Batch, plan: BatchPlan) -> RecordedExperts:
-        """Return the experts that all ranks' routers recorded, for the samples that this rank owns. A collective."""
+        """Return the experts that all ranks' routers chose, for the samples that this rank owns. A collective."""
         facts, (mini_batch,) = batch.facts, plan.mini_batches
         read, by_sample = read_tokens(facts), {}
         for packed, by_index in self.routers.values():
@@ -58,10 +63,10 @@ class RecordedPass:
 
 
 class ReplayedExperts:
-    """Replays experts in a policy's passes. BackendPart (backend/part.py) describes the methods.
+    """Replays routed experts in a policy's passes. BackendPart (backend/part.py) describes the methods.
 
-    records: whether log-prob passes record experts; so under ``old_logprobs``.
-    requires: whether every sample must bring its experts; so under ``rollout``.
+    records: whether log-prob passes record experts, as under ``routing_replay=old_logprobs``.
+    requires: whether every sample must bring its experts, as under ``routing_replay=rollout``.
     """
 
     name, every_stage = "experts", True
@@ -75,7 +80,10 @@ class ReplayedExperts:
             require_routed(facts, (self.rows.num_layers, self.rows.top_k))
 
     def pack(self, laid: LaidMicroBatch) -> torch.Tensor | None:
-        """Return int16 [layers of this rank, rows of its routers, top_k]; None if no sample has experts."""
+        """Return the micro-batch's experts for this rank's routers; None if no sample has experts.
+
+        int16 [layers of this rank, tokens that its routers see, top_k].
+        """
         experts = lay_experts(laid.layout, laid.rows, laid.read, laid.positions, self.rows)
         return None if experts is None else send(torch.from_numpy(experts), HOST.device)
 
@@ -97,10 +105,7 @@ class ReplayedExperts:
             yield RecordedPass(routers=routers, rows=self.rows, rank=self.rank)
 
     def take_sums(self) -> dict[str, float]:
-        """Return how many tokens were replayed, and how many of them the router would have sent elsewhere.
-
-        A token counts once per layer.
-        """
+        """Return the number of tokens replayed, and how many of them the router would have sent to other experts."""
         rerouted, replayed = reduce_on_host(self.routing.counts.cpu()).tolist()
         self.forget_sums()
         return {"rerouted": float(rerouted), "replayed": float(replayed)}
@@ -110,7 +115,7 @@ class ReplayedExperts:
 
 
 def build_replayed_experts(model: TrainableModel) -> ReplayedExperts:
-    """Set up replay at every router of the policy. Raises ConfigError for a model that cannot replay experts."""
+    """Set up the replay of experts at the policy's routers. Raises ConfigError if the model cannot replay them."""
     config, grid, shape = model.config, model.topology, model.shape
     check_routing_replay(config.rollout.routing_replay, config.megatron.transformer, shape)
     routing = RoutingReplay([chunk.module for chunk in model.chunks])
@@ -128,7 +133,7 @@ def build_replayed_experts(model: TrainableModel) -> ReplayedExperts:
 
 
 def require_routed(facts: BatchFacts, shape: tuple[int, int]) -> None:
-    """Raise ValueError, on every rank alike, if a sample's experts are missing or have another model's shape.
+    """Raise ValueError, on every rank alike, if a sample has no experts or has another model's number of them.
 
     shape: (layers, top_k) of the model.
     """

@@ -1,16 +1,16 @@
 """The pipeline schedule: the one file that calls Megatron-Core's forward_backward, and the contract of that call.
 
-The contract (read and run on 0.16.1; ``pipeline_parallel/schedules.py`` forward_step_calc_loss,
-``distributed/finalize_model_grads.py``):
+The contract (read and run on megatron-core 0.16.1; ``pipeline_parallel/schedules.py``
+forward_step_calc_loss, ``distributed/finalize_model_grads.py``):
 
 - With ``calculate_per_token_loss=True`` and a 3-tuple loss the schedule divides nothing and DDP's
-  scale is 1.0. So micro-batches and data-parallel ranks **add**. The tuple's token count is 1, and
-  nothing reads it.
+  scale is 1.0. So the gradients of micro-batches and of data-parallel ranks **add**. The tuple's
+  token count is 1, and nothing reads it.
 - While a step accumulates, ``finalize_model_grads_func`` is None and gradient hooks are held off.
   So any number of calls may precede one optimizer step. backend/optimizer.py starts and finishes
   the one reduction.
-- A rank without micro-batches does not call the schedule. Without a pipeline, Megatron-Core would
-  run one micro-batch even for M = 0.
+- A rank without micro-batches (a silent rank) does not call the schedule. Without a pipeline,
+  Megatron-Core would run one micro-batch even for M = 0.
 - Under ``overlap_param_gather`` the forward pass gathers the parameters. In a step with a silent
   rank, all ranks gather before the schedule, in one order. Otherwise the other ranks would wait for
   a collective that the silent rank never issues.
@@ -75,7 +75,10 @@ def check_lockstep(step: int, kind: StepKind, fingerprint: bytes, topology: Topo
 
 
 class _Laps:
-    """Times the device's work within ``lap()``; on CUDA by events, so that the host waits only to read them."""
+    """Times pieces of the device's work, each a block within ``lap()``.
+
+    On CUDA it records events, so the host waits only when it reads them.
+    """
 
     def __init__(self) -> None:
         self.marks: list[tuple] = []
@@ -88,7 +91,7 @@ class _Laps:
 
 
 def _seconds(marks: Sequence[tuple]) -> np.ndarray:
-    """Return the seconds of each lap, float64; the device must have finished the laps."""
+    """Return the seconds of each timed piece of work, float64; the device must have finished them."""
     if HOST.is_cuda:
         return np.array([begun.elapsed_time(ended) / 1000 for begun, ended in marks])
     return np.array([ended - begun for begun, ended in marks], dtype=np.float64)
@@ -108,12 +111,12 @@ def _mark():
 
 @contextlib.contextmanager
 def _timed_backward(laps: _Laps, watches: Sequence[PassWatch]) -> Iterator[None]:
-    """Time each micro-batch's backward through each chunk within the block, without communication.
+    """Within the block, time the backward pass of each micro-batch through each model chunk, without communication.
 
-    watches: their ``backward()`` block is entered around each backward.
+    watches: observers, whose ``backward()`` context is entered around each backward pass.
 
-    Every schedule (0.16.1, 0.19.2) calls ``schedules.backward_step`` by this name, once per
-    micro-batch and chunk. So the block replaces the name.
+    Every schedule (megatron-core 0.16.1, 0.19.2) calls ``schedules.backward_step`` by this name,
+    once per micro-batch and chunk. So the block replaces the function under this name.
     """
     true_step = schedules.backward_step
 
@@ -133,10 +136,14 @@ def _timed_backward(laps: _Laps, watches: Sequence[PassWatch]) -> Iterator[None]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageLaps:
-    """Holds the times of one ``run`` on this rank and the sizes of its M micro-batches; all arrays are float64.
+    """Holds the times of one run of the schedule on this rank, and the sizes of its M micro-batches.
 
-    forward_s, backward_s: [chunks, M], seconds of each micro-batch; the forward includes the loss.
-    tokens, squares: [M], each micro-batch's Σ l and Σ l² (``Layout.squares``) over its sequences.
+    All arrays are float64.
+
+    forward_s, backward_s: [chunks, M], the seconds of each micro-batch in each model chunk; the
+        forward includes the loss.
+    tokens, squares: [M], Σ l and Σ l² (``Layout.squares``) of each micro-batch, over the lengths l
+        of its sequences.
     """
 
     forward_s: np.ndarray
@@ -147,7 +154,10 @@ class StageLaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Run:
-    """Holds the marks of one run's laps. forwarded: each forward lap's chunk and micro-batch."""
+    """Holds the start and end marks of each forward and backward pass in one run of the schedule.
+
+    forwarded: the model chunk and the micro-batch of each pair of forward marks.
+    """
 
     forwarded: list[tuple[int, PackedMicroBatch]]
     forward: list[tuple]
@@ -174,11 +184,11 @@ class _Run:
 
 
 class Schedule:
-    """Runs packed micro-batches through this rank's stage, forward and (unless ``forward_only``) backward.
+    """Runs packed micro-batches through this rank's pipeline stage, forward and, in training, backward.
 
-    windows: the model's attention windows, for the squared tokens of laps.
-    parts: the backend's parts, whose blocks are entered around every pass.
-    watches: observers, whose blocks are entered around every pass too.
+    windows: the sizes of the model's attention windows, for the measured micro-batches' Σ l².
+    parts: the backend's optional parts, whose contexts are entered around every pass.
+    watches: observers, whose contexts are entered around every pass too.
     """
 
     watches: tuple[PassWatch, ...] = ()
@@ -202,7 +212,7 @@ class Schedule:
             chunk.config.grad_sync_func = None
 
     def gather_parameters(self) -> None:
-        """Gather the parameters that ``overlap_param_gather`` left for later, chunk after chunk. A collective."""
+        """Gather the parameters that ``overlap_param_gather`` left for later, model chunk after chunk. A collective."""
         for chunk in self.chunks:
             if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -210,9 +220,13 @@ class Schedule:
     def run(
         self, mini_batch: StepPlan, microbatches: Sequence[PackedMicroBatch], loss: LossFunction, *, forward_only: bool
     ) -> list[dict]:
-        """Run the micro-batches; on the last stage return the dict that ``loss`` returned for each micro-batch.
+        """Run the micro-batches; on the last stage, return the dict that ``loss`` returned for each micro-batch.
 
-        Returns [] on other stages, on a silent rank, and for a ghost step.
+        Returns [] on other stages, on a rank without micro-batches, and if the step runs no sample.
+
+        mini_batch: the plan of the optimizer step.
+        loss: called on the last stage with a micro-batch and its hidden states.
+        forward_only: whether to leave out the backward passes.
         """
         if mini_batch.kind is not StepKind.REAL:
             return []
@@ -287,7 +301,7 @@ class Schedule:
         return output, loss_sum
 
     def drop_hooks(self) -> None:
-        """Take autograd's hooks off the chunks. Not a collective."""
+        """Remove autograd's hooks from the model chunks. Not a collective."""
         for chunk in self.chunks:
             # a chunk and its hooks hold each other through C++, a cycle that Python's collector does not see
             chunk.grad_accs.clear()
@@ -295,20 +309,25 @@ class Schedule:
                 chunk.disable_forward_pre_hook(param_sync=False)
 
     def forget_measured(self) -> None:
-        """Drop the laps measured since the last ``take_laps``, without waiting for the device."""
+        """Drop the times measured since the last ``take_laps``, without waiting for the device."""
         self._runs = []
 
     def take_laps(self) -> list[StageLaps]:
-        """Return the laps of each training ``run`` since the last call.
+        """Return the times of each training ``run`` since the last call.
 
-        Call it after an optimizer step: the step reads the gradient norm, so the laps have ended.
+        Call it after an optimizer step: the step reads the gradient norm, so the device has
+        finished them.
         """
         runs, self._runs = self._runs, []
         return [run.laps(self.topology, self.windows) for run in runs]
 
 
 def measured_sums(runs: Sequence[StageLaps]) -> np.ndarray:
-    """Return the cost fit's sums over this stage's micro-batches, chunks added up: float64 [cost.NUM_SUMS]."""
+    """Return the sums to which the cost model is fitted, float64 [cost.NUM_SUMS].
+
+    They run over the micro-batches of this rank's stage; the times of its model chunks are added
+    up.
+    """
     if not runs:
         return np.zeros(NUM_SUMS)
     forward_s = np.concatenate([run.forward_s.sum(0) for run in runs])

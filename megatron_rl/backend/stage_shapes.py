@@ -1,4 +1,4 @@
-"""Shapes of the tensors between pipeline stages, taken from the plan that every rank holds.
+"""The shapes of the tensors that pipeline stages send each other, taken from the plan that every rank holds.
 
 Micro-batches differ in size. So Megatron-Core sends each tensor's shape ahead of the tensor, and
 the host waits for the device to read it (0.16.1 and 0.19.2 pipeline_parallel/p2p_communication.py
@@ -24,9 +24,9 @@ _under_way: list[_Expected] = []  # the shapes of the schedule's current run; em
 
 
 class _Expected:
-    """Gives the shapes of the tensors that a rank is about to receive, in order.
+    """Gives the shapes of the tensors that this rank is about to receive, in order.
 
-    shape_of: a micro-batch's number → the shape of its tensor between two stages on this rank.
+    shape_of: a function from a micro-batch's number to the shape of its tensor between two stages.
     """
 
     def __init__(self, topology: Topology, num_microbatches: int, shape_of: Callable[[int], Shape]) -> None:
@@ -47,7 +47,10 @@ class _Expected:
 
 
 def _from_plan(communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
-    """Stand in for ``_communicate_shapes``: return the shapes to receive from the previous and the next stage."""
+    """Replace ``_communicate_shapes``: return the shapes to receive from the previous and from the next stage.
+
+    The shape is [0, 0, 0] if nothing is to be received from that stage.
+    """
     if not _under_way:
         return _exchange(communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
     expected = _under_way[-1]
@@ -64,7 +67,10 @@ P2PCommunicator._communicate_shapes = _from_plan
 def planned(
     topology: Topology, num_microbatches: int, shape_of: Callable[[int], Shape], *, forward_only: bool
 ) -> Iterator[None]:
-    """Give the schedule the plan's shapes within the block, which holds one run. Not a collective.
+    """Make the schedule take shapes from the plan within the block, which holds one run. Not a collective.
+
+    shape_of: a function from a micro-batch's number to the shape of its tensor between two stages.
+    forward_only: whether the run has no backward passes.
 
     Raises LockstepError if the schedule receives more or fewer tensors than the plan says.
     """

@@ -1,4 +1,4 @@
-"""The sums of an optimizer step: added up over micro-batches and calls on each rank, then reduced over ranks once."""
+"""The metric sums of an optimizer step: added up over micro-batches on each rank, then reduced over ranks once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.distributed.collectives import reduce_on_host
 
 
 class StepSums:
-    """Holds this rank's sums of the current optimizer step, ``values``, in float64 on the host.
+    """Holds this rank's metric sums of the current optimizer step in ``values``, float64 on the host.
 
     names: the names of the sums.
     num_maxima: how many of the last names hold a maximum (of values ≥ 0) instead of a sum.
@@ -22,17 +22,23 @@ class StepSums:
         self.values = torch.zeros(len(names), dtype=torch.float64)
 
     def add(self, microbatches: Sequence[torch.Tensor]) -> None:
-        """Add the sums of micro-batches, float64 [len(names)] each; one copy brings all of them to the host."""
+        """Add the sums of micro-batches, each float64 [len(names)] on the device.
+
+        One copy brings all of them to the host.
+        """
         found, summed = torch.stack(list(microbatches)).cpu(), self._summed
         self.values[:summed] += found[:, :summed].sum(0)
         self.values[summed:] = torch.maximum(self.values[summed:], found[:, summed:].amax(0))
 
     def zero(self) -> None:
-        """Set the sums to zero, for the next step."""
+        """Set all sums to zero, for the next optimizer step."""
         self.values.zero_()
 
     def reduce(self, more: torch.Tensor) -> tuple[dict[str, float], torch.Tensor]:
-        """Return the sums over all ranks by name, and ``more`` (float64, any shape) summed too. A collective."""
+        """Return {name: sum over all ranks}, and ``more`` summed over all ranks too. A collective.
+
+        more: further numbers, float64 of any shape.
+        """
         summed = reduce_on_host(torch.cat([self.values[: self._summed], more.flatten()]))
         maxima = self.values[self._summed :].clone()
         if len(maxima):

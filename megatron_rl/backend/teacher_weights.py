@@ -23,16 +23,18 @@ SETTING = "teacher.hf_path"
 
 
 class TeacherWeights:
-    """Holds a frozen model that a policy's passes can run in place of the policy.
+    """Holds the teacher, a frozen model that forward passes can run in place of the policy.
 
     Its weights stay on the device for good, in the policy's dtype. It has no gradient and no
     optimizer.
     """
 
     def __init__(self, model: TrainableModel) -> None:
-        """Build the model of ``teacher.hf_path`` and load its weights; a collective.
+        """Build the model of ``teacher.hf_path`` and load its weights. A collective.
 
-        model: the policy. Raises ConfigError if the teacher cannot read the policy's samples.
+        model: the policy.
+
+        Raises ConfigError if the teacher cannot read the policy's samples.
         """
         self.model, path = model, model.config.teacher.hf_path
         hf_config = look_at_teacher(path, model.config.data, model.config.rollout, model.hf_config.vocab_size)
@@ -50,7 +52,7 @@ class TeacherWeights:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Have the policy run the teacher's chunks within the block; they take no gradient."""
+        """Let the policy's forward passes run the teacher's model within the block; it takes no gradient."""
         model = self.model
         own = model.chunks, model.schedule, model.shape, model.packer
         model.chunks, model.schedule, model.shape, model.packer = self.chunks, self.schedule, self.shape, self.packer
@@ -63,7 +65,8 @@ class TeacherWeights:
 def look_at_teacher(path: str, data: DataConfig, rollout: RolloutConfig, vocab_size: int):
     """Return the teacher's Hugging Face config; raise ConfigError if the teacher cannot read the policy's samples.
 
-    path: ``teacher.hf_path``. vocab_size: the policy's.
+    path: ``teacher.hf_path``.
+    vocab_size: the number of tokens in the policy's vocabulary.
     """
     teacher, name = load_hf_config(path, SETTING), f"{SETTING}={path!r}"
     check_lengths(data, rollout, teacher.max_position_embeddings, of=name)

@@ -1,7 +1,7 @@
-"""A model that this rank trains: its chunks, schedule and optimizer, the plans of its batches and their rows.
+"""A model that this rank trains: its chunks, schedule and optimizer, and the plans and rows of its batches.
 
 The policy (backend/backend.py), the critic and the reward model (critic/) are subclasses. Each adds
-the numbers that it reads from the hidden states, log-probs or values, and its loss.
+the numbers that it computes from the hidden states, log-probs or values, and its loss.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class TrainableModel:
     sum_names: keys of ``StepResult.sums``. Each micro-batch's loss gives its ``sums`` in this
         order, float64 [len(sum_names)].
     num_maxima: how many of the last names hold a maximum (of values ≥ 0) instead of a sum.
-    training, reading: purposes of its plans, which are part of their fingerprints.
+    training, reading: the purposes of its plans, for optimizer steps and for forward passes without
+        a gradient. They are part of the plans' fingerprints.
     reference: a policy's reference weights; None before ``keep_reference``.
     parts: optional features (backend/part.py).
     """
@@ -88,12 +89,14 @@ class TrainableModel:
         """Build the model and its optimizer. Raises ConfigError for settings that cannot work together.
 
         hf_config: the model's Hugging Face config; None reads it from ``model.hf_path``.
-        weights: tensors by their names in checkpoint files; None takes them by ``model.init``.
+        weights: tensors by their names in checkpoint files; None reads or draws them as
+            ``model.init`` says.
         total_steps: the optimizer steps after which the learning rate's decay ends.
         value_head: whether the model gives one number per token, not one per vocabulary entry
             (model/head.py).
-        lora: the adapters' settings; None, or a rank of None, trains every weight instead.
-        grid: an existing topology; None builds one from ``parallel``.
+        lora: the adapters' settings. None, or a rank of None, means no adapters: every weight is
+            trained.
+        grid: an existing topology; None builds one from the section ``parallel``.
         """
         refuse_uncounted_losses(config.megatron, config.skip)
         if hf_config is None:
@@ -114,7 +117,7 @@ class TrainableModel:
         value_head: bool,
         lora: LoraConfig | None,
     ) -> None:
-        """Build model, schedule and optimizer on ``self.topology``; the constructor describes the arguments."""
+        """Build model, schedule and optimizer on ``self.topology``. ``__init__`` describes the arguments."""
         config = self.config
         ddp_fields = distributed_fields(config.megatron, distributed_optimizer=config.optimizer.distributed)
         self.hf_config, settings = hf_config, ModelSettings.of(config)
@@ -170,9 +173,10 @@ class TrainableModel:
         return MemoryReader(file_tensors(state, self.hf_config.model_type))
 
     def reset_optimizer(self, *, total_steps: int, settings: OptimizerConfig | None = None) -> None:
-        """Start AdamW anew over the same weights: moments and schedule at zero.
+        """Replace the optimizer by a fresh AdamW over the same weights, with moments and schedule at the start.
 
-        settings: the supervised start's optimizer section; None takes ``config.optimizer``.
+        settings: an optimizer section, such as the supervised start's; None takes
+            ``config.optimizer``.
         """
         self.optimizer.refuse_offloaded("reset_optimizer()")
         self.optimizer = self._make_optimizer(settings or self.config.optimizer, total_steps=total_steps)
@@ -189,9 +193,10 @@ class TrainableModel:
         return Batch(facts=facts, local=samples)
 
     def plan_training(self, batch: Batch, signal: np.ndarray, *, drops: bool) -> BatchPlan:
-        """Plan the batch's optimizer steps, one per mini-batch. Not a collective.
+        """Return the plan of the batch's optimizer steps, one per mini-batch. Not a collective.
 
-        signal: [S] bool, the samples with signal. drops: whether the other samples are left out.
+        signal: bool [S], the samples with signal (an advantage other than 0).
+        drops: whether the other samples are left out.
         """
         skip, members = self.config.skip, np.arange(batch.facts.num_samples)
         mini_batches = split_mini_batches(members, self.config.train.samples_per_mini_batch)
@@ -199,7 +204,7 @@ class TrainableModel:
         return self._plan(self.training, mini_batches, batch, signal, drops=drops, merge=merge)
 
     def plan_pass(self, batch: Batch, chosen: np.ndarray, *, drops: bool = True) -> BatchPlan:
-        """Plan one forward pass over the samples ``chosen`` ([S] bool). Not a collective.
+        """Return the plan of one forward pass over the samples ``chosen`` (bool [S]). Not a collective.
 
         drops: False plans all samples.
         """
@@ -214,7 +219,7 @@ class TrainableModel:
         return plan_steps(purpose, mini_batches, tokens, signal, rules, sample_ids=facts.sample_ids, **cut)
 
     def fetch_rows(self, batch: Batch, plan: BatchPlan) -> Batch:
-        """Return the batch with the rows that the plan's micro-batches need on this rank.
+        """Return the batch with the rows (samples' contents) that this rank needs for the plan's micro-batches.
 
         Ranks compare the plan first. Without that, unequal plans give an all-to-all unequal sizes,
         and gloo ends the process without a Python error.
@@ -236,12 +241,16 @@ class TrainableModel:
     def _read(
         self, batch: Batch, plan: BatchPlan, read: Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, dict]]
     ) -> tuple[np.ndarray, list[dict]]:
-        """Run ``read`` over a plan of one mini-batch; the batch must hold the plan's rows.
+        """Run a forward pass without a gradient over a plan of one mini-batch, and read numbers from its hidden states.
 
-        read: (micro-batch, hidden states [N, H] at its loss positions) → (numbers [N], a dict).
+        The batch must hold the plan's rows.
 
-        Returns the numbers, float32 [T] flat over response tokens, on every rank, 0 for a token
-        that was not read; and the dicts of this rank's micro-batches, [] unless it reports.
+        read: a function of a micro-batch and the hidden states [N, H] at its loss positions. It
+            returns N numbers and a dict.
+
+        Returns the numbers, float32 [T] over response tokens, sample after sample, on every rank; 0
+        stands for a token that was not read. Returns also the dicts of this rank's micro-batches,
+        [] unless this rank reports the loss.
         """
         (mini_batch,) = plan.mini_batches
         check_lockstep(self.step_index, mini_batch.kind, plan.fingerprints()[0], self.topology)
@@ -259,7 +268,11 @@ class TrainableModel:
         return self._spread(batch, mini_batch, reported), reported
 
     def _spread(self, batch: Batch, mini_batch: StepPlan, reported: Sequence[Mapping]) -> np.ndarray:
-        """Return float32 [T] on every rank: each report's ``numbers`` at its ``flat`` places, 0 elsewhere."""
+        """Return the reported numbers on every rank, float32 [T] over response tokens; 0 for the other tokens.
+
+        reported: this rank's reports; each has ``numbers`` and, in ``flat``, their positions in the
+            result.
+        """
         flat = torch.zeros(int(batch.facts.response_offsets[-1]), dtype=torch.float32, device=HOST.device)
         for report in reported:
             flat[send(torch.from_numpy(report["flat"]), flat.device)] = report["numbers"]
@@ -277,8 +290,8 @@ class TrainableModel:
     ) -> list[dict]:
         """Add the mini-batch's gradient; return the dicts of ``loss``, [] on a rank that does not report the loss.
 
-        loss: (micro-batch, hidden states) → (scalar sum, a dict whose ``sums`` are float64
-            [len(sum_names)]).
+        loss: a function of a micro-batch and the hidden states at its loss positions. It returns a
+            scalar sum, and a dict whose ``sums`` are float64 [len(sum_names)].
         """
         self.optimizer.refuse_offloaded("forward_backward()")
         check_lockstep(self.step_index, mini_batch.kind, fingerprint, self.topology)
@@ -301,8 +314,9 @@ class TrainableModel:
     def optim_step(self, kind: StepKind, adam: AdamStep | None = None) -> StepResult:
         """Take an optimizer step; a REAL step first reduces the accumulated gradient, once.
 
-        A GHOST step has no gradient. A HELD step is counted and moves nothing: no moments, no
-        schedule, no weight version.
+        A GHOST step has no gradient. A HELD step is counted and changes nothing: neither weights
+        nor moments, schedule or weight version.
+
         adam: AdamW's settings of this step; None takes the run's settings.
 
         Raises ValueError for a GHOST or HELD step if a gradient is accumulated: it would be lost.
@@ -330,7 +344,10 @@ class TrainableModel:
         return StepResult(kind=kind, sums=sums, **dataclasses.asdict(outcome))
 
     def _reduce_sums(self) -> dict[str, float]:
-        """Return the step's sums over all ranks, with the parts' sums; reduce the measured times for the cost fit."""
+        """Return the step's metric sums over all ranks, those of the optional parts included.
+
+        It also adds the step's measured times to the cost model's fit.
+        """
         measured = np.zeros_like(self.fit.sums)
         measured[self.topology.pipeline_rank] = measured_sums(self.schedule.take_laps())
         sums, reduced = self._sums.reduce(torch.from_numpy(measured))
@@ -340,16 +357,20 @@ class TrainableModel:
         return sums
 
     def _time_step(self, started: float) -> None:
-        """Record an optimizer step's seconds: the least of all ranks, since that rank waited least for others."""
+        """Record an optimizer step's seconds, measured since ``started``.
+
+        The least of all ranks counts, since that rank waited least for others.
+        """
         HOST.synchronize()
         spent_s = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
         self.optimizer_s.append(reduce_on_host(spent_s, dist.ReduceOp.MIN).item())
 
     def offload(self) -> OffloadedBytes:
-        """Take gradients and optimizer state off the device until ``restore``; return the freed bytes.
+        """Free the device memory of gradients and optimizer state until ``restore``; return the freed bytes.
 
-        An engine can use the memory. Weights stay, so ``forward``, ``export`` and the reference
-        policy work meanwhile. Training, saving and loading raise ValueError. Not a collective.
+        An inference engine can then use the memory. Weights stay, so ``forward``, ``export`` and
+        the reference policy work meanwhile. Training, saving and loading raise ValueError. Not a
+        collective.
 
         Raises ValueError if a gradient is accumulated: it would be lost.
         """
@@ -361,21 +382,21 @@ class TrainableModel:
         return self.optimizer.offload()
 
     def restore(self) -> None:
-        """Undo ``offload``, to the bit; do nothing if nothing is offloaded. Not a collective."""
+        """Undo ``offload``, bit for bit; do nothing if nothing is offloaded. Not a collective."""
         self.optimizer.restore()
 
     def _calibrate(self, measured: np.ndarray) -> None:
-        """Add one step's measured times to the cost fit; under ``plan.calibrate`` later plans use the fit."""
+        """Add one step's measured times to the cost model's fit; under ``plan.calibrate`` later plans use the fit."""
         self.fit.add(measured)
         if self.config.plan.calibrate:
             self.rules = dataclasses.replace(self.rules, cost=self.fit.model())
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Return this rank's parameters, chunk by chunk. Not a collective."""
+        """Return this rank's parameters, model chunk by model chunk. Not a collective."""
         return [p for chunk in self.chunks for p in chunk.module.parameters()]
 
     def gradient(self) -> dict[str, torch.Tensor]:
-        """Return the accumulated gradient by name, whole and reduced; for tests and tools.
+        """Return {weight: its accumulated gradient}, whole and reduced over ranks; for tests and tools.
 
         Weights have Hugging Face's names, adapters PEFT's (``….q_proj.lora_A.weight``). The call
         uses up the step's one reduction: call ``zero_grad()`` after it, not ``optim_step``.
@@ -397,7 +418,7 @@ class TrainableModel:
 
     @property
     def trained_entries(self) -> StageEntries:
-        """Return the name table of the trained weights: the adapters' if the model has any, else the whole model's."""
+        """Return the table of the trained weights' names: of the adapters if there are any, else of the whole model."""
         return adapter_entries if self.shape.lora_rank else trained_entries
 
     def retire(self) -> None:

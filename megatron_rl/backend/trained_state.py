@@ -1,9 +1,9 @@
 """Copies of a trained model's state, so that several models can take turns in one backend.
 
-A TrainedState holds, on the host, everything that training changes: weights, AdamW, gradients and
-counters. ``take`` copies a model out of the backend, ``put`` copies it in, to the bit. Between the
-two the backend may hold another model. With adapters the weights are the adapters alone, without
-them all weights. The functions are not collectives, but every rank must call the same functions.
+A TrainedState holds, on the host, everything that training changes: weights, AdamW's state,
+gradients and counters. ``take`` copies the state out of the backend, and ``put`` copies it back,
+bit for bit. In between, the backend may hold another model. With adapters (LoRA) the weights are
+the adapters alone. The functions are not collectives, but every rank must call the same functions.
 
 AdamW's tensors must exist first: ``begin_adam`` makes them, as torch's first step would, and leaves
 zeros at step 0.
@@ -30,12 +30,12 @@ _MOVES_NOTHING = AdamStep(learning_rate=0.0, betas=(0.0, 0.0), epsilon=1.0, weig
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedState:
-    """Holds this rank's part of one model's state, on the host.
+    """Holds this rank's shard of one model's training state, on the host.
 
-    weights: the trained parameters, chunk by chunk.
-    adam: AdamW's masters and moments.
-    gradients: the accumulated gradient's buffers; None if no gradient is accumulated.
-    sums: the sums of the current optimizer step (``StepSums.values``).
+    weights: the trained parameters, model chunk by model chunk.
+    adam: AdamW's float32 master weights and moments.
+    gradients: the buffers of the accumulated gradient; None if no gradient is accumulated.
+    sums: the metric sums of the current optimizer step (``StepSums.values``).
     steps: AdamW's number of steps.
     scale: alpha / rank of the adapters; None without adapters.
     """
@@ -50,7 +50,7 @@ class TrainedState:
 
 
 def begin_adam(backend: TrainableModel) -> None:
-    """Make AdamW's tensors, by a step that moves nothing, and set them to step 0. A collective.
+    """Make AdamW's tensors, by a step that moves no weight, and set them to step 0. A collective.
 
     Call it before the first step.
     """
@@ -60,7 +60,7 @@ def begin_adam(backend: TrainableModel) -> None:
 
 
 def reset_adam(backend: TrainableModel) -> None:
-    """Set AdamW's moments and steps to zero, as before a first step."""
+    """Set AdamW's moments and step count to zero, as before a first step."""
     with torch.no_grad():
         for moment in _moments(backend):
             moment.zero_()
@@ -68,7 +68,7 @@ def reset_adam(backend: TrainableModel) -> None:
 
 
 def take_weights(backend: TrainableModel) -> list[torch.Tensor]:
-    """Return copies of the trained parameters on the host."""
+    """Return host copies of this rank's trained parameters."""
     backend.schedule.gather_parameters()
     copies = _on_host(trained(backend.parameters()))
     HOST.synchronize()
@@ -76,14 +76,20 @@ def take_weights(backend: TrainableModel) -> list[torch.Tensor]:
 
 
 def put_weights(backend: TrainableModel, weights: Sequence[torch.Tensor], scale: float | None) -> None:
-    """Overwrite the trained parameters and leave AdamW's state; float32 masters of 16-bit weights stay too."""
+    """Overwrite the trained parameters, and leave AdamW's state as it is.
+
+    The float32 master weights of 16-bit parameters stay as they are, too.
+
+    weights: the new values, in the order of ``take_weights``.
+    scale: alpha / rank of the adapters; None without adapters.
+    """
     backend.schedule.gather_parameters()
     overwrite(trained(backend.parameters()), weights)
     set_scale(backend, scale)
 
 
 def take(backend: TrainableModel) -> TrainedState:
-    """Return a copy of everything that training changes."""
+    """Return a host copy of everything that training changes."""
     weights = take_weights(backend)
     state = TrainedState(
         weights=weights,
@@ -99,7 +105,7 @@ def take(backend: TrainableModel) -> TrainedState:
 
 
 def put(backend: TrainableModel, state: TrainedState) -> None:
-    """Load ``state`` into the backend's model."""
+    """Copy ``state`` into the backend's model and optimizer."""
     put_weights(backend, state.weights, state.scale)
     overwrite(_adam(backend), state.adam)
     set_adam_steps(backend, state.steps)
@@ -112,7 +118,10 @@ def put(backend: TrainableModel, state: TrainedState) -> None:
 
 
 def set_adam_steps(backend: TrainableModel, steps: int) -> None:
-    """Set AdamW's step count, which torch keeps per parameter, and Transformer Engine and Apex per group."""
+    """Set the step count in AdamW's state.
+
+    torch keeps it per parameter, Transformer Engine and Apex per parameter group.
+    """
     for adam in _adams(backend):
         for state in adam.state.values():
             if "step" in state:
@@ -156,7 +165,10 @@ def _moments(backend: TrainableModel) -> Iterator[torch.Tensor]:
 
 
 def _adam(backend: TrainableModel) -> list[torch.Tensor]:
-    """Return the masters and moments that AdamW steps with; a master may be a view of its float32 parameter."""
+    """Return the float32 master weights and the moments that AdamW steps with.
+
+    The master of a float32 parameter may be a view of the parameter.
+    """
     masters = [p for adam in _adams(backend) for group in adam.param_groups for p in group["params"]]
     return [*masters, *_moments(backend)]
 

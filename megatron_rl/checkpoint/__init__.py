@@ -1,1 +1,1 @@
-"""The checkpoints of a run: all the state that decides its future, or nothing."""
+"""The saving, loading and conversion of a run's checkpoints. A checkpoint appears complete or not at all."""

@@ -1,8 +1,8 @@
 """The conversion between Hugging Face directories and Megatron-LM checkpoints, in both directions.
 
-At most one layer's files are mapped and one tensor is held. Both directions walk
-weights/mapping.py's table in the same order. The written folder appears whole or not at all: it is
-filled under another name in the same parent folder and renamed at the end.
+At most one layer's files are memory-mapped, and one tensor is held at a time. Both directions go
+through the table of weights/mapping.py in the same order. The written folder appears complete or
+not at all: it is filled under another name in the same parent folder and renamed at the end.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ CONFIG = "config.json"
 WIDER = "choose a wider one with --dtype"
 
 Progress = Callable[[int], None]
-"""Called after each tensor with the bytes written for it."""
+"""A function that is called after each tensor with the number of bytes written for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Cuts an imported checkpoint into chunks and files as ranks of this topology would save it.
+    """Holds the degrees of parallelism by which an imported checkpoint is divided into chunks and files.
 
-    Any topology loads any cut. Each tensor-parallel rank's shard is a chunk, which a rank of the
-    same topology reads without its neighbours' chunks. There are tensor · expert · pipeline files.
+    It is divided as ranks of this topology would save it. A run of any topology loads it, whatever
+    its division. Each tensor-parallel rank's shard is one chunk, so that a rank of the same
+    topology reads its own chunks only. There are tensor · expert · pipeline files.
     """
 
     tensor: int = 1
@@ -70,7 +71,7 @@ class Cut:
     expert: int = 1
 
     def check(self, shape: ModelShape) -> None:
-        """Raise ConfigError if a degree does not divide the count that it splits, or exceeds the number of layers."""
+        """Raise ConfigError if a degree does not divide the count that it splits, or if stages outnumber layers."""
         heads = {
             "num_attention_heads": shape.num_heads,
             "num_key_value_heads": shape.num_kv_heads,
@@ -90,9 +91,9 @@ class Cut:
             raise ConfigError(f"--pp {self.pipeline} must be 1 to num_hidden_layers={shape.num_layers}")
 
     def file_rank(self, stored: Stored, shape: ModelShape, tensor_rank: int) -> int:
-        """Return the number of the file for a tensor rank's shard.
+        """Return the number of the file that holds one tensor-parallel rank's shard of ``stored``.
 
-        Files are counted by stage, then by expert rank, then by tensor rank.
+        Files are numbered by pipeline stage, then by expert rank, then by tensor rank.
         """
         last = self.pipeline - 1 if stored.entry is not EMBEDDING else 0
         stage = last if stored.layer is None else stored.layer * self.pipeline // shape.num_layers
@@ -102,9 +103,10 @@ class Cut:
 
 @contextlib.contextmanager
 def appearing(path: pathlib.Path | RemotePath, *, overwrite: bool) -> Iterator[pathlib.Path | RemotePath]:
-    """Yield a new folder that replaces ``path`` when the block ends, and vanishes if the block raises.
+    """Yield a new folder that replaces ``path`` when the block ends. If the block raises, the new folder is removed.
 
-    In an object store the folder is ``path`` itself; it is whole if config.json is there.
+    In an object store the folder is ``path`` itself, which is complete once it has a config.json.
+    Raises ConfigError if ``path`` exists and ``overwrite`` is False.
     """
     if path.exists() and not overwrite:
         raise ConfigError(f"{path} exists; name another folder, or pass --overwrite")
@@ -120,9 +122,9 @@ def appearing(path: pathlib.Path | RemotePath, *, overwrite: bool) -> Iterator[p
 
 @contextlib.contextmanager
 def side_folder(partial: pathlib.Path | RemotePath) -> Iterator[pathlib.Path]:
-    """Yield a folder for the files beside the weights: ``partial`` on a disk, else a temporary one.
+    """Yield a folder on disk for the files beside the weights: ``partial`` if it is on a disk, else a temporary folder.
 
-    The files of the temporary folder are uploaded when the block ends.
+    The files of the temporary folder are uploaded to ``partial`` when the block ends.
     """
     if isinstance(partial, pathlib.Path):
         yield partial
@@ -135,10 +137,10 @@ def side_folder(partial: pathlib.Path | RemotePath) -> Iterator[pathlib.Path]:
 
 
 def check_source(reader: HuggingFaceReader, shape: ModelShape) -> None:
-    """Raise ConfigError if a folder's files are not the tensors of its config's model (``check_tensors``).
+    """Raise ConfigError unless a Hugging Face folder holds the tensors that its config describes (``check_tensors``).
 
     The same error is raised for a tied model whose files hold an output matrix that differs from
-    its embedding.
+    the embedding.
     """
     check_tensors(reader, shape)
     if shape.tied_embeddings and heads_differ(reader):
@@ -150,7 +152,7 @@ def check_source(reader: HuggingFaceReader, shape: ModelShape) -> None:
 
 
 def import_size(shape: ModelShape, reader: HuggingFaceReader, dtype: torch.dtype | None) -> int:
-    """Return the bytes of the tensors that ``import_weights`` will report."""
+    """Return the total of the bytes that ``import_weights`` will pass to its ``progress``."""
     tensors = [(x.entry, x.dtype(dtype)) for layer in stored_layers(shape) for x in layer]
     return sum(math.prod(whole_size(x, shape)) * (kind or reader.dtype(x.hf[0])).itemsize for x, kind in tensors)
 
@@ -168,10 +170,12 @@ def import_weights(
     """Fill ``folder`` with a torch_dist checkpoint of the model's weights; return the bytes of its tensors.
 
     Raises ConfigError if a tensor is missing, has another shape than the config's or numbers that
-    are not finite, or if files hold tensors that no table names.
+    are not finite. The same error is raised if files hold tensors that weights/mapping.py does not
+    name.
 
-    shape: its ``padded_vocab_size`` is a multiple of ``cut.tensor``.
-    dtype: None keeps the dtypes of the files.
+    shape: the model's shape, whose ``padded_vocab_size`` must be a multiple of ``cut.tensor``.
+    dtype: the dtype of the written parameters; None keeps the dtypes of the files.
+    iteration: the iteration that the checkpoint states; None states 0.
     """
     cut.check(shape)
     check_source(reader, shape)
@@ -196,7 +200,7 @@ def _import_one(
     cut: Cut,
     dtype: torch.dtype | None,
 ) -> int:
-    """Write every tensor rank's shard of one Megatron tensor; return their bytes."""
+    """Write one Megatron tensor, a shard for each tensor-parallel rank of ``cut``; return the shards' bytes."""
     entry, dtype = stored.entry, stored.dtype(dtype)
     dtypes = {reader.dtype(name) for name in entry.hf}
     if len(dtypes) > 1 and dtype is None:
@@ -256,7 +260,9 @@ def import_folder(
 
 
 def plan_export(reader: TorchDistReader, shape: ModelShape, dtype: torch.dtype | None) -> list[Planned]:
-    """Return the Hugging Face tensors to write, in order.
+    """Return a Planned (name, shape and dtype) of each Hugging Face tensor to write, in order.
+
+    dtype: the dtype of the written parameters; None keeps the checkpoint's dtypes.
 
     Raises ConfigError if the checkpoint lacks a tensor or has it in another size, or if its model
     has parts that the config's model lacks.

@@ -1,4 +1,7 @@
-"""The exports of a run, checkpoints/step_<n>/hf; exports of an earlier run or of steps trained again are set aside."""
+"""The listing and renaming of a run's Hugging Face exports, which lie in checkpoints/step_<n>/hf.
+
+Exports of an earlier run, and of steps that a resumed run trains again, are renamed and kept.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,13 @@ STALE = "stale_"  # prefix of a folder's name, so that step_*/hf no longer match
 
 
 def exports_root_of(root: pathlib.Path | RemotePath, run_path: pathlib.Path) -> pathlib.Path | RemotePath:
-    """Return the folder of a run's exports: the store of its checkpoints, or the run's own folder.
+    """Return the folder under which a run's exports lie.
 
-    root: the folder of the run's checkpoints.
+    With checkpoints on a disk it is ``<run>/checkpoints``. With checkpoints in an object store it
+    is the checkpoints' folder there.
+
+    root: the folder of the run's checkpoints, a RemotePath in an object store.
+    run_path: the run's folder.
     """
     return run_path / ROOT if isinstance(root, pathlib.Path) else root
 
@@ -42,13 +49,16 @@ def exported_steps(root: pathlib.Path | RemotePath) -> list[int]:
 def start_anew(
     roots: Sequence[pathlib.Path | RemotePath], hf_path: str, *, remote: Sequence[int] = (), is_main: bool
 ) -> None:
-    """Set an earlier run's checkpoints and exports aside, on the main rank. Not a collective.
+    """Rename an earlier run's folders of checkpoints and exports to ``<name>.1``, or .2, …, on the main rank.
 
-    roots: the folders of checkpoints and exports, which may be the same.
-    remote: iterations in an object store, where nothing can be renamed.
+    Every rank calls it, but it is not a collective.
 
-    Raises ConfigError on every rank if the model to train is one of these exports, or if ``remote``
-    is not empty.
+    roots: the folders of the checkpoints and of the exports; the two may be the same.
+    remote: iterations of the checkpoints in an object store, where nothing can be renamed.
+    is_main: whether this is the main rank. Other ranks only check for errors.
+
+    Raises ConfigError on every rank if the model to train lies in one of these folders, or if
+    ``remote`` is not empty.
     """
     if remote:
         raise ConfigError(
@@ -70,8 +80,8 @@ def start_anew(
 def set_exports_aside(root: pathlib.Path | RemotePath, after_step: int) -> None:
     """Rename the exports of steps after ``after_step``, since the run is about to train these steps again.
 
-    step_24 becomes stale_step_24; an older folder of that name is removed. An object store renames
-    nothing: a warning names the exports that stay.
+    step_24 becomes stale_step_24; an older folder of that name is removed. In an object store
+    nothing can be renamed, so a warning names the exports that stay.
     """
     for step in exported_steps(root):
         if step > after_step:

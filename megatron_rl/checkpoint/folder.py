@@ -2,19 +2,19 @@
 
     <run>/checkpoints/
         latest_checkpointed_iteration.txt     "30", as Megatron-LM writes it
-        iter_0000030/                         a whole checkpoint
+        iter_0000030/                         a complete checkpoint
             .metadata, *.distcp, common.pt    the tensors, in Megatron-Core's torch_dist format
             state.json                        everything else that decides the run's next steps
-            manifest.json                     every other file's bytes and SHA-256, and its own; written last
+            manifest.json                     bytes and SHA-256 of each other file, SHA-256 of itself; written last
         iter_0000040.partial/                 being written, or left by a killed run; never read
 
 Invariants (tests/unit/checkpoint/test_folder.py):
 
 1. A folder named iter_NNNNNNN is complete: it gets this name after every file in it, and the
-   manifest, has been synced.
+   manifest, has been synced to the disk.
 2. ``verify`` passes iff every file of the manifest is there with its recorded bytes, and no other
    file is.
-3. Pruning never removes the newest whole checkpoint. A folder that it removes becomes invisible
+3. Pruning never removes the newest complete checkpoint. A folder that it removes becomes invisible
    before it becomes incomplete.
 """
 
@@ -45,7 +45,7 @@ MANIFEST_BYTES = 2**28  # each file's entry takes about 150 bytes
 
 
 class DamagedCheckpoint(CheckpointError):
-    """Says that a file of a checkpoint is missing, cut short or changed."""
+    """Raised if a file of a checkpoint is missing, cut short or changed."""
 
 
 field = functools.partial(json_text.field, error=DamagedCheckpoint)
@@ -69,9 +69,10 @@ def name_of(iteration: int) -> str:
 
 
 def whole_checkpoints(root: pathlib.Path | RemotePath) -> list[int]:
-    """Return the iterations of the whole checkpoints under ``root``, oldest first; [] if there is no such folder.
+    """Return the iterations of the complete checkpoints under ``root``, oldest first; [] if there is no such folder.
 
-    In a store a folder is whole if it has a manifest, on a disk if its name says so.
+    In an object store a checkpoint is complete if it has a manifest. On a disk it is complete if
+    its folder is named iter_NNNNNNN, without a suffix.
     """
     if not isinstance(root, pathlib.Path):
         return [number for number in numbered_folders(root) if (root / name_of(number) / MANIFEST).is_file()]
@@ -79,7 +80,7 @@ def whole_checkpoints(root: pathlib.Path | RemotePath) -> list[int]:
 
 
 def numbered_folders(root: RemotePath) -> list[int]:
-    """Return the iterations of a store's folders under ``root``, whole or not, in ascending order."""
+    """Return the iterations of an object store's checkpoint folders under ``root``, complete or not, ascending."""
     return _iterations(name for name, size in root.children().items() if size is None)
 
 
@@ -99,7 +100,7 @@ def digest(path: pathlib.Path | RemotePath) -> dict[str, object]:
 
 
 def begin(root: pathlib.Path, iteration: int) -> pathlib.Path:
-    """Make an empty folder for a checkpoint; remove the remains of killed attempts anywhere under ``root``."""
+    """Make an empty ``iter_NNNNNNN.partial`` folder and return it; remove unfinished folders of killed runs."""
     root.mkdir(parents=True, exist_ok=True)
     for path in root.iterdir():
         if path.is_dir() and path.suffix in (".partial", ".deleting"):
@@ -110,10 +111,10 @@ def begin(root: pathlib.Path, iteration: int) -> pathlib.Path:
 
 
 def complete(folder: pathlib.Path, files: Mapping[str, Mapping[str, object]]) -> pathlib.Path:
-    """Turn a written folder into a checkpoint, in one step.
+    """Write the manifest of a ``.partial`` folder, rename the folder to its final name and return its new path.
 
-    files: ``digest`` of the files that were digested when they were written; the other files are
-        digested here.
+    files: name → ``digest`` of the files that were digested when they were written. All other files
+        are digested here.
     """
     iteration = int(folder.name.removeprefix("iter_").removesuffix(".partial"))
     digests = {name: files.get(name) or digest(folder / name) for name in _files_in(folder) if name != MANIFEST}
@@ -131,17 +132,17 @@ def complete(folder: pathlib.Path, files: Mapping[str, Mapping[str, object]]) ->
 
 
 def manifest_text(iteration: int, digests: Mapping[str, Mapping[str, object]]) -> str:
-    """Return the text of a checkpoint's manifest. ``digests``: ``digest`` of every other file, by its name."""
+    """Return the text of a checkpoint's manifest. ``digests``: the name of every other file → its ``digest``."""
     content = {"format": FORMAT, "version": VERSION, "iteration": iteration, "files": digests}
     return json.dumps({**content, "sha256": _own_digest(content)}, indent=1) + "\n"
 
 
 def read_manifest(folder: pathlib.Path | RemotePath) -> dict:
-    """Read a checkpoint's manifest and check every field of it.
+    """Return the content of a checkpoint's manifest, after a check of every field.
 
-    Raises DamagedCheckpoint for a manifest that cannot be read, was changed or is of no use. Raises
-    CheckpointError for an intact manifest of a format or version that this code does not know. A
-    manifest without a SHA-256 of its own is another tool's.
+    Raises DamagedCheckpoint for a manifest that cannot be read, was changed or has invalid fields.
+    Raises CheckpointError for an intact manifest of a format or version that this code does not
+    know. In another format the manifest may lack a SHA-256 of itself.
     """
     path = folder / MANIFEST
     content = read_object(path, most_bytes=MANIFEST_BYTES, error=DamagedCheckpoint)
@@ -178,8 +179,9 @@ def _own_digest(content: Mapping) -> str:
 def verify(folder: pathlib.Path | RemotePath, *, share: tuple[int, int] | None = (0, 1)) -> None:
     """Raise DamagedCheckpoint, naming the first damaged file, unless every file is as the manifest says.
 
-    share: (r, n) digests every n-th file from the r-th, so that n ranks check a large checkpoint
-        together. None digests no file. The names and sizes of all files are checked in any case.
+    share: (r, n) to digest every n-th file, beginning with the r-th, so that n ranks together
+        digest a large checkpoint; None to digest no file. The names and sizes of all files are
+        checked in any case.
 
     Raises StoreError if an object store does not answer, which is no damage.
     """
@@ -227,9 +229,9 @@ def verify(folder: pathlib.Path | RemotePath, *, share: tuple[int, int] | None =
 
 
 def prune(root: pathlib.Path | RemotePath, keep_last: int | None) -> list[int]:
-    """Remove all but the newest ``keep_last`` checkpoints; return the removed iterations.
+    """Remove all but the newest ``keep_last`` checkpoints under ``root``; return the removed iterations.
 
-    keep_last: at least one is kept; None keeps all.
+    keep_last: None removes nothing, and 0 counts as 1.
     """
     iterations = whole_checkpoints(root)
     removed = [] if keep_last is None else iterations[: max(len(iterations) - max(keep_last, 1), 0)]
@@ -239,7 +241,11 @@ def prune(root: pathlib.Path | RemotePath, keep_last: int | None) -> list[int]:
 
 
 def remove(folder: pathlib.Path | RemotePath) -> None:
-    """Remove a checkpoint; it becomes invisible before it becomes incomplete."""
+    """Remove a checkpoint's folder.
+
+    On a disk the folder is renamed first. In an object store its manifest is deleted first. So no
+    reader takes it for a complete checkpoint while its files are removed.
+    """
     if not isinstance(folder, pathlib.Path):
         (folder / MANIFEST).unlink(missing_ok=True)
         folder.remove_tree()
@@ -250,7 +256,7 @@ def remove(folder: pathlib.Path | RemotePath) -> None:
 
 
 def remove_if_empty(root: pathlib.Path | RemotePath) -> None:
-    """Remove a folder of checkpoints that holds none any more, or only the file that named the latest."""
+    """Remove a folder of checkpoints if it is empty, or holds only the file that named the latest checkpoint."""
     if not isinstance(root, pathlib.Path):
         if set(root.children()) == {LATEST}:
             (root / LATEST).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""The forecast of the checkpoint that a run's start would resume from, without a model, for a dry run.
+"""The search, in a dry run, for the checkpoint from which a real start would resume. No model is built.
 
-``CheckpointManager.load_newest`` chooses by the same rules, and loads.
+``CheckpointManager.load_newest`` follows the same rules, and loads the checkpoint.
 """
 
 from __future__ import annotations
@@ -42,11 +42,14 @@ def foresee_resume(
 ) -> ResumePoint | None:
     """Return the checkpoint that this run's start would resume from; None if it would begin anew. Write nothing.
 
-    identity: the identity of the policy's model, as far as it is known without weights.
+    identity: the model's properties that a checkpoint must match (``model_state.identity``), as far
+        as they are known without weights.
     hf_path: ``model.hf_path``.
+    has_critic: whether the run trains a critic, which has checkpoints too.
 
-    The names and sizes of all files are checked, and the content of the files that are read here;
-    tensors are not digested. Raises CheckpointError and ConfigError as the start would.
+    The names and sizes of all files are checked, and the content of state.json and of torch's
+    index. Tensor files are not digested. Raises CheckpointError and ConfigError in the same cases
+    as the real start.
     """
     root = settings.root(run_path)
     exports_root = exports_root_of(root, run_path)

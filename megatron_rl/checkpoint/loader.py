@@ -1,4 +1,4 @@
-"""The loading of a checkpoint: model, critic, random states, and the run's other parts in their saved form."""
+"""The loading of a checkpoint: model, critic, random states, and the run's other state in its saved form."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class CheckpointLoader:
     """Loads one of a run's checkpoints. Methods are collectives unless they say otherwise.
 
     root: the folder of the policy's checkpoints.
-    on_damage: what a damaged checkpoint does: ``fail`` raises, ``previous`` loads the checkpoint before.
+    on_damage: ``checkpoint.on_damage``. If a checkpoint is damaged, ``fail`` raises, and
+        ``previous`` tries the checkpoint before it.
     """
 
     def __init__(self, backend, critic, root: pathlib.Path, *, on_damage: str) -> None:
@@ -41,9 +42,10 @@ class CheckpointLoader:
         Raises CheckpointError if a checkpoint is damaged under ``checkpoint.on_damage=fail``, if
         all are damaged, for an unknown format and for another model.
 
-        prepare: called before each load with the checkpoint, and with True if an earlier load broke
-            off.
-        check_rows: raises an exception for a damaged ``rollouts_<rank>.npz``.
+        prepare: a function that is called before each load with the checkpoint and a bool. The bool
+            is True if an earlier load of this call failed halfway.
+        check_rows: a function that gets the bytes of a ``rollouts_<rank>.npz``, and raises an
+            exception if they are damaged.
         """
         broke_off = False
         for folder in folders:
@@ -70,11 +72,12 @@ class CheckpointLoader:
         raise CheckpointError(none_good_words(folders, self.root))
 
     def _verify(self, folder: pathlib.Path, check_rows: Callable[[bytes], None] | None) -> dict:
-        """Verify a checkpoint and return its state.json.
+        """Verify a checkpoint and return the content of its state.json. An error of one rank is raised on every rank.
 
-        Each rank digests its share of the files, and the main rank also checks torch's own files.
+        Each rank digests a part of the files. The main rank also checks torch's own files.
 
-        check_rows: None for a critic's checkpoint.
+        check_rows: a function that raises for a damaged ``rollouts_<rank>.npz``; None for a
+            critic's checkpoint, which has no such file.
         """
         topology, error, state = self.backend.topology, None, {}
         try:
@@ -94,7 +97,7 @@ class CheckpointLoader:
         return state
 
     def _own_files(self, folder: pathlib.Path, state: Mapping) -> list[pathlib.Path]:
-        """Return the files of those saved ranks whose rollouts this rank takes over."""
+        """Return the paths of the saved ranks' ``rollouts_<rank>.npz`` files that this rank takes over."""
         topology = self.backend.topology
         return [folder / own_file(rank) for rank in range(topology.rank, state["world_size"], topology.world_size)]
 
@@ -110,7 +113,7 @@ class CheckpointLoader:
                 ) from error
 
     def restore(self, point: ResumePoint, config: Mapping[str, object]) -> RestoredRun:
-        """Restore the random states of the loaded checkpoint; return its progress, queue, prompts and reference.
+        """Set the random generators to the loaded checkpoint's states; return the run's other saved state.
 
         config: this run's settings, as ``config_to_dict`` gives them.
         """

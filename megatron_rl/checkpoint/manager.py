@@ -1,19 +1,20 @@
-"""The manager of a run's checkpoints: when the run saves, when it leaves, and where it resumes.
+"""The manager of a run's checkpoints: it decides when the run saves, when it ends early, and where it resumes.
 
-It saves every ``checkpoint.save_every_rollouts``, at the run's end and if the run is preempted. A
-run resumes from the newest good checkpoint. A checkpoint is taken between rollouts, when nothing is
-half done: no gradient is accumulated, and rollouts generated ahead are waited for. Its iteration is
-the number of rollouts trained so far; 0 is the state after the supervised warm-up. ``state.json``
-holds the state that every rank knows and that is not a tensor. ``rollouts_<rank>.npz`` holds a
-rank's untrained rollouts, and its replayed ones.
+The run saves every ``checkpoint.save_every_rollouts`` rollouts, at its end, and if it is preempted.
+It resumes from the newest good checkpoint. A checkpoint is taken between rollouts, when nothing is
+half done: no gradient is accumulated, and rollouts generated ahead are complete. Its iteration is
+the number of rollouts trained so far; 0 is the state after the supervised start. ``state.json``
+holds the state that every rank knows and that is not a tensor. ``rollouts_<rank>.npz`` holds the
+rollouts that a rank has not trained yet, and its replayed ones.
 
 A critic has its own checkpoints, of the same iterations, under ``critic/``. The critic's checkpoint
-is whole before the policy's of the same iteration is. A run never resumes from a policy's
-checkpoint without its critic's.
+is completed before the policy's of the same iteration. A run never resumes from a policy's
+checkpoint without the critic's of the same iteration.
 
-Checkpoints within the supervised start lie under ``supervised/``. Their iteration is the number of
-supervised steps. They hold no critic, which that start does not train. They are removed as soon as
-there are ``checkpoint.keep_last`` later ones.
+The supervised start is the fine-tuning before the first rollout. Its checkpoints lie under
+``supervised/``, and their iteration is the number of supervised steps. They hold no critic, since
+the supervised start does not train it. They are removed as soon as there are
+``checkpoint.keep_last`` later checkpoints.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class CheckpointManager:
-    """Decides when a run saves, leaves and resumes. Methods are collectives unless they say otherwise.
+    """Decides when a run saves, ends early and resumes. Methods are collectives unless they say otherwise.
 
-    leaves: whether all ranks decided together that the run leaves. resumes: whether the run resumed
-        from a checkpoint.
+    leaves: whether the ranks have agreed to end the run early, because one of them got a signal.
+    resumes: whether the run resumed from a checkpoint.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class CheckpointManager:
         saves: bool,
         written_config: Mapping[str, object],
     ) -> None:
-        """Install the signal handlers of a run that ``saves``.
+        """Install handlers for SIGTERM, SIGUSR1 and SIGINT if the run saves checkpoints.
 
+        hf_path: ``model.hf_path``.
         supervised_every: ``sft.save_every_steps``.
+        saves: whether the run saves checkpoints.
         written_config: the run's configuration in the form that checkpoints hold.
         """
         self.backend, self.critic, self.settings = backend, critic, settings
@@ -86,7 +89,7 @@ class CheckpointManager:
                 signal.signal(number, self._ask_to_leave)
 
     def _ask_to_leave(self, number: int, _frame: object) -> None:
-        """Note the signal, and log it by ``os.write``.
+        """Note that a signal asked this process to end, and say so on stderr by ``os.write``.
 
         A print in a signal handler raises if it interrupts another print.
         """
@@ -105,10 +108,11 @@ class CheckpointManager:
     def load_newest(
         self, prepare: Callable[[ResumePoint, bool], None], check_rows: Callable[[bytes], None]
     ) -> ResumePoint | None:
-        """Load model and critic from the newest good checkpoint and return it; None if there is none.
+        """Load model and critic from the newest good checkpoint and return the checkpoint; None if there is none.
 
-        None also under ``checkpoint.resume=never``. Call ``restore`` next, for the run's other state.
-        ``CheckpointLoader.load_newest`` documents the errors and the arguments.
+        Under ``checkpoint.resume=never`` nothing is loaded, and None is returned. Call ``restore``
+        next: it restores the run's other state. ``CheckpointLoader.load_newest`` documents the
+        errors and the arguments.
         """
         folders = self._folders()
         if not folders:
@@ -121,7 +125,11 @@ class CheckpointManager:
         return point
 
     def _folders(self) -> list[pathlib.Path | RemotePath]:
-        """Return the checkpoints to choose from, newest first; set them aside under ``checkpoint.resume=never``."""
+        """Return the folders of the checkpoints that the run may resume from, newest first.
+
+        If there is no checkpoint, or under ``checkpoint.resume=never``, it returns [], after
+        ``start_anew`` has renamed the folders of an earlier run.
+        """
         roots = (self.root, self.root / CRITIC, self.supervised_root)
         on_disk = isinstance(self.root, pathlib.Path)
         seen: list | str
@@ -147,7 +155,12 @@ class CheckpointManager:
         return resumable(self.root, iterations, None if self.critic is None else of_critic, supervised)
 
     def cut_back(self, point: ResumePoint | None) -> None:
-        """Cut the run's files to their sizes in the checkpoint, and set later exports aside, on the main rank."""
+        """Truncate the run's files in APPENDED to their sizes in the checkpoint, and rename the exports of later steps.
+
+        Only the main rank does so.
+
+        point: the checkpoint from which the run resumes; None does nothing.
+        """
         if point is None or not self.is_main:
             return
         set_exports_aside(self.exports_root, point.state["backend"]["step_index"])
@@ -180,28 +193,31 @@ class CheckpointManager:
         return True
 
     def restore(self, point: ResumePoint) -> RestoredRun:
-        """Restore the random states of the loaded checkpoint; return its progress, queue, prompts and reference."""
+        """Set the random generators to the loaded checkpoint's states; return the run's other saved state."""
         assert self._loader is not None, f"{point.folder} is not loaded"
         return self._loader.restore(point, self.written_config)
 
     # ---- in the run ------------------------------------------------------------------------------------------------
 
     def save_if_due(self, rollouts: int, take_state: Callable[[], RunState], *, last: bool = False) -> bool:
-        """Save between rollouts if that is due; return whether the run is to leave after a rank's SIGTERM or SIGUSR1.
+        """Save a checkpoint between rollouts if one is due. Return whether the run must end early, after a signal.
 
-        Only for runs that save checkpoints (``Config.saves_checkpoints``).
+        Only for runs that save checkpoints (``Config.saves_checkpoints``). A signal to any rank
+        makes a checkpoint due.
 
-        rollouts: the number trained so far.
-        take_state: returns the run's state when a checkpoint is saved; a collective.
+        rollouts: the number of rollouts trained so far.
+        take_state: a function that returns the run's state. It is a collective, called only if a
+            checkpoint is saved.
+        last: whether the run ends after this rollout anyway. It makes a checkpoint due.
         """
         every = self.settings.save_every_rollouts
         due = last or rollouts == 0 or (every > 0 and rollouts % every == 0)
         return self._save_and_vote(self.root, rollouts, take_state, due=due, last=last, progress={"rollouts": rollouts})
 
     def save_supervised_if_due(self, steps: int, take_state: Callable[[], RunState]) -> bool:
-        """Save between steps of the supervised start, as ``save_if_due`` does between rollouts.
+        """Save a checkpoint between steps of the supervised start, as ``save_if_due`` does between rollouts.
 
-        steps: the supervised steps taken so far.
+        steps: the number of supervised steps taken so far.
         """
         every = self.supervised_every
         due, progress = every > 0 and steps % every == 0, {"rollouts": 0, "supervised_steps": steps}
@@ -217,9 +233,10 @@ class CheckpointManager:
         last: bool,
         progress: Mapping[str, int],
     ) -> bool:
-        """Save if a checkpoint is due or any rank was told to leave; return whether the run is to leave.
+        """Save a checkpoint if one is due or a signal asked a rank to end. Return whether the run must end early.
 
-        progress: the fields of the state that say how far the run is.
+        root, iteration: the folder of checkpoints, and the new checkpoint's number in it.
+        progress: the fields of state.json that say how far the run is.
         """
         saver = self._saver
         assert saver is not None, "this run saves no checkpoints"
@@ -238,10 +255,10 @@ class CheckpointManager:
 
     @property
     def saved_at(self) -> float | None:
-        """Return when this process's last checkpoint became whole, in seconds since 1970; None before the first."""
+        """Return when this process's last checkpoint was completed, in seconds since 1970; None before the first."""
         return None if self._saver is None else self._saver.saved_at
 
     def close(self) -> None:
-        """Finish the checkpoints that are still being written."""
+        """Wait until the checkpoints that are being written are complete."""
         if self._saver is not None:
             self._saver.finish()

@@ -1,18 +1,19 @@
-"""The layout of Megatron-LM's checkpoint folder, and its keys for the tensors of weights/mapping.py.
+"""The layout of Megatron-LM's checkpoint folder, and the keys under which it holds the tensors of weights/mapping.py.
 
     <folder>/latest_checkpointed_iteration.txt    the iteration, or "release" for a converted model
     <folder>/iter_0000100/, <folder>/release/     torch_dist files (checkpoint/torch_dist.py)
-    <folder>/hf/                                  ours: the Hugging Face config, tokenizer, generation config
+    <folder>/hf/                                  our addition: Hugging Face config, tokenizer, generation config
 
 Megatron-LM refuses iteration 0 (read, ``training/checkpointing.py`` read_metadata: "assert
-iteration > 0 or release"), and starts a ``release`` at 0 with a fresh optimizer.
+iteration > 0 or release"). It starts a ``release`` at iteration 0 with a fresh optimizer.
 
-Keys are those of ``GPTModel.sharded_state_dict`` (0.16.1 and 0.19.2, read and run). Layers of one
-kind are one tensor with the layer as first index; a mixture's experts are the second index. Norms
-have the names of Transformer Engine's fused linears, whichever spec wrote them. The exception is
-the norm before a mixture, which the torch spec names as if it were fused. Every tensor in the
-checkpoint is whole, so that any topology loads it: q, k, v by group as on one rank, gate's rows
-before up's.
+The keys are the keys of ``GPTModel.sharded_state_dict`` (Megatron-Core 0.16.1 and 0.19.2, read and
+run). The same parameter of all layers is one stacked tensor, with the layer as first index. For a
+mixture's experts the second index is the expert. A norm has its name inside Transformer Engine's
+fused linear, whichever layer spec wrote it. The exception is the norm before a mixture of experts,
+which only the torch spec names as if it were fused. Every stored tensor is whole, so that any
+topology loads it. Its rows lie as on a single tensor-parallel rank: q, k, v by query group, gate's
+rows before up's.
 """
 
 from __future__ import annotations
@@ -70,12 +71,14 @@ class Place:
 class Stored:
     """Holds an entry of weights/mapping.py for one tensor, and the tensor's name in a checkpoint.
 
-    entry:     the entry with whole Hugging Face names, every number filled in.
-    name:      the part of the key below ``decoder.layers.`` if ``layer`` is set, else the whole
-               key; an expert's name has no number.
-    aliases:   other names that a spec gives to the same tensor.
+    entry: the entry, with the numbers of layer and expert filled in, so that Hugging Face names are
+        whole.
+    name: the part of the key after ``decoder.layers.`` if ``layer`` is set, else the whole key. An
+        expert's name lacks the expert's number.
+    aliases: other names that a layer spec gives to the same tensor.
     layer, expert: the tensor's numbers; None if it belongs to no layer, or to no expert.
-    by_layer: whether each layer has tensors of its own, as in a model with layers of two kinds.
+    by_layer: whether each layer's tensor has its own key, as in a model with dense and mixture
+        layers.
     """
 
     entry: Entry
@@ -87,7 +90,7 @@ class Stored:
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Return the tensor's layer and expert: its first indices in the stacked tensor of a checkpoint made here."""
+        """Return the tensor's indices (layer, expert) in the stacked tensor of a checkpoint written here."""
         return tuple(x for x in (None if self.by_layer else self.layer, self.expert) if x is not None)
 
     def stack(self, shape: ModelShape) -> tuple[int, ...]:
@@ -99,18 +102,25 @@ class Stored:
         return tuple(count for number, count in counts if number is not None)
 
     def keys(self) -> tuple[str, ...]:
-        """Return the stacked tensor's keys in a checkpoint written here."""
+        """Return the keys of the tensor, or of the stacked tensor that holds it, in a checkpoint written here.
+
+        The first key is the tensor's name, the others are its aliases.
+        """
         prefix = "" if self.layer is None else f"{LAYERS}{self.layer}." if self.by_layer else LAYERS
         return tuple(prefix + x for x in (self.name, *self.aliases))
 
     def dtype(self, asked: torch.dtype | None) -> torch.dtype | None:
-        """Return the dtype to write the tensor in, if parameters are written as ``asked``; None keeps the source's."""
+        """Return the dtype in which the tensor is written: float32 for a frozen buffer, else ``asked``.
+
+        asked: the dtype of the parameters; None keeps the source's dtype.
+        """
         return torch.float32 if self.entry.frozen else asked
 
     def forms(self, shape: ModelShape) -> Iterator[Place]:
-        """Yield the tensor's place in every form that Megatron-Core writes.
+        """Yield the tensor's Place in each form in which Megatron-Core may have written it.
 
-        The forms: stacked; by layer (``non_homogeneous_layers``); by layer and expert
+        The first form is the stacked tensor. In the second each layer has its own key
+        (``non_homogeneous_layers``). In the third each layer's expert has its own key too
         (``singleton_local_shards``).
         """
         experts = () if self.expert is None else (shape.num_experts,)
@@ -128,7 +138,11 @@ class Stored:
 
 
 def stored_layers(shape: ModelShape) -> Iterator[list[Stored]]:
-    """Yield every tensor of the model, a layer at a time, in the order of a Hugging Face checkpoint."""
+    """Yield lists of Stored, which describe all tensors of the model and their names in a checkpoint.
+
+    There is a list for the embedding, for each layer, for the final norm, and for an output matrix.
+    The order is that of a Hugging Face checkpoint.
+    """
     yield [Stored(entry=EMBEDDING, name=EMBEDDING.megatron)]
     fused: ModelShape = dataclasses.replace(shape, layer_spec="transformer_engine")
     for layer in range(shape.num_layers):
@@ -146,7 +160,11 @@ def stored_layers(shape: ModelShape) -> Iterator[list[Stored]]:
 
 
 def _stored_experts(shape: ModelShape, layer: int) -> Iterator[Stored]:
-    """Yield the tensors of a layer's experts, expert by expert; stack by stack if the files stack experts."""
+    """Yield a Stored for each tensor of a layer's experts, expert by expert.
+
+    If Hugging Face files stack all experts in one tensor, all experts' tensors of one kind come
+    before the next kind.
+    """
     first = [entry for entries in own_experts(shape, shape.num_experts, layer) for entry in entries]
     kinds = [[entry] for entry in first] if stacking(shape.family) else [first]
     for kind in kinds if first else ():
@@ -162,16 +180,16 @@ def _of_layer(entry: Entry, layer: int) -> Entry:
 
 
 def whole_size(entry: Entry, shape: ModelShape) -> tuple[int, ...]:
-    """Return the shape of the Megatron tensor over all tensor ranks."""
+    """Return the shape of an entry's Megatron parameter before it is split over tensor-parallel ranks."""
     return shard_size(entry, shape, 1)
 
 
 def extra_state_keys(shape: ModelShape) -> list[str]:
-    """Return the keys of the extra objects of linears and attention: FP8 scales, empty without FP8.
+    """Return the keys of the ``_extra_state`` objects of linears, norms and attention: FP8 scales, empty without FP8.
 
-    A model asks for them when it loads, and Megatron-Core raises if one is missing. Run for the
-    torch spec. Transformer Engine's list is read in its source; it has more of them than a model
-    asks for, which does no harm.
+    A model asks for these objects when it loads, and Megatron-Core raises if one is missing. The
+    keys for the torch spec were tested in a run. The keys for Transformer Engine were read in its
+    source. They include some that no model asks for, which does no harm.
     """
     projections = ["qkv"]
     if shape.kv_lora_rank:
@@ -204,9 +222,13 @@ def extra_state_keys(shape: ModelShape) -> list[str]:
 
 
 def find(stored: Stored, shape: ModelShape, keys: Collection[str], where: str) -> list[Place]:
-    """Return the places of ``stored``: one place, or gate's and up's, which singleton_local_shards saves apart.
+    """Return where a checkpoint holds ``stored``: one Place (key and indices), or two if gate and up lie apart.
 
-    Raises ConfigError naming the tensor if a checkpoint holds none of its forms.
+    ``singleton_local_shards`` stores them apart. Raises ConfigError naming the tensor if the
+    checkpoint has it in no form.
+
+    keys: the keys of the checkpoint's tensors.
+    where: the checkpoint's name for messages.
     """
     for form in stored.forms(shape):
         if form.key in keys:
@@ -223,8 +245,8 @@ def find(stored: Stored, shape: ModelShape, keys: Collection[str], where: str) -
 def check_sizes(stored: Stored, shape: ModelShape, reader: TorchDistReader) -> torch.dtype:
     """Check the size of ``stored`` in a checkpoint; return the dtype in which the checkpoint holds it.
 
-    Raises ConfigError if the tensor is missing or has another size than the config's. Rows past the
-    vocabulary are pads; any number of them is accepted.
+    Raises ConfigError if the tensor is missing, or if its size is not the config's. An embedding
+    may have any number of padding rows after the vocabulary's.
     """
     places = find(stored, shape, reader.tensors, str(reader.folder))
     wanted = whole_size(stored.entry, shape)
@@ -242,7 +264,7 @@ def check_sizes(stored: Stored, shape: ModelShape, reader: TorchDistReader) -> t
 
 
 def read_stored(stored: Stored, shape: ModelShape, reader: TorchDistReader) -> list[tuple[str, torch.Tensor]]:
-    """Read one entry from a checkpoint, as its Hugging Face tensors."""
+    """Return [(Hugging Face name, tensor)] of the Hugging Face tensors of ``stored``, read from a checkpoint."""
     parts = [reader.read(x.key, x.lead) for x in find(stored, shape, reader.tensors, str(reader.folder))]
     return merge_shards(stored.entry, shape, [parts[0] if len(parts) == 1 else torch.cat(parts)])
 
@@ -252,7 +274,7 @@ class MegatronFolder:
     """Names one checkpoint of a Megatron-LM folder.
 
     name: "release" or "iter_0000100".
-    hf: the folder's Hugging Face side files; None if it has none.
+    hf: the folder of the model's Hugging Face config and tokenizer; None if absent.
     """
 
     folder: pathlib.Path | RemotePath
@@ -270,7 +292,7 @@ def iteration_name(iteration: int | None) -> str:
 
 
 def open_folder(folder: pathlib.Path | RemotePath, iteration: int | None = None) -> MegatronFolder:
-    """Find the latest checkpoint of a Megatron-LM folder, or the checkpoint of ``iteration``.
+    """Return the latest checkpoint of a Megatron-LM folder, or the checkpoint of ``iteration``.
 
     ``folder`` may also be a checkpoint's own folder. Raises ConfigError if there is no checkpoint,
     and DamagedCheckpoint if the file that names the latest cannot be read.

@@ -1,4 +1,4 @@
-"""The share of a checkpoint that a backend holds: its tensors and the numbers that belong to them.
+"""The saving and loading of a backend's state in a checkpoint: the model's tensors, AdamW's states and counters.
 
 With adapters a checkpoint holds the adapters' tensors and a checksum of the frozen weights. The
 frozen weights come from model.hf_path again.
@@ -46,9 +46,10 @@ def identity(backend: TrainableModel) -> dict[str, object]:
 
 
 def numbers(backend: TrainableModel) -> dict[str, object]:
-    """Return the counters and sums that decide later steps.
+    """Return the backend's counters and sums on which later steps depend, as JSON-able values by name.
 
-    AdamW's step count is the scheduler's: both increase with every applied step.
+    ``optimizer_steps``, AdamW's step count, is read from the scheduler: both increase with every
+    applied step.
     """
     return {
         "step_index": backend.step_index,
@@ -66,7 +67,7 @@ def _reference(backend: TrainableModel) -> list[torch.Tensor] | None:
 
 
 def _entries(backend: TrainableModel) -> list[ShardedBase]:
-    """Return the sharded entries of the trained weights."""
+    """Return Megatron-Core's sharded tensors of the trained weights: of the adapters if there are any, else of all."""
     entries = weight_entries(backend.chunks)
     return [x for x in entries if x.data.requires_grad] if backend.shape.lora_rank else entries
 
@@ -83,10 +84,11 @@ def save(
 ) -> PendingSave:
     """Begin a checkpoint of the model, its reference policy and AdamW in their current state; a collective.
 
-    An accumulated gradient is not saved.
+    An accumulated gradient is not saved. ``PendingSave.finish`` of the result completes the
+    checkpoint.
 
-    texts, own_files, prefixes: further files of the checkpoint, see PendingSave.
-    with_adam: False for weights that are not trained.
+    texts, own_files, prefixes: further files of the checkpoint, as PendingSave takes them.
+    with_adam: whether AdamW's states are saved.
     """
     backend.schedule.gather_parameters()
     entries = _entries(backend)
@@ -103,7 +105,7 @@ def save(
 def load(
     backend: TrainableModel, folder: pathlib.Path, saved: Mapping[str, object], model: Mapping[str, object]
 ) -> None:
-    """Give the backend the state that ``save`` took of the same model, under any topology; a collective.
+    """Load into the backend the state that ``save`` wrote of the same model, under any topology; a collective.
 
     Raises CheckpointError if the models differ.
 
@@ -133,7 +135,10 @@ def load(
 
 
 def check_model(backend: TrainableModel, folder: pathlib.Path, model: Mapping[str, object]) -> None:
-    """Raise CheckpointError if ``model``, a checkpoint's ``identity``, is not the backend's. All ranks call it."""
+    """Raise CheckpointError if ``model``, the ``identity`` in a checkpoint, differs from the backend's.
+
+    A collective.
+    """
     check_identity(identity(backend), folder, model)
 
 
@@ -146,7 +151,10 @@ def _put(backend: TrainableModel, values: Mapping[int, torch.Tensor]) -> None:
 
 
 def _restore_fit(backend: TrainableModel, sums: np.ndarray) -> None:
-    """Restore the measured sums; they hold only for a pipeline of the same layout."""
+    """Restore the sums from which the planner's cost model is fitted, if their shape is this pipeline's.
+
+    Under ``plan.calibrate`` the planner then uses a cost model fitted to them.
+    """
     if sums.shape == backend.fit.sums.shape:
         backend.fit.sums = sums
         if backend.config.plan.calibrate:

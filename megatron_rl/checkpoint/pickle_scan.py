@@ -1,15 +1,15 @@
 """The scan of a pickle's opcodes before it is unpickled: it refuses a pickle that is no index of tensors.
 
-An allow-list of names bounds a pickle's calls, but not its memory. Nine bytes can ask for a memo of
-32 GB. A hundred bytes can build a tuple of 2^50 parts whose hash never ends. A few million bytes
-can nest so deep that the interpreter crashes.
+An allow-list of names limits which functions a pickle calls, but not its memory. Nine bytes can ask
+for a memo of 32 GB. A hundred bytes can build a tuple of 2^50 parts whose hash never ends. A few
+million bytes can nest so deep that the interpreter crashes. Hence four rules:
 
-1. Only the opcodes of an index of tensors are accepted.
-2. The memo grows by one place at a time.
-3. A value fetched from the memo, or a global one, cannot be changed any more. So no class gets an
-   attribute, and counts are exact, since no value grows within another.
-4. The number of a value's parts is bounded, shared parts counted at each reference; so is its
-   depth.
+1. Only the opcodes that an index of tensors needs are accepted.
+2. The memo grows by one entry at a time.
+3. A value cannot be changed any more once it was fetched from the memo, and a global never can. So
+   no class gets an attribute. The counts of rule 4 are exact, since no value grows inside another.
+4. The number of a value's parts is bounded, with a shared part counted at each reference. The depth
+   of nesting is bounded too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,12 @@ ADDED_TO_MARK = {"APPENDS", "SETITEMS", "ADDITEMS"}
 
 @dataclass(slots=True)
 class _Value:
-    """Counts a value: its parts with their parts, and how deep they nest. ``grows``: whether it may be changed."""
+    """Holds the size of a value that the pickle would build, in place of the value.
+
+    parts: the number of its parts, including their own parts.
+    depth: how many levels deep its parts nest.
+    grows: whether later opcodes may add parts to it.
+    """
 
     parts: int = 1
     depth: int = 0
@@ -64,7 +69,7 @@ ATOM = _Value()
 
 
 class _Machine:
-    """Runs opcodes on counts in place of values."""
+    """Runs a pickle's opcodes on _Value counts, so that no value is built."""
 
     def __init__(self, most_parts: int) -> None:
         self.most_parts = most_parts

@@ -1,8 +1,8 @@
-"""The unpicklers for the pickles of torch and Megatron-Core: they know only the classes listed below.
+"""Restricted unpicklers for the pickles of torch and Megatron-Core: they know only the classes listed below.
 
 On disk the pickle is ``.metadata``. Between ranks torch sends the plans of a save or a load as
-pickled objects. ``guarded`` puts these unpicklers in torch's place. No list holds anything that
-opens, imports, evaluates or runs.
+pickled objects. ``guarded`` makes torch use these unpicklers. No listed name opens files, imports
+modules, or evaluates or runs code.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ FORCE, FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY
 
 
 def member(kind: object, name: object) -> enum.Enum:
-    """Return an enum's member by its name.
+    """Return an enum's member by its name. It takes the place of ``getattr`` in a pickle.
 
-    Python 3.11.2, which is Debian 12's, pickles a member as a call of ``getattr`` (its enum.py,
+    Python 3.11.2, which Debian 12 has, pickles a member as a call of ``getattr`` (its enum.py,
     ``Enum.__reduce_ex__``). Raises UnpicklingError unless ``kind`` is a class of enums and ``name``
     one of its members.
     """
@@ -99,7 +99,7 @@ def member(kind: object, name: object) -> enum.Enum:
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Unpickles ``.metadata``; refuses any class or function that is not in the lists above."""
+    """Unpickles ``.metadata``; raises UnpicklingError for a class or function that is not in ALLOWED or DTYPES."""
 
     def find_class(self, module: str, name: str) -> object:
         if (module, name) == ("builtins", "getattr"):
@@ -113,7 +113,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class PlanUnpickler(MetadataUnpickler):
-    """Unpickles the plans that ranks send one another before a save or a load."""
+    """Unpickles the plans that ranks send one another before a save or a load; BETWEEN_RANKS lists further classes."""
 
     def allows(self, module: str, name: str) -> bool:
         return name in BETWEEN_RANKS.get(module, ()) or super().allows(module, name)
@@ -122,9 +122,10 @@ class PlanUnpickler(MetadataUnpickler):
 def check_pickle(path: pathlib.Path | RemotePath) -> object:
     """Unpickle a ``.metadata`` file and return its object.
 
-    Raises DamagedCheckpoint if it names any other class or function, is larger than the tensors
-    beside it, or is not built like an index of tensors (checkpoint/pickle_scan.py). The file is not
-    unpickled then.
+    Raises DamagedCheckpoint if it names a class or function that is not allowed, or is larger than
+    an index of the tensors beside it can be. The same error is raised if it is not built like an
+    index of tensors (checkpoint/pickle_scan.py). Size and structure are checked before unpickling
+    begins.
     """
     try:
         size = path.stat().st_size
@@ -154,10 +155,10 @@ def check_pickle(path: pathlib.Path | RemotePath) -> object:
 
 
 def check_torch_files(folder: pathlib.Path | RemotePath) -> None:
-    """Raise DamagedCheckpoint, naming the file, if torch's own files of a checkpoint are not whole.
+    """Raise DamagedCheckpoint, naming the file, if one of torch's own files in a checkpoint is damaged.
 
-    These are the index of its tensors (``.metadata``), the format (``metadata.json``) and, from
-    Megatron-Core 0.16.1, the common state (``common.pt``).
+    These are the index of its tensors (``.metadata``), the format (``metadata.json``) and the
+    common state (``common.pt``), which Megatron-Core 0.19.2 does not write.
     """
     read_index(folder)
     read_backend(folder)
@@ -169,7 +170,7 @@ def check_torch_files(folder: pathlib.Path | RemotePath) -> None:
 
 
 def read_index(folder: pathlib.Path | RemotePath) -> Metadata:
-    """Return a checkpoint's index of tensors, after a check that each lies within a regular file of the folder.
+    """Return a checkpoint's index of tensors, after a check that each tensor lies within a regular file of the folder.
 
     Raises DamagedCheckpoint, naming the file that is missing, cut short or replaced. Tensors are
     not read.
@@ -224,7 +225,10 @@ def _check_entry(entry: object, where: str) -> None:
 
 
 def read_backend(folder: pathlib.Path | RemotePath) -> str:
-    """Return the format that ``metadata.json`` names. Raises DamagedCheckpoint if it names none."""
+    """Return the format that ``metadata.json`` names, such as "torch_dist".
+
+    Raises DamagedCheckpoint if it names none.
+    """
     kind = read_object(folder / FORMAT, most_bytes=SMALL_BYTES, error=DamagedCheckpoint)
     return field(kind, "sharded_backend", str, str(folder / FORMAT), error=DamagedCheckpoint)
 
@@ -232,7 +236,8 @@ def read_backend(folder: pathlib.Path | RemotePath) -> str:
 def load_plain(source: pathlib.Path | RemotePath | io.RawIOBase, what: str = "") -> object:
     """Return the object that torch saved in a file, of the types that ``weights_only`` reads.
 
-    what: the name in messages of a part of an open file.
+    source: a path, or a file that is open for reading.
+    what: the source's name for messages, if it is an open file.
 
     Raises UnpicklingError for other types, DamagedCheckpoint for a file that is not torch's.
     """
@@ -251,17 +256,18 @@ def load_plain(source: pathlib.Path | RemotePath | io.RawIOBase, what: str = "")
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's first line; torch's messages go on with the advice to trust the file."""
+    """Return the first line of an error's text. In torch's messages later lines advise to trust the file."""
     return shortened((str(error).splitlines() or [""])[0] or type(error).__name__, 150)
 
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Restrict torch to these lists for ``.metadata`` and other ranks' plans, and ``torch.load`` to ``weights_only``.
+    """Make torch use these unpicklers within the block, and ``torch.load`` only with ``weights_only``.
 
-    ``weights_only`` is set by torch's own variable, which overrules its callers.
-    ``DefaultLoadPlanner.load_bytes`` asks for ``weights_only=False``, and a ``.metadata`` with only
-    allowed classes could still send a tensor there.
+    ``weights_only`` is forced by torch's environment variable, which overrules the caller's
+    argument. This is needed since ``DefaultLoadPlanner.load_bytes`` asks for
+    ``weights_only=False``. A ``.metadata`` with only allowed classes could still send a tensor
+    there.
     """
     loads = SimpleNamespace(**{**vars(pickle), "load": lambda file: MetadataUnpickler(file).load()})
     with (

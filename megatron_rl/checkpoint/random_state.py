@@ -1,4 +1,4 @@
-"""The state of every global random generator of a process, as JSON-able values and back."""
+"""The reading and setting of a process's global random generators (torch, Python, NumPy, CUDA), as JSON-able values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rl.distributed.platform import HOST
 
 
 def random_state() -> dict[str, object]:
-    """Return the state of every global generator of this process, as JSON-able values."""
+    """Return the state of every global random generator of this process: generator's name → JSON-able value."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, object] = {

@@ -1,20 +1,21 @@
-"""The checkpoints in an object store: checkpoint/folder.py's layout and promises without a rename.
+"""The writing of checkpoints to an object store: the layout and guarantees of checkpoint/folder.py, without a rename.
 
     s3://bucket/run/
         latest_checkpointed_iteration.txt
-        iter_0000030/                         whole: it has a manifest.json, which is uploaded last
+        iter_0000030/                         complete: it has a manifest.json, which is uploaded last
         iter_0000040/                         no manifest: being written, or left by a killed run
 
 Invariants (tests/unit/checkpoint/test_remote_folder.py, tests/s3/test_checkpoints.py):
 
-1. A folder counts iff its manifest.json is there. The manifest is uploaded after every other object
-   of the folder was listed with the bytes that were sent.
+1. A folder counts as a checkpoint iff its manifest.json is there. The manifest is uploaded after
+   every other object of the folder was listed with the bytes that were sent.
 2. Removing a checkpoint removes its manifest first, so that the checkpoint becomes invisible before
    it becomes incomplete.
 3. A folder without a manifest is never read; the next save removes it.
 
-A checkpoint of the same number, left if a run fell back past a damaged one, is removed before the
-new one is written. Until the new one is whole, the checkpoint before counts.
+A run that passed over a damaged checkpoint reaches the damaged one's number again. The damaged
+checkpoint is removed before the new one is written. Until the new one is complete, a resume uses
+the checkpoint before.
 """
 
 from __future__ import annotations
@@ -44,17 +45,20 @@ log = logging.getLogger(__name__)
 
 
 def begin(root: RemotePath, iteration: int) -> None:
-    """Remove the remains of killed attempts under ``root``, and an older checkpoint of the same number."""
+    """Remove the folders without a manifest under ``root``, and an older checkpoint of the number ``iteration``.
+
+    Killed runs leave folders without a manifest.
+    """
     whole = set(whole_checkpoints(root)) - {iteration}
     for leftover in set(numbered_folders(root)) - whole:
         remove(root / name_of(leftover))
 
 
 class RemotePlace:
-    """Receives one checkpoint's files: each rank uploads its own, the main rank the small ones and the manifest.
+    """Uploads one checkpoint's files: each rank its own files, the main rank also the small files and the manifest.
 
-    scratch: a folder on this rank's disk, for the files that Megatron-Core writes itself: the index
-        of the tensors and the common state. Tensors go from memory to the store.
+    scratch: a temporary folder on this rank's disk, for the files that Megatron-Core itself writes:
+        the index of the tensors and the common state. Tensors go from memory to the store.
     """
 
     def __init__(self, root: RemotePath, iteration: int) -> None:
@@ -66,10 +70,14 @@ class RemotePlace:
         begin(self.root, self.iteration)
 
     def write_bucket(self, transforms: Sequence, _: int, bucket: tuple) -> tuple[list, str, dict[str, object]]:
-        """Upload a bucket of tensors; return torch's WriteResult of each, the file's name and its digest.
+        """Upload one file of tensors; return (torch's WriteResult of each tensor, the file's name, its digest).
 
-        It uses the same function of torch as ``FileSystemWriterAsync.write_preloaded_data`` (0.16.1
-        and 0.19.2), which writes to a file on a disk.
+        Each tensor is written by the same function of torch as in Megatron-Core's
+        ``FileSystemWriterAsync.write_preloaded_data`` (0.16.1 and 0.19.2), which writes to a file
+        on a disk.
+
+        transforms: the first arguments of that function.
+        bucket: Megatron-Core's triple (path, file name, (objects, tensors)).
         """
         _, name, (raw, tensors) = bucket
         with (self.folder / name).open("wb") as upload:
@@ -80,7 +88,7 @@ class RemotePlace:
         return results, name, upload.digest()
 
     def write_file(self, name: str, content: bytes) -> dict[str, object]:
-        """Upload a small file and return its digest."""
+        """Upload a small file and return its digest: bytes and SHA-256."""
         with (self.folder / name).open("wb") as upload:
             upload.write(content)
         return upload.digest()
@@ -93,7 +101,12 @@ class RemotePlace:
         return upload.digest()
 
     def complete(self, digests: Mapping[str, Mapping[str, object]]) -> None:
-        """Turn the folder into a checkpoint, on the main rank. Raises OSError if an object is not as it was sent."""
+        """Check the uploaded objects, then upload the manifest, which completes the checkpoint. On the main rank.
+
+        Raises OSError if an object is missing, unexpected, or of another size than was sent.
+
+        digests: file name → digest (bytes and SHA-256) of every rank's files.
+        """
         own = {path.name: self.write_file(path.name, path.read_bytes()) for path in sorted(self.scratch.iterdir())}
         sent, found = {**digests, **own}, self.folder.files()
         for name in sorted(sent.keys() | found.keys()):
@@ -111,7 +124,7 @@ class RemotePlace:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def abandon(self) -> None:
-        """Remove the sent objects, on the main rank; the next save removes any that are left."""
+        """Remove the uploaded objects, on the main rank; the next save removes any that are left."""
         try:
             remove(self.folder.within(LEAVE_S))
         except OSError as error:

@@ -1,9 +1,9 @@
 """The loading of a checkpoint in an object store by Megatron-Core: small files are fetched, tensors read by ranges.
 
-``dist_checkpointing.load`` (0.16.1 and 0.19.2) takes a folder on a disk. It gets a folder with the
-checkpoint's index, format and common state. torch's ``FileSystemReader`` (2.13) opens every
-``*.distcp`` by ``FileSystem.create_stream`` and reads the chunks that the rank asked for. In that
-one place the file opened is the store's.
+``dist_checkpointing.load`` (0.16.1 and 0.19.2) takes a folder on a disk. So it gets a temporary
+folder with the checkpoint's index, format and common state. torch's ``FileSystemReader`` (2.13)
+opens every ``*.distcp`` by ``FileSystem.create_stream`` and reads the chunks that the rank asked
+for. That function is replaced during a load: it opens the store's object instead.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from megatron_rl.storage.remote import RemotePath
 
 @contextlib.contextmanager
 def index_of(folder: RemotePath) -> Iterator[pathlib.Path]:
-    """Yield a folder on disk that stands for a checkpoint while torch reads it; a collective.
+    """Yield a temporary folder from which torch loads a checkpoint in an object store; a collective.
 
-    Raises CheckpointError on every rank if one rank cannot fetch it.
+    The folder holds the checkpoint's small files. Tensors are read from the store while the block
+    runs. Raises CheckpointError on every rank if one rank cannot fetch the files.
     """
     error: CheckpointError | None = None
     try:

@@ -1,9 +1,10 @@
 """The lock of a folder in an object store: one run at a time writes checkpoints there, from whatever host.
 
-``lock.json`` names its holder as distributed/run_lock.py's does, with a number that the holder
-raises every BEAT_S. The number stands for a modification time, which an object cannot renew; clocks
-are not compared. Not every store has conditional writes, so none is used. Who writes the lock reads
-it again after SETTLE_S, and the last writer holds it.
+``lock.json`` names its holder in the same fields as the lock file of distributed/run_lock.py. A
+further field is a number that the holder raises every BEAT_S seconds. The number replaces a
+modification time, which the holder of an object cannot renew. Clocks are not compared. Not every
+store has conditional writes, so none is used. A process that writes the lock reads it again after
+SETTLE_S seconds. If several processes wrote it, the last writer holds it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class RemoteLock(RunLock):
         self.path.write_bytes(json.dumps(json.loads(self._content()) | {"number": self.number}).encode())
 
     def _read(self) -> tuple[dict | None, int | None]:
-        """Return (holder, number); (None, None) without a lock, (None, 0) if the file holds another text."""
+        """Return (holder, number); (None, None) if there is no lock, (None, 0) if the file holds another text."""
         try:
             with self.path.open("rb") as file:
                 content = file.read(MOST_BYTES)
@@ -82,6 +83,8 @@ def _lacks_bucket(root: RemotePath) -> bool:
 @contextlib.contextmanager
 def held_store(root: RemotePath, *, is_first: bool) -> Iterator[None]:
     """Hold the lock of ``root`` within the block, on the job's first rank. Not a collective.
+
+    is_first: whether this is the first rank. Other ranks take no lock.
 
     Raises ConfigError if the store cannot be written or another run holds the lock.
     """

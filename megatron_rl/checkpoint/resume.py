@@ -1,4 +1,7 @@
-"""The checkpoints that a run can resume from, and the identity of their model, without tensors."""
+"""The choice of checkpoints that a run can resume from, and the check that their model is this run's.
+
+No tensor is read.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,16 @@ OF_THE_RUN = ("layer_spec", "padded_vocab_size", "context_tokens", "value_head",
 def resumable(
     root: pathlib.Path, iterations: Sequence[int], of_critic: Sequence[int] | None, supervised: Sequence[int]
 ) -> list[pathlib.Path]:
-    """Return the checkpoints to choose from, the newest first, those of the supervised start last.
+    """Return the folders of the checkpoints that a run may resume from, newest first.
 
-    iterations, of_critic, supervised: the iterations of the whole checkpoints under ``root``,
-        ``critic/`` and ``supervised/``, oldest first; ``of_critic`` is None for a run without a
+    Checkpoints of the supervised start, the fine-tuning before the first rollout, come last.
+
+    iterations, of_critic, supervised: the iterations of the complete checkpoints under ``root``,
+        ``critic/`` and ``supervised/``, oldest first. ``of_critic`` is None for a run without a
         critic.
 
-    Raises CheckpointError if no checkpoint of the policy has a critic's beside it.
+    Raises CheckpointError if the run has a critic, and no policy checkpoint has a critic's of the
+    same iteration.
     """
     if of_critic is not None and iterations:
         both = [iteration for iteration in iterations if iteration in of_critic]
@@ -48,7 +54,7 @@ def resumable(
 
 
 def identity_of_shape(shape: ModelShape) -> dict[str, object]:
-    """Return the part of a model's ``identity`` that follows from its shape, with its adapters."""
+    """Return the fields of a model's ``identity`` (model_state.py) that follow from its shape and adapters."""
     fields = dataclasses.asdict(shape) | {"lora_targets": sorted(shape.lora_targets)}
     own = {name: value for name, value in sorted(fields.items()) if name not in OF_THE_RUN}
     return json.loads(json.dumps(own))  # as it is read back: lists for tuples
@@ -58,6 +64,7 @@ def check_identity(own: Mapping[str, object], folder: pathlib.Path, model: Mappi
     """Raise CheckpointError if ``model``, the identity of a checkpoint's model, is not this run's.
 
     own: this run's ``model_state.identity``, or those fields of it that are known.
+    folder: the checkpoint's folder, for the message.
     """
     model = {**WITHOUT_LATER_FIELDS, **model}
     if different := {name: (model.get(name), own[name]) for name in own if model.get(name) != own[name]}:
@@ -74,10 +81,10 @@ def check_identity(own: Mapping[str, object], folder: pathlib.Path, model: Mappi
 
 
 def damaged_words(error: DamagedCheckpoint) -> str:
-    """Return the message of a damaged checkpoint under ``checkpoint.on_damage=fail``."""
+    """Return the error message for a damaged checkpoint under ``checkpoint.on_damage=fail``."""
     return f"{error}; remove that folder, or set checkpoint.on_damage=previous"
 
 
 def none_good_words(folders: Sequence[pathlib.Path], root: pathlib.Path) -> str:
-    """Return the message for a run whose checkpoints are all damaged."""
+    """Return the error message for a run whose checkpoints are all damaged."""
     return f"all {len(folders)} checkpoints in {root} are damaged; restore one, or set checkpoint.resume=never"

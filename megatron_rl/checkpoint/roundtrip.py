@@ -1,6 +1,7 @@
-"""The comparison of `megatron-rl convert roundtrip`: every tensor bit by bit.
+"""The comparison of `megatron-rl convert roundtrip`: a Hugging Face folder and its conversion there and back.
 
-It can also compare log-probs with transformers'.
+Every tensor is compared bit by bit. Log-probs of the Megatron model can be compared with log-probs
+of transformers' model.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ SEQUENCES, MOST_TOKENS = 4, 64
 
 
 def compare_folders(source: pathlib.Path, back: pathlib.Path, dtype: torch.dtype | None, shape: ModelShape) -> dict:
-    """Return the counts of equal tensors and equal other files, and the names of those that differ.
+    """Return a dict: numbers of tensors, of other files and of equal ones of both, and the names of those that differ.
 
+    source: the original Hugging Face folder.
+    back: the folder that was converted to Megatron-LM and back.
     dtype: the type to which the source's tensors were cast; None if they were not cast.
 
     A tied model's own copy of the output matrix, and old rotary frequencies, are not tensors of the
@@ -65,7 +68,7 @@ def compare_folders(source: pathlib.Path, back: pathlib.Path, dtype: torch.dtype
 
 
 def random_tokens(vocab_size: int, context_tokens: int) -> torch.Tensor:
-    """Return random tokens [sequences, tokens], the same each time."""
+    """Return random token ids, int64 [sequences, tokens], drawn with a fixed seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return torch.randint(vocab_size, (SEQUENCES, min(MOST_TOKENS, context_tokens)))
@@ -73,7 +76,7 @@ def random_tokens(vocab_size: int, context_tokens: int) -> torch.Tensor:
 
 @torch.no_grad()
 def transformers_logprobs(source: pathlib.Path, hf_config, tokens: torch.Tensor) -> torch.Tensor:
-    """Return float32 log-probs [sequences, tokens − 1, vocabulary] of transformers' own model."""
+    """Return float32 log-probs [sequences, tokens − 1, vocabulary], computed by transformers' model."""
     from transformers import AutoModelForCausalLM
 
     experts = {"experts_implementation": "eager"} if FAMILIES[hf_config.model_type].experts else {}
@@ -83,7 +86,10 @@ def transformers_logprobs(source: pathlib.Path, hf_config, tokens: torch.Tensor)
 
 @torch.no_grad()
 def megatron_logprobs(checkpoint: MegatronFolder, hf_config, tokens: torch.Tensor) -> torch.Tensor:
-    """Return float32 log-probs [sequences, tokens − 1, vocabulary] of a GPTModel loaded by Megatron-Core itself."""
+    """Return float32 log-probs [sequences, tokens − 1, vocabulary], computed by Megatron-Core's GPTModel.
+
+    Megatron-Core's own ``dist_checkpointing.load`` loads the checkpoint.
+    """
     # The world has only this process, however it was launched: topology.initialize alone would leave RANK in the
     # environment.
     dist.init_process_group(platform.HOST.backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -105,7 +111,11 @@ def megatron_logprobs(checkpoint: MegatronFolder, hf_config, tokens: torch.Tenso
 
 
 def check_logits(source: pathlib.Path, checkpoint: MegatronFolder, hf_config) -> dict:
-    """Return the largest difference of a log-prob over all positions and the vocabulary, in float32."""
+    """Compare the log-probs of a Hugging Face folder and of its Megatron checkpoint, in float32.
+
+    Returns ``logprob_tokens``, the number of compared positions, and ``logprob_gap``, the largest
+    absolute difference over all positions and the vocabulary.
+    """
     tokens = random_tokens(hf_config.vocab_size, hf_config.max_position_embeddings)
     wanted = transformers_logprobs(source, hf_config, tokens)
     logprobs = megatron_logprobs(checkpoint, hf_config, tokens)

@@ -1,4 +1,4 @@
-"""The state of a run in a checkpoint, beside model, critic and random states: as taken, as found, as restored."""
+"""The records of a run's state in a checkpoint: to be saved, found at a start, and restored. They hold no tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ APPENDED = ("metrics.jsonl", "trace.jsonl", "completions.jsonl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """Names a verified checkpoint to resume from. ``state``: its state.json."""
+    """Holds a verified checkpoint to resume from: its folder, and ``state``, the content of its state.json."""
 
     folder: pathlib.Path | RemotePath
     state: Mapping
@@ -27,19 +27,23 @@ class ResumePoint:
 
     @property
     def supervised_steps(self) -> int | None:
-        """Return the supervised steps taken, if the checkpoint lies within the supervised start; else None."""
+        """Return the number of supervised steps taken, if the checkpoint is from the supervised start; else None.
+
+        The supervised start is the fine-tuning before the first rollout.
+        """
         return self.state.get("supervised_steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Holds all that a checkpoint keeps of a run beside model, critic and random states.
+    """Holds what a checkpoint keeps of a run, apart from the model, the critic and the random states.
 
-    queue:             the rollout queue's state that is the same on every rank.
-    queue_rows:        this rank's own bytes of the rollout queue.
+    queue: the part of the rollout queue's state that is the same on every rank.
+    queue_rows: the content of this rank's ``rollouts_<rank>.npz``: its untrained and replayed
+        rollouts.
     prompts, reference, metrics: JSON-able states of the data set's cursor, the reference policy and
         the metrics.
-    trace_rollouts:    the number of rollouts in trace.jsonl.
+    trace_rollouts: the number of rollouts in trace.jsonl.
     """
 
     queue: Mapping
@@ -52,11 +56,13 @@ class RunState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredRun:
-    """Holds a run's state from a checkpoint; fields not named here are RunState's.
+    """Holds a run's state restored from a checkpoint. Fields that are not listed here have RunState's meaning.
 
-    rollouts: the number trained so far; None within the supervised start.
-    supervised_steps: the supervised steps taken; None after the supervised start.
-    queue_rows: the bytes of one or several ranks of the saved run.
+    rollouts: the number of rollouts trained so far; None within the supervised start, before the
+        first rollout.
+    supervised_steps: the number of supervised steps taken; None after the supervised start.
+    queue_rows: the contents of those ``rollouts_<rank>.npz`` of the saved run that this rank takes
+        over.
     """
 
     rollouts: int | None
@@ -73,7 +79,10 @@ def own_file(rank: int) -> str:
 
 
 def changed_settings(before: Mapping, now: Mapping, prefix: str = "") -> dict[str, tuple]:
-    """Return the dotted keys whose values differ, with both values."""
+    """Return {dotted key: (value before, value now)} of the settings that differ; a missing value is None.
+
+    prefix: the dotted path of both mappings within the whole configuration, with a final dot.
+    """
     changes: dict[str, tuple] = {}
     for key in {**before, **now}:
         old, new = before.get(key), now.get(key)

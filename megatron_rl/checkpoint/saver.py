@@ -29,9 +29,9 @@ class CheckpointSaver:
     """Writes a run's checkpoints. Methods are collectives unless they say otherwise.
 
     written_config: the run's settings, as ``config_to_dict`` gives them.
-    pending: the checkpoints that are being written, in the order in which they become whole.
-    waited_s: seconds that the loop waited for the last checkpoint.
-    saved_at: when the last checkpoint became whole, in seconds since 1970; None before the first.
+    pending: the checkpoints that are being written, in the order in which they will be completed.
+    waited_s: seconds that the training loop waited for the last checkpoint.
+    saved_at: when the last checkpoint was completed, in seconds since 1970; None before the first.
     """
 
     def __init__(
@@ -64,9 +64,11 @@ class CheckpointSaver:
         take_state: Callable[[], RunState],
         progress: Mapping[str, int],
     ) -> None:
-        """Begin a checkpoint under ``root``.
+        """Begin a checkpoint under ``root``: copy its tensors to the host, and start the threads that write its files.
 
-        progress: the fields of the state that say how far the run is.
+        iteration: the checkpoint's number.
+        take_state: a function that returns the run's state, without tensors.
+        progress: the fields of state.json that say how far the run is.
         """
         started = time.perf_counter()
         # The state that is no tensor.
@@ -103,24 +105,27 @@ class CheckpointSaver:
         self.waited_s = time.perf_counter() - started
 
     def _appended(self) -> dict[str, int]:
-        """Return the sizes of the main rank's appended files.
+        """Return {name: bytes} of the run's files in APPENDED on the main rank, and {} on the others.
 
-        A missing file has the size 0, so that lines written to it later are cut too.
+        A missing file has the size 0. So a resume also removes the lines that are written to it
+        later.
         """
         paths = [self.run_path / name for name in APPENDED if self.is_main]
         return {path.name: path.stat().st_size if path.exists() else 0 for path in paths}
 
     def _records(self, sizes: Mapping[str, int]) -> dict[str, tuple[pathlib.Path, int]]:
-        """Return the files that are copied to an object store, since the run may resume on another host.
+        """Return {name: (path, bytes to copy)} of the run's files that go into a checkpoint in an object store.
 
-        sizes: bytes of the main rank's files, by name.
+        They are copied since the run may resume on another host. On a disk the result is {}.
+
+        sizes: the main rank's files, name → bytes.
         """
         if isinstance(self.root, pathlib.Path):
             return {}
         return {name: (self.run_path / name, size) for name, size in sizes.items() if size}
 
     def finish(self) -> None:
-        """Wait for the pending checkpoints, make them whole, and remove old ones by ``checkpoint.keep_last``."""
+        """Wait until the pending checkpoints are complete; then remove old ones, as ``checkpoint.keep_last`` says."""
         if not self.pending:
             return
         started = time.perf_counter()
@@ -146,7 +151,10 @@ class CheckpointSaver:
             )
 
     def _prune(self) -> None:
-        """Keep the newest ``checkpoint.keep_last`` checkpoints, on the main rank; remove supervised ones first."""
+        """Remove all but the newest ``checkpoint.keep_last`` checkpoints, first those of the supervised start.
+
+        Only the main rank calls it.
+        """
         keep_last = self.settings.keep_last
         prune(self.root, keep_last)
         if keep_last is not None:
@@ -158,7 +166,7 @@ class CheckpointSaver:
             remove(self.critic_root / name_of(iteration))
 
     def _give_up(self) -> None:
-        """Abandon the pending checkpoints, which will never be whole."""
+        """Abandon the pending checkpoints: wait for their threads and remove their unfinished folders."""
         for pending in self.pending:
             pending.abandon()
         self.pending = []

@@ -1,7 +1,8 @@
 """The reader of a checkpoint's state.json: it checks every field that a run resumes with before any field is used.
 
-A field that is missing, of another kind or out of range is damage, even if the file's digest
-matches the manifest. The error names the file and the field, and the checkpoint before can be used.
+A field that is missing, of another type or out of range counts as damage, even if the file's digest
+matches the manifest. The DamagedCheckpoint error names the file and the field. The run may then
+resume from the checkpoint before.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ check = functools.partial(json_text.check, error=DamagedCheckpoint)
 
 
 def read_state(folder: pathlib.Path) -> dict:
-    """Return a run's state.json. Raises DamagedCheckpoint, naming file and field, if it is not valid."""
+    """Return the content of a run's state.json. Raises DamagedCheckpoint, naming file and field, if it is not valid."""
     where = str(folder / STATE)
     state = read_model_state(folder)
     for name in ("rollouts", "trace_rollouts"):
@@ -55,7 +56,10 @@ def read_state(folder: pathlib.Path) -> dict:
 
 
 def read_model_state(folder: pathlib.Path) -> dict:
-    """Return a state.json after checking only the model's fields; a critic's state.json has no others."""
+    """Return the content of a state.json, of which only the fields ``model`` and ``backend`` are checked.
+
+    A critic's state.json has no other fields. Raises DamagedCheckpoint, naming file and field.
+    """
     where = str(folder / STATE)
     state = json_text.read_object(folder / STATE, most_bytes=MOST_BYTES, error=DamagedCheckpoint)
     field(state, "model", dict, where)
@@ -80,7 +84,7 @@ def _count(values: Mapping, name: str, where: str) -> int:
 
 
 def _check_key(value: object, where: str) -> None:
-    """Check that a value is [prompt id, attempt]."""
+    """Raise DamagedCheckpoint unless ``value`` is a list [prompt id, attempt]."""
     if len(check(value, where, list)) != 2:
         raise DamagedCheckpoint(f"{where} must be a prompt's id and attempt, and it has {len(value)} parts")
     check(value[0], f"{where}[0]", str)
@@ -88,7 +92,7 @@ def _check_key(value: object, where: str) -> None:
 
 
 def _check_places(asked: object, where: str) -> None:
-    """Check that a value is [[place, prompt id, attempt], ...]."""
+    """Raise DamagedCheckpoint unless each item of ``asked`` is [group's index in its rollout, prompt id, attempt]."""
     for i, entry in enumerate(check(asked, where, list)):
         if len(check(entry, f"{where}[{i}]", list)) != 3:
             raise DamagedCheckpoint(f"{where}[{i}] must be a place, a prompt's id and its attempt")
@@ -141,7 +145,7 @@ def _check_metrics(metrics: Mapping, where: str) -> None:
 
 
 def _check_random(state: Mapping, where: str) -> None:
-    """Check the random states of one rank (``random_state.random_state``)."""
+    """Raise DamagedCheckpoint unless ``state`` is a valid result of ``random_state.random_state`` of one rank."""
     for name in ("torch", *(["cuda"] if "cuda" in state else [])):
         try:
             content = base64.b64decode(field(state, name, str, where), validate=True)

@@ -1,16 +1,16 @@
-"""The model and AdamW as sharded tensors for ``megatron.core.dist_checkpointing``, in any topology, with any optimizer.
+"""The saving and loading of weights and AdamW's states as sharded tensors of ``megatron.core.dist_checkpointing``.
 
 Weights lie under the keys of ``GPTModel.sharded_state_dict``. AdamW's states lie under
-``optimizer.state.{exp_avg,exp_avg_sq,fp32_param}.<key>``, as Megatron-Core names them. Each has its
-parameter's global shape, so that TP, PP, VPP, EP, DP and ``optimizer.distributed`` may change
+``optimizer.state.{exp_avg,exp_avg_sq,fp32_param}.<key>``, as Megatron-Core names them. Each state
+has its parameter's global shape. So TP, PP, VPP, EP, DP and ``optimizer.distributed`` may change
 between a save and a load.
 
-The optimizers' own ``sharded_state_dict`` is not used (read and run, 0.16.1). The distributed
-optimizer's gathers every state on every rank, fails on loading under torch's AdamW (KeyError
-'step'), and its nesting changes with EP.
+The ``sharded_state_dict`` of Megatron-Core's optimizers is not used (0.16.1, read and run). For the
+distributed optimizer it gathers every state on every rank, and loading fails under torch's AdamW
+(KeyError 'step'). The nesting of its keys changes with EP.
 
-Under a distributed optimizer each data-parallel rank keeps and writes about 1/DP of the parameters'
-states. The states are gathered one parameter at a time. Loading asks for at most LOAD_BYTES at a
+Under a distributed optimizer each data-parallel rank writes about 1/DP of the parameters' states.
+The states are gathered one parameter at a time. Loading reads at most LOAD_BYTES of tensors at a
 time.
 """
 
@@ -52,7 +52,10 @@ OF_A_FALSE_INDEX = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
 def weight_entries(chunks: Sequence[DistributedDataParallel]) -> list[ShardedBase]:
-    """Return Megatron-Core's sharded tensor of each parameter of this rank's chunks; ``data`` is the parameter."""
+    """Return a list of Megatron-Core's sharded tensors, one for each parameter of this rank's model chunks.
+
+    The ``data`` of a sharded tensor is the parameter itself.
+    """
     entries = [x for chunk in chunks for x in nested_values(chunk.module.sharded_state_dict())]
     tensors = (ShardedTensor, ShardedTensorFactory)
     extra = [x.key for x in entries if isinstance(x, ShardedBase) and not isinstance(x, tensors) and _bytes_of(x.data)]
@@ -61,7 +64,10 @@ def weight_entries(chunks: Sequence[DistributedDataParallel]) -> list[ShardedBas
 
 
 def _bytes_of(data: object) -> int:
-    """Count a ShardedObject's bytes: Transformer Engine's ``_extra_state`` is an empty buffer outside FP8."""
+    """Return the size of a ShardedObject's data; 0 if they are empty.
+
+    Transformer Engine's ``_extra_state`` is an empty buffer without FP8.
+    """
     if isinstance(data, io.BytesIO):
         return data.getbuffer().nbytes
     return data.numel() if isinstance(data, torch.Tensor) else int(data is not None)
@@ -69,9 +75,12 @@ def _bytes_of(data: object) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ParameterState:
-    """Holds AdamW's own tensors of one parameter on this rank.
+    """Holds AdamW's tensors of one parameter on this rank.
 
-    local: the slice of the flat parameter that the tensors cover; None if they cover all of it.
+    tensors: kind of state ("exp_avg", "exp_avg_sq" or "fp32_param") → this rank's tensor.
+    local: the slice of the flattened parameter that the tensors cover; None if they cover all of
+        it.
+    group: the data-parallel group of a distributed optimizer; None for any other optimizer.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -80,7 +89,7 @@ class ParameterState:
 
 
 class AdamStates:
-    """Maps parameters to AdamW's tensors, over every optimizer that Megatron-Core chained."""
+    """Holds ``of``: parameter → its ParameterState, over all optimizers in Megatron-Core's chained optimizer."""
 
     def __init__(self, optimizer) -> None:
         self.of: dict[torch.nn.Parameter, ParameterState] = {}
@@ -91,7 +100,10 @@ class AdamStates:
             self.of.update(states)
 
     def kinds(self, parameter: torch.nn.Parameter) -> tuple[str, ...]:
-        """Return the kinds of the parameter's states, the same on every rank that holds it."""
+        """Return the kinds of a parameter's AdamW states: both moments, and "fp32_param" unless it is float32 itself.
+
+        Every rank that holds the parameter gets the same result.
+        """
         return (*MOMENTS, MASTER) if parameter.dtype != torch.float32 else MOMENTS
 
 
@@ -132,7 +144,8 @@ def weights_to_save(
     """Return Megatron-Core's sharded tensors to save, with ``prefix`` before each key.
 
     entries: the sharded tensors of a model's parameters.
-    values: a parameter's ``id`` → the tensor to save in its place; None saves the parameters.
+    values: ``id(parameter)`` → the tensor to save in place of the parameter; None saves the
+        parameters.
     """
     if not prefix and values is None:
         return list(entries)
@@ -140,10 +153,13 @@ def weights_to_save(
 
 
 def adam_to_save(entries: Sequence[ShardedBase], states: AdamStates) -> list[ShardedBase]:
-    """Return AdamW's current sharded tensors; a collective over each distributed optimizer's data-parallel group.
+    """Return the sharded tensors of AdamW's current states, for this rank to save.
 
-    A distributed optimizer's states are gathered one by one and leave the device at once, so that
-    the device holds one whole state at a time.
+    A collective over the data-parallel group of each distributed optimizer. A distributed
+    optimizer's states are gathered one by one, each on one rank of the group. That rank moves the
+    state to the host at once, so that the device holds one whole state at a time.
+
+    entries: the sharded tensors of the model's parameters.
     """
     saved: list[ShardedBase] = []
     for number, entry in enumerate(x for x in entries if x.data in states.of):
@@ -159,7 +175,14 @@ def adam_to_save(entries: Sequence[ShardedBase], states: AdamStates) -> list[Sha
 def _gathered(
     entry: ShardedBase, state: ParameterState, kind: str, number: int
 ) -> tuple[torch.Tensor | None, tuple | int]:
-    """Return the parameter's whole state on the rank that will write it, None on the others, and its replica id."""
+    """Return (whole state, replica id) of a parameter on the rank that will write it, and (None, ()) on the others.
+
+    Without a distributed optimizer every rank gets the state.
+
+    kind: the kind of state, such as "exp_avg".
+    number: the parameter's index in the list to save. The ranks of the group take turns by it as
+        writers.
+    """
     if state.group is None:
         return state.tensors[kind].detach().view(entry.data.shape), entry.replica_id
     group, owner = state.group, number % state.group.size()
@@ -184,10 +207,10 @@ def _slot(entry: ShardedBase, kind: str, data: torch.Tensor, replica: tuple | in
 
 
 def load_weights(entries: Sequence[ShardedBase], folder: pathlib.Path, *, prefix: str = "") -> dict[int, torch.Tensor]:
-    """Read a model's tensors from a checkpoint; return a parameter's ``id`` → its tensor on the host. A collective.
+    """Return {``id(parameter)``: its tensor in host memory}, read from a checkpoint. A collective.
 
     entries: the sharded tensors of the model's parameters.
-    prefix: stands before each key in the checkpoint.
+    prefix: the text before each key in the checkpoint.
     """
     tensors: dict[int, torch.Tensor] = {}
     for batch in _batches(list(entries), [x.data.numel() * x.data.element_size() for x in entries]):
@@ -201,7 +224,12 @@ def load_weights(entries: Sequence[ShardedBase], folder: pathlib.Path, *, prefix
 
 
 def load_adam(entries: Sequence[ShardedBase], states: AdamStates, folder: pathlib.Path) -> None:
-    """Overwrite AdamW's tensors by the checkpoint's; they must exist, so a step was taken before. A collective."""
+    """Overwrite AdamW's tensors with the states in a checkpoint. A collective.
+
+    AdamW makes its tensors in its first step, so a step must have been taken before.
+
+    entries: the sharded tensors of the model's parameters.
+    """
     wanted = [(x, kind) for x in entries if x.data in states.of for kind in states.kinds(x.data)]
     for batch in _batches(wanted, [4 * x.data.numel() for x, _ in wanted]):
         slots = [_slot(x, kind, torch.empty(x.data.shape, dtype=torch.float32), x.replica_id) for x, kind in batch]
@@ -214,11 +242,12 @@ def load_adam(entries: Sequence[ShardedBase], states: AdamStates, folder: pathli
 
 
 def _batches(items: list, sizes: Sequence[int]) -> Iterator[list]:
-    """Yield lists of items that have at most LOAD_BYTES together, or one item; a collective.
+    """Yield consecutive lists of ``items``, each of at most LOAD_BYTES in total or of one larger item. A collective.
 
-    sizes: each item's bytes.
+    sizes: each item's size in bytes.
 
-    Every rank yields the same number of lists: a rank with fewer lists yields empty lists at the end.
+    Every rank yields the same number of lists. A rank with fewer lists yields empty lists at the
+    end.
     """
     runs: list[list] = [[]]
     run_bytes = 0
@@ -245,10 +274,10 @@ def _read(entries: Sequence[ShardedBase], folder: pathlib.Path) -> list[torch.Te
 
 
 def _on_disk(folder: pathlib.Path | RemotePath) -> contextlib.AbstractContextManager[pathlib.Path]:
-    """Return a context that gives the folder on disk from which Megatron-Core loads.
+    """Return a context manager that yields the folder on disk from which Megatron-Core loads a checkpoint.
 
-    For an object store it is a temporary folder with the checkpoint's small files. Tensors are then
-    read from the store (remote_index.py).
+    For a checkpoint in an object store it yields a temporary folder with the checkpoint's small
+    files. Tensors are then read from the store (remote_index.py).
     """
     if isinstance(folder, pathlib.Path):
         return contextlib.nullcontext(folder)
@@ -258,12 +287,16 @@ def _on_disk(folder: pathlib.Path | RemotePath) -> contextlib.AbstractContextMan
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return the first rank's error; torch's own error quotes every rank's stack."""
+    """Return the first failed rank's error that ``error`` holds; ``error`` itself if it holds none.
+
+    The text of torch's CheckpointException quotes every rank's stack, which is too long for a
+    message.
+    """
     failures = error.failures if isinstance(error, CheckpointException) else {}
     return next((cause for cause, _ in failures.values()), error)
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first rank's error in one line: its class and text."""
+    """Return the class and the text of the first failed rank's error, in one line."""
     first = _first(error)
     return shortened(f"{type(first).__name__}: {' '.join(str(first).split())}", 500)

@@ -1,10 +1,11 @@
 """The files of a ``torch_dist`` checkpoint, read and written a tensor at a time by one process without a process group.
 
-The format is torch.distributed.checkpoint's (torch 2.13 ``filesystem.py``). ``*.distcp`` files hold
-one ``torch.save`` of a chunk after the other. A pickled ``Metadata`` in ``.metadata`` holds each
-tensor's size and chunks, and each chunk's file and offset. Megatron-Core (0.16.1 and 0.19.2
-``dist_checkpointing``, read and run) adds ``metadata.json`` and ``common.pt``. 0.19.2 keeps the
-common state as an object ``common_state/shard_0_1`` instead, and reads both.
+The format is torch.distributed.checkpoint's (torch 2.13 ``filesystem.py``). A ``*.distcp`` file
+holds chunks of tensors, each written by ``torch.save``, one after the other. A pickled ``Metadata``
+in ``.metadata`` holds each tensor's size and chunks, and each chunk's file and offset.
+Megatron-Core (0.16.1 and 0.19.2 ``dist_checkpointing``, read and run) adds ``metadata.json`` and
+``common.pt``, the state saved once for all ranks. 0.19.2 keeps this common state as an object
+``common_state/shard_0_1`` instead, and reads both.
 
 torch's own writer is not used: it holds every tensor of a file until the file is complete (2.13
 ``_write_files_from_queue``). Only ``.metadata`` is unpickled, and only the classes that
@@ -43,7 +44,7 @@ COMMON_OBJECT = "common_state/shard_0_1"
 
 
 class _Chunk(Window):
-    """Shows ``length`` bytes of a file from ``offset`` as a file that torch.load can seek in."""
+    """Presents the ``length`` bytes of a file from ``offset`` on as a seekable file, for torch.load."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int):
         super().__init__(length)
@@ -61,7 +62,7 @@ class TorchDistReader:
     """Reads tensors of a torch_dist folder by key; it reads only the chunks that a tensor touches.
 
     Raises ConfigError if the folder is no such checkpoint. Raises DamagedCheckpoint if a file is
-    missing, cut short or replaced, or if other classes than the metadata's own would be unpickled.
+    missing, cut short or replaced, or if a pickle names a class that is not allowed.
     """
 
     def __init__(self, folder: pathlib.Path | RemotePath):
@@ -92,7 +93,11 @@ class TorchDistReader:
             self._file = None
 
     def _stored(self, key: str, offset: tuple[int, ...] | None) -> object:
-        """Load one torch.save of the folder: a contiguous chunk, or an object."""
+        """Return one object that torch.save wrote into the folder's files.
+
+        offset: a chunk's first indices in the tensor ``key``; None if ``key`` names an object that
+            is not a tensor.
+        """
         storage = self._places.get((key, offset))
         if storage is None:
             raise DamagedCheckpoint(f"{self.folder / METADATA} does not say where {key} at {offset} lies")
@@ -129,10 +134,12 @@ class TorchDistReader:
         return self.tensors[key].properties.dtype
 
     def read(self, key: str, lead: tuple[int, ...] = ()) -> torch.Tensor:
-        """Read the tensor ``key`` at its first indices ``lead`` (layer, expert), whole: [size after len(lead)].
+        """Return the tensor ``key``, joined from its chunks, or its part at the first indices ``lead``.
 
-        It takes the memory of the result and one chunk. Raises ConfigError if the chunks do not
-        cover the result.
+        lead: the numbers of layer and expert in a stacked tensor; () returns the whole tensor.
+
+        The call takes the memory of the result and one chunk. Raises ConfigError if the chunks do
+        not cover the result.
         """
         size = self.size(key)[len(lead) :]
         tensor, covered = torch.empty(size, dtype=self.dtype(key)), 0
@@ -154,7 +161,11 @@ class TorchDistReader:
         return tensor
 
     def common(self) -> Mapping[str, object]:
-        """Read the state saved once for all ranks; ``weights_only`` allows numbers, text, tensors and containers."""
+        """Return the state that is saved once for all ranks; {} if absent.
+
+        It is loaded with ``weights_only``, which allows numbers, text, tensors and containers.
+        Raises DamagedCheckpoint if it is no mapping.
+        """
         if (self.folder / COMMON).exists():
             state, where = load_plain(self.folder / COMMON), self.folder / COMMON
         elif COMMON_OBJECT in self.objects:
@@ -168,10 +179,10 @@ class TorchDistReader:
 
 
 class TorchDistWriter:
-    """Writes a torch_dist folder chunk by chunk; when a call returns, its chunk is handed to the file.
+    """Writes a torch_dist folder chunk by chunk. A chunk is in its file when ``add_chunk`` returns.
 
-    Sizes are declared with each chunk, so that nothing about a tensor needs to be known before.
-    ``finish`` ends the checkpoint.
+    Each call states the whole tensor's size, so that nothing about a tensor needs to be known
+    before. ``finish`` completes the checkpoint.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -196,9 +207,10 @@ class TorchDistWriter:
     ) -> None:
         """Write a chunk of the tensor ``keys[0]`` into rank's file. Raises ConfigError if chunks differ in dtype.
 
-        keys: the first key names the tensor, further keys are other names of the same bytes.
-        size, offsets: the tensor's size and the chunk's first indices.
-        chunk: [the chunk's size], with as many dimensions as the tensor.
+        keys: the tensor's key, and further keys under which the same bytes are found.
+        size: the whole tensor's shape.
+        offsets: the indices of the chunk's first element in the whole tensor.
+        chunk: a tensor with as many dimensions as the whole tensor.
         """
         chunk = chunk.contiguous()
         if chunk.untyped_storage().nbytes() != chunk.nbytes:

@@ -1,13 +1,14 @@
 """The writer of a checkpoint while the run goes on: tensors are copied to the host, then a thread writes them to disk.
 
-Megatron-Core plans the write (``dist_checkpointing.save`` with ``async_sharded_save``: collectives,
-before anything is written) and ends it (the request's finalize functions: ``.metadata``). Between
-the two it would fork processes. Here a thread calls the same per-bucket function
-(``FileSystemWriterAsync.write_preloaded_data``, 0.16.1 and 0.19.2), so that each rank knows whether
-its own write succeeded before any collective.
+Megatron-Core plans the write by collectives, in ``dist_checkpointing.save`` with
+``async_sharded_save``. It ends the write by the request's finalize functions, which write
+``.metadata``. Between the two it would fork processes. Here a thread calls the same per-bucket
+function (``FileSystemWriterAsync.write_preloaded_data``, 0.16.1 and 0.19.2). So each rank knows
+whether its own write succeeded before any collective.
 
-The main rank writes ``common.pt``, ``.metadata`` and ``metadata.json`` alone amid Megatron-Core's
-collectives. If one of these writes fails, the error is kept until the collectives are over.
+The main rank alone writes ``common.pt``, ``.metadata`` and ``metadata.json``, in the middle of
+Megatron-Core's collectives. If one of these writes fails, the error is kept until the collectives
+are over.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ SMALL_FILES = (*COMMON, (FileSystemWriterAsync, "finish"), (serialization, "save
 
 
 class DiskPlace:
-    """Receives one checkpoint's files on a disk that all ranks share; checkpoint/folder.py makes them whole.
+    """Writes one checkpoint's files to a disk that all ranks share, in a folder that ``complete`` renames.
 
-    ``RemotePlace`` (checkpoint/remote_folder.py) is the same for an object store. scratch: the
-    folder for the files that Megatron-Core writes itself.
+    ``RemotePlace`` (checkpoint/remote_folder.py) has the same methods for an object store.
+
+    scratch: the folder for the files that Megatron-Core writes itself.
     """
 
     def __init__(self, root: pathlib.Path, iteration: int) -> None:
@@ -64,7 +66,11 @@ class DiskPlace:
         begin(self.root, self.iteration)
 
     def write_bucket(self, transforms: Sequence, number: int, bucket: tuple) -> tuple[list, str, dict[str, object]]:
-        """Write a bucket of tensors; return torch's WriteResult of each, the file's name and its digest."""
+        """Write one file of tensors; return (torch's WriteResult of each tensor, the file's name, its digest).
+
+        transforms, number, bucket: arguments of Megatron-Core's
+            ``FileSystemWriterAsync.write_preloaded_data``.
+        """
         answers, count = queue.Queue(), queue.Queue()
         count.put(number)
         FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, answers, count, use_fsync=True)
@@ -75,7 +81,7 @@ class DiskPlace:
         return answer, str(path.relative_to(self.folder)), digest(path)
 
     def write_file(self, name: str, content: bytes) -> dict[str, object]:
-        """Write a small file and return its digest."""
+        """Write a small file, flushed to the disk, and return its digest: bytes and SHA-256."""
         with (self.folder / name).open("wb") as file:
             file.write(content)
             file.flush()
@@ -89,7 +95,7 @@ class DiskPlace:
         complete(self.folder, digests)
 
     def free(self, names: Sequence[str]) -> None:
-        """Remove the files that this rank has written: on a full disk the run's metrics need the room."""
+        """Remove this rank's files of these names: on a full disk the run's metrics need the room."""
         for name in names:
             (self.folder / name).unlink(missing_ok=True)
 
@@ -102,7 +108,7 @@ class DiskPlace:
 
 
 def place_of(root: pathlib.Path | RemotePath, iteration: int) -> DiskPlace | RemotePlace:
-    """Return the receiver of a checkpoint's files under ``root``."""
+    """Return the object that writes the files of checkpoint ``iteration`` under ``root``, on a disk or in a store."""
     if isinstance(root, pathlib.Path):
         return DiskPlace(root, iteration)
     from megatron_rl.checkpoint.remote_folder import RemotePlace
@@ -111,7 +117,7 @@ def place_of(root: pathlib.Path | RemotePath, iteration: int) -> DiskPlace | Rem
 
 
 class PendingSave:
-    """Writes one checkpoint in this rank's thread. The constructor and ``finish`` are collectives."""
+    """Writes this rank's files of one checkpoint in a thread. The constructor and ``finish`` are collectives."""
 
     def __init__(
         self,
@@ -124,12 +130,15 @@ class PendingSave:
         own_files: Mapping[str, bytes] | None = None,
         prefixes: Mapping[str, tuple[pathlib.Path, int]] | None = None,
     ) -> None:
-        """Begin the checkpoint. Raises CheckpointError on every rank if the folder cannot be made.
+        """Plan the checkpoint, copy its tensors to the host and start the thread.
 
-        texts: small files that the main rank adds, by name.
-        own_files: files that every rank adds, by names that differ between ranks.
-        prefixes: files that the main rank adds: path, and the number of bytes to copy from the
-            start.
+        entries: the sharded tensors to save.
+        texts: name → content of small files that the main rank adds.
+        own_files: name → content of files that every rank adds; names differ between ranks.
+        prefixes: name → (path, bytes) of files that the main rank adds: the first ``bytes`` bytes
+            of the file at ``path``.
+
+        Raises CheckpointError on every rank if the folder cannot be made.
         """
         self.root, self.iteration, self.is_main = root, iteration, is_main
         self.texts = texts if is_main else {}
@@ -159,7 +168,7 @@ class PendingSave:
         self.thread.start()
 
     def _write(self) -> None:
-        """Write this rank's files, each digested when it is written."""
+        """Write this rank's files, note the digest of each, and keep an error in ``error``. It runs in the thread."""
         started = time.perf_counter()
         try:
             written: dict[int, list] = {}
@@ -187,7 +196,7 @@ class PendingSave:
         return not self.thread.is_alive()
 
     def finish(self) -> pathlib.Path | RemotePath:
-        """Wait for every rank's thread and turn the folder into a checkpoint.
+        """Wait for every rank's thread, complete the checkpoint and return its folder.
 
         Raises CheckpointError on every rank if one rank could not write. The unfinished folder is
         then removed, and earlier checkpoints stay.
@@ -214,14 +223,20 @@ class PendingSave:
         self._leave()
 
     def _leave(self) -> None:
-        """Remove the remains of a checkpoint that will not be whole."""
+        """Remove the files of a checkpoint that will not be completed.
+
+        The main rank removes the unfinished folder, another rank its temporary files.
+        """
         if self.is_main:
             self.place.abandon()
         else:
             self.place.close()
 
     def _raise_everywhere(self, errors: Sequence[Exception]) -> None:
-        """Raise CheckpointError on every rank if one has an error; remove the unfinished folder; a collective."""
+        """Raise CheckpointError on every rank if a rank has an error, and remove the unfinished folder. A collective.
+
+        errors: this rank's errors.
+        """
         message = (
             f"checkpoint {self.iteration} in {self.root} was not written: {_cause(errors[0], self.root)}"
             if errors
@@ -235,9 +250,10 @@ class PendingSave:
 
 
 def _cause(error: BaseException, root: pathlib.Path | RemotePath) -> str:
-    """Return the disk's own error, which torch.save hides behind its own ("unexpected pos").
+    """Return the text of the OSError that caused ``error``: torch.save hides it behind its own ("unexpected pos").
 
-    If the disk's error is lost, return torch's with the number of free bytes.
+    If no OSError is found, return the text of ``error`` with the number of free bytes under
+    ``root``.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
@@ -251,10 +267,10 @@ def _cause(error: BaseException, root: pathlib.Path | RemotePath) -> str:
 
 @contextlib.contextmanager
 def _own_results():
-    """Replace the writer's queue of results by a queue of this process, and yield it.
+    """Make Megatron-Core's writer put its results into a queue of this process within the block; yield that queue.
 
-    Megatron-Core asks for the queue by this name when it builds the writer; its own queue belongs
-    to a manager in another process.
+    Megatron-Core gets the queue from a module function, which is replaced here. The original queue
+    belongs to a manager in another process.
     """
     # The function's name in 0.16.1 and 0.19.2.
     (name,) = [x for x in ("_get_write_results_queue", "get_write_results_queue") if hasattr(filesystem_async, x)]
@@ -268,7 +284,10 @@ def _own_results():
 
 @contextlib.contextmanager
 def _kept_errors() -> Iterator[list[Exception]]:
-    """Collect the errors of the files that the main rank writes amid collectives in a list; raise none of them."""
+    """Yield a list of the errors of the small files that Megatron-Core writes in the block; raise none of them.
+
+    The main rank writes these files between collectives (SMALL_FILES), for which other ranks wait.
+    """
     errors: list[Exception] = []
 
     def quiet(function: Callable) -> Callable:
@@ -287,7 +306,10 @@ def _kept_errors() -> Iterator[list[Exception]]:
 
 
 def _on_host(buckets: Sequence[tuple]) -> list[tuple]:
-    """Copy the tensors to the host before the run changes them; pinned tensors are copies already."""
+    """Return Megatron-Core's write buckets with each tensor copied to the host, before the run changes the tensors.
+
+    Pinned tensors are copies already.
+    """
 
     def staged(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()
@@ -302,7 +324,10 @@ def _on_host(buckets: Sequence[tuple]) -> list[tuple]:
 
 
 def raise_everywhere(error: CheckpointError | None) -> None:
-    """Raise one rank's CheckpointError on every rank; a collective."""
+    """Raise one rank's CheckpointError on every rank; a collective.
+
+    error: this rank's error; None if it has none.
+    """
     for rank, message in enumerate(gather_json(None if error is None else str(error))):
         if message is not None:
             raise CheckpointError(f"rank {rank}: {message}") from error

@@ -1,1 +1,1 @@
-"""The command `megatron-rl`: one word for each program that a user starts."""
+"""The command `megatron-rl`: its first argument names the program to run, such as ``train`` or ``convert``."""

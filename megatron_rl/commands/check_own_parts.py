@@ -5,8 +5,9 @@ Examples:
     megatron-rl check --loss my_losses:clipped --arguments low=0.2
     megatron-rl check --estimator ./my_estimator.py:median
 
-Each property is tried on random numbers, in seconds, without a model. docs/your-own.md explains each
-property. The exit code is 1 if one does not hold. A run tries the same properties at its start.
+The contract is a list of properties, which docs/your-own.md explains. Each is tried on random
+numbers, in seconds, without a model. The exit code is 1 if a property does not hold. A run tries
+the same properties at its start.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron_rl.errors import ConfigError
 
 
 def print_findings(name: str, findings: list[Finding]) -> bool:
-    """Print each property with its result; return whether all hold."""
+    """Print each checked property with its result; return whether all of them hold."""
     print(name)
     for finding in findings:
         print(f"  {'holds' if finding.holds else 'FAILS'}  {finding.name}: {finding.detail}")
@@ -31,7 +32,10 @@ def print_findings(name: str, findings: list[Finding]) -> bool:
 
 
 def print_gradient(config: LossConfig) -> None:
-    """Print the gradient of the first tokens beside the central differences, and whether the two are equal."""
+    """Print the loss's gradient at six tokens beside its central differences, and say whether the two are equal.
+
+    All tokens are compared, to 1e-6. The two also differ if the loss stops a gradient on purpose.
+    """
     gradient, numeric = own_policy_check.finite_differences(config)
     print("  d loss / d log-prob of the first tokens, and by central differences of the loss:")
     for index in range(6):

@@ -1,4 +1,4 @@
-"""The first word of `megatron-rl`, and the start of the program that it names."""
+"""The dispatch of `megatron-rl`: the first argument names a command, which is started or run in this process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ EXIT_CONFIG = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verb:
-    """Describes one word of the command.
+    """Describes one command of `megatron-rl`.
 
-    does: its sentence in the help.
-    module: its module in the package, which another process runs by ``python -m``.
-    many: whether ``--nproc`` may start several processes of it.
+    does: the sentence about the command in the help.
+    module: the Python module that ``python -m`` runs for the command, in place of this process.
+    many: whether ``--nproc`` may start several processes of the command.
     reads: the program whose arguments and settings are checked before several processes start; None
         if nothing is checked.
     """
@@ -78,10 +78,10 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line: become the program that the first word names, or carry the word out here.
+    """Run a command line of `megatron-rl`: replace this process by the named program, or do the work here.
 
-    Returns 0 if this process has done the work. Returns 2, with the reason on stderr, for words
-    that it cannot follow.
+    Returns 0 if this process has done the work. Returns 2, with the reason on stderr, if an
+    argument is wrong.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):

@@ -1,4 +1,4 @@
-"""The manifests of a run on Kubernetes: a part of `megatron-rl new --kubernetes`."""
+"""The Kubernetes manifests of a run, which `megatron-rl new --kubernetes` writes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ CPUS_A_GPU, MEMORY_GIB_A_GPU = 8, 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Describes the cluster that a run's pods run on.
+    """Describes the pods that a run is given on Kubernetes.
 
-    kind: one of KINDS; ``vllm`` is a Job beside a set of servers.
-    image: with a tag or a digest.
-    nodes: the trainer's pods, each on its own node.
-    gpus: GPUs and ranks of each pod.
-    vllm_nodes, vllm_tp: the servers' pods, and the GPUs of one server.
-    rdma: the resource of the RDMA device plugin, "" for none.
-    storage_class: with ReadWriteMany, "" for the cluster's default.
+    kind: one of KINDS; ``vllm`` is a Job for the trainer and a set of vLLM servers beside it.
+    image: the container image, with a tag or a digest.
+    nodes: the number of trainer pods, each on a node of its own.
+    gpus: the number of GPUs, and of ranks, in each pod.
+    vllm_nodes: the number of server pods.
+    vllm_tp: the number of GPUs of each vLLM server.
+    rdma: the resource name of the RDMA device plugin; "" for none.
+    storage_class: a storage class with ReadWriteMany; "" for the cluster's default.
 
     Raises ConfigError for a value that the cluster would refuse.
     """
@@ -78,9 +79,9 @@ class Cluster:
 
 
 def name_of(run: str) -> str:
-    """Return a run's name as Kubernetes takes it: ``My_run`` becomes ``my-run``.
+    """Return a run's name as a valid Kubernetes label: ``My_run`` becomes ``my-run``.
 
-    Raises ConfigError for a name that cannot be made a label.
+    Raises ConfigError if no valid label can be made of it.
     """
     name = re.sub("[^a-z0-9]+", "-", run.lower()).strip("-")
     if not LABEL.fullmatch(name) or len(name) > MOST_NAME:
@@ -111,8 +112,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def cluster_of(options: argparse.Namespace) -> Cluster | None:
     """Return the cluster that the options describe; None without ``--kubernetes``.
 
-    Raises ConfigError for options of which one is missing beside another, and for a run's name that
-    no job can have.
+    Raises ConfigError for an option that needs a missing one, and for a run's name that no
+    Kubernetes job can have.
     """
     fields = {
         "image": options.image,
@@ -156,11 +157,11 @@ def _run_of(options: argparse.Namespace) -> str:
 
 
 def manifests(folder: str, run: str, model: str, cluster: Cluster, *, own_prompts: bool) -> dict[str, str]:
-    """Return the text of each file by its path in the run's folder.
+    """Return {path in the run's folder: text} of ``kustomization.yaml`` and the manifests.
 
-    folder: the run's folder, as its files name it.
+    folder: the run's folder, as the run's files name it.
     run: the run's name.
-    model: a folder in the pods or a name on the hub.
+    model: a folder that the pods see, or a name on the hub.
     own_prompts: whether ``prompts.jsonl`` lies in the folder.
     """
     # The values of the template fields.
@@ -204,7 +205,7 @@ def manifests(folder: str, run: str, model: str, cluster: Cluster, *, own_prompt
 
 
 def _pod_values(name: str, cluster: Cluster) -> dict[str, object]:
-    """Return the template values that differ between a plain Job, a Job with servers and Kubeflow's jobs."""
+    """Return {template field: value} for the fields that differ between the kinds of job (KINDS)."""
     port, place = PORT, []
     match cluster.kind:
         case "pytorchjob":
@@ -231,7 +232,7 @@ def _pod_values(name: str, cluster: Cluster) -> dict[str, object]:
 
 
 def _server_arguments(name: str, cluster: Cluster) -> list[str]:
-    """Return the trainer's settings that name the servers."""
+    """Return the trainer's command-line settings that name the vLLM servers and their API key."""
     replicas = cluster.gpus // cluster.vllm_tp
     servers = [
         f"http://{name}-vllm-{pod}.{name}-vllm:{SERVER_PORT + replica}"
@@ -264,10 +265,10 @@ def _key(name: str, key: str) -> str:
 
 
 def _fill(template: str, values: dict[str, object]) -> str:
-    """Return a template with its fields filled in.
+    """Return the text of ``kubernetes/<template>.yaml`` with its ``{field}`` placeholders replaced by ``values``.
 
-    A field alone on a line takes a value of several lines, each indented as the field; with an
-    empty value the line is removed.
+    A field alone on a line may have a value of several lines. Each of them is indented like the
+    field. If the value is empty, the line is removed.
     """
     lines = []
     for line in (TEMPLATES / f"{template}.yaml").read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""The command lines that `megatron-rl` turns its process into: Python, or torchrun's ranks."""
+"""The process that `megatron-rl` replaces itself by: one Python process, or torchrun with several ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ TORCHRUN = (sys.executable, "-m", "megatron_rl.commands.ranks", "--standalone", 
 
 
 def take_processes(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
-    """Return the value of ``--nproc`` and the other arguments; the value is None if ``--nproc`` is absent.
+    """Return the number that ``--nproc`` gives, None if it is absent, and the other arguments.
 
-    Raises ConfigError for a value that is no number of processes, and for two values.
+    Raises ConfigError if the value is no whole number of at least 1, or if ``--nproc`` is given
+    twice.
     """
     processes, others, rest = None, [], list(arguments)
     while rest:
@@ -43,11 +44,12 @@ def command_line(
 ) -> list[str]:
     """Return the command line of the process that runs ``module``.
 
-    module: its name, as ``python -m`` and torchrun take it.
-    processes: the number that torchrun starts on this host; None: one process without torchrun, or
-        a rank of a launcher's world.
+    module: the name that ``python -m`` or torchrun gets.
+    processes: the number of ranks that torchrun starts on this host; None to run without torchrun,
+        as one process or as a rank that another launcher has started.
+    environment: this process's environment variables.
 
-    Raises ConfigError for ``--nproc`` within a world that a launcher has already started.
+    Raises ConfigError if ``--nproc`` is given within a rank of another launcher.
     """
     if processes is None:
         return [sys.executable, "-m", module, *arguments]
@@ -61,7 +63,10 @@ def command_line(
 
 
 def become(words: Sequence[str]) -> None:
-    """Replace this process by the command, so that signals and its exit code are the command's own."""
+    """Replace this process by a command, so that signals reach the command and its exit code is this process's.
+
+    words: the program's path and its arguments.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun prints a long notice if it is missing
     sys.stdout.flush()
     sys.stderr.flush()

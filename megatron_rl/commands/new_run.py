@@ -1,4 +1,4 @@
-"""The folder of a new run: `megatron-rl new my_run`."""
+"""The command `megatron-rl new my_run`, which writes the folder of a new run."""
 
 from __future__ import annotations
 
@@ -42,9 +42,12 @@ TINY = {
 
 
 def new_command(arguments: Sequence[str]) -> int:
-    """Write a run's folder by the command line, print the next commands, and return 0.
+    """Write the folder of a new run, print the commands to start it, and return 0.
 
-    Raises ConfigError for a folder that exists already, or a path that the files could not name.
+    arguments: the command line behind `megatron-rl new`.
+
+    Raises ConfigError if the folder exists, or if a path has characters that YAML, bash or SLURM
+    would misread.
     """
     parser = argparse.ArgumentParser(
         prog="megatron-rl new", description="Write a folder with a configuration, a reward function, prompts and a job."
@@ -80,7 +83,7 @@ def new_command(arguments: Sequence[str]) -> int:
 
 
 def _say_what_is_next(options: argparse.Namespace, *, on_kubernetes: bool) -> None:
-    """Print the files that were written and the commands that come next."""
+    """Print which files were written and which commands start the run."""
     missing = "" if options.model or options.tiny else " model.hf_path=/path/to/a/hugging-face/model"
     made = ["run.yaml", "reward.py", "job.sbatch", "slurm"]
     made += [] if options.prompts else ["prompts.jsonl"]
@@ -96,14 +99,15 @@ def _say_what_is_next(options: argparse.Namespace, *, on_kubernetes: bool) -> No
 
 
 def write_run(folder: str, *, model: str, prompts: str | None, environment: str, tiny: bool = False) -> None:
-    """Write ``run.yaml``, ``reward.py``, ``job.sbatch``, SLURM's parts and, without ``prompts``, ``prompts.jsonl``.
+    """Write ``run.yaml``, ``reward.py``, ``job.sbatch``, SLURM's scripts and, without ``prompts``, ``prompts.jsonl``.
 
     folder: the folder to make, as the files will name it: absolute, or relative to the folder in
         which the run is started.
-    model: a Hugging Face folder; "" leaves it open.
-    environment: the virtual environment that the job activates.
-    tiny: whether to write a model of random weights into the subfolder ``model``, and settings by
-        which a CPU trains it.
+    model: a Hugging Face folder; "" leaves ``model.hf_path`` empty.
+    prompts: a file of prompts; None writes 100 sums.
+    environment: the virtual environment that the SLURM job activates.
+    tiny: whether to also write a model of random weights into the subfolder ``model``; the settings
+        are then small enough to train on a CPU.
     """
     folder = folder.rstrip("/")
     model = f"{folder}/model" if tiny else model
@@ -163,7 +167,7 @@ def _engine_for(model: str) -> str:
 
 
 def _sums() -> list[dict[str, str]]:
-    """Return the 100 sums of two digits, with the answer as the solution for supervised steps."""
+    """Return the 100 sums of two digits as rows {prompt, answer, solution}; supervised steps train on the solution."""
     numbers = [(a, b, str(a + b)) for a in range(10) for b in range(10)]
     return [{"prompt": f"{a}+{b}=", "answer": total, "solution": total} for a, b, total in numbers]
 

@@ -1,9 +1,10 @@
-"""The start of ``--nproc``'s ranks by torchrun's own code, with one line for an end that no rank has explained.
+"""The start of the ranks of ``--nproc`` by torchrun's own code, without torchrun's report at the end.
 
     python -m megatron_rl.commands.ranks --nproc-per-node 2 -m megatron_rl.train ...      # torchrun's arguments
 
-torchrun ends with a traceback and a report of its own, some 40 lines below a rank's message. Here a
-rank's own message comes last. A rank that a signal ended could print nothing, and is named.
+torchrun ends with a traceback and a report, some 40 lines below the message of the failed rank.
+Here that message comes last. If no rank printed a reason, because a signal ended it, one line names
+the rank and the signal.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ LOGGED_OF_ENDS = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run torchrun with ``arguments``; return the exit code of the rank that failed first, 128 + N for a signal N.
+    """Run torchrun with ``arguments``; return 0 if every rank ended well, else the exit code of a failed rank.
 
-    0 if every rank ended well.
+    That rank is the first one that a signal ended, or else the first one that failed. The code is
+    128 + N for signal N.
     """
     try:
         from torch.distributed import run as torchrun
@@ -51,7 +53,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _ended_by(number: signal.Signals, *, ranks_run: bool) -> int:
-    """Print which signal ended the job, except a Ctrl-C that a rank has reported."""
+    """Print which signal ended the job, except for a Ctrl-C that a rank has reported; return 128 + its number.
+
+    number: the signal.
+    ranks_run: whether ranks were already running.
+    """
     if not (ranks_run and number == signal.SIGINT):
         told = "; the ranks were told, and have ended" if ranks_run else ", before any rank ran"
         print(f"megatron_rl: ended by {number.name}{told}", file=sys.stderr)
@@ -59,10 +65,10 @@ def _ended_by(number: signal.Signals, *, ranks_run: bool) -> int:
 
 
 def explain(error: ChildFailedError) -> int:
-    """Name the rank that failed first, unless it has given its reason itself; return its exit code.
+    """Print which rank failed first, unless that rank has printed the reason itself; return its exit code.
 
-    A rank that a signal ended comes before the ranks that noticed its loss. SIGTERM is excluded,
-    since torchrun sends it to the others.
+    A rank that a signal ended is named before ranks that failed because of its loss. SIGTERM does
+    not count: torchrun sends it to the remaining ranks.
     """
     failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
     killed = [(rank, each) for rank, each in failures if each.exitcode < 0 and each.exitcode != -signal.SIGTERM]
@@ -82,7 +88,7 @@ def explain(error: ChildFailedError) -> int:
 
 
 def _log_in_lines() -> None:
-    """Print torchrun's log lines as lines of ours, without those about the ends of ranks."""
+    """Log torchrun's messages as single lines with our prefix, and drop its messages about ended ranks."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("megatron_rl: torchrun: %(message)s"))
     handler.addFilter(lambda record: not str(record.msg).startswith(LOGGED_OF_ENDS))

@@ -3,20 +3,20 @@
     megatron-rl serve-vllm --model models/Qwen2.5-0.5B --replicas 2 --port 8000
     megatron-rl serve-vllm --model M --replicas 4 --tensor-parallel-size 2 -- --gpu-memory-utilization 0.8
 
-One server per replica on consecutive ports, GPUs split in order, one log file each. A server that
-dies is started again, a bounded number of times. All servers end with this process, however it ends.
-The arguments after ``--`` go to vLLM unchanged.
+Each replica is one server, with the next port, the next GPUs and a log file of its own. A server
+that dies is started again, a limited number of times. All servers end with this process, however it
+ends. The arguments after ``--`` go to vLLM unchanged.
 
-Servers listen on 127.0.0.1 unless --host says otherwise. Another host needs an API key, in the
-environment variable that --api-key-env names; the key reaches vLLM by environment. vLLM's own check
-of the key covers /v1, /v2, /inference and /cohere. It leaves open the routes that replace weights
-and call worker methods (/update_weights, /collective_rpc, /sleep ...), /tokenize, /metrics and
-/version. The servers started here also run megatron_rl/rollout/vllm/auth_middleware.py, which asks
-for the key on everything but /health.
+Servers listen on 127.0.0.1 unless --host says otherwise. Any other address needs an API key, or
+--allow-no-key. The environment variable that --api-key-env names holds the key. vLLM gets it
+through its environment. vLLM's own check of the key covers /v1, /v2, /inference and /cohere. It
+leaves open /tokenize, /metrics, /version and the routes that replace weights and call worker
+methods (/update_weights, /collective_rpc, /sleep ...). The servers started here also run
+megatron_rl/rollout/vllm/auth_middleware.py, which asks for the key on everything but /health.
 
-Nothing is encrypted: the key, the prompts and the completions cross the network in clear. Between
-hosts that you do not own, put TLS or a private network around them. Weights sent by broadcast travel
-on a port of their own, without a key.
+Nothing is encrypted: the key, the prompts and the completions cross the network as plain text.
+Between hosts that you do not own, put TLS or a private network around them. Weights that are sent
+by broadcast use a port of their own, without a key.
 
 On a CPU host, set VLLM_CPU_KVCACHE_SPACE=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1, and end the
 command with -- --enforce-eager.
@@ -52,7 +52,10 @@ SPANNING = {
 
 
 def refuse_spanning(extra: Sequence[str]) -> None:
-    """Raise ConfigError for vLLM's arguments by which a server would take more GPUs than --tensor-parallel-size."""
+    """Raise ConfigError if an argument for vLLM gives a server more GPUs than ``--tensor-parallel-size`` says.
+
+    extra: the arguments after ``--``, which go to vLLM.
+    """
     for index, word in enumerate(extra):
         option, equals, value = word.partition("=")
         way_out = SPANNING.get(option.replace("_", "-"))

@@ -1,4 +1,4 @@
-"""The model of `megatron-rl new --tiny`: random weights, a token per character, small enough for two CPU cores."""
+"""The model of `megatron-rl new --tiny`: random weights and a token per character, small enough for two CPU cores."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CHARACTERS = "0123456789+-*= "
 
 
 def byte_level(model: models.BPE) -> Tokenizer:
-    """Return a byte-level BPE tokenizer that cuts text exactly as transformers' Qwen2Tokenizer does.
+    """Return a byte-level BPE tokenizer that splits text exactly as transformers' Qwen2Tokenizer does.
 
     Beside a config.json of model_type qwen2, AutoTokenizer (transformers 5.19) always builds a
-    Qwen2Tokenizer. It takes vocabulary and merges from the files and brings its own normalizer and
-    pre-tokenizer. With any other cut here, the same files would give other tokens in a model
-    directory than in a tokenizer's directory.
+    Qwen2Tokenizer. It takes vocabulary and merges from the files, and applies its own normalizer
+    and pre-tokenizer. If the split here were different, the same files would give other tokens in a
+    model directory than in a tokenizer's directory.
     """
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.NFC()
@@ -39,11 +39,12 @@ def byte_level(model: models.BPE) -> Tokenizer:
 
 
 def make_characters(characters: str) -> Tokenizer:
-    """Make a tokenizer of one token per ASCII character, and EOS and PAD: a BPE without merges.
+    """Return a BPE tokenizer without merges: one token for each of ``characters``, and the tokens EOS and PAD.
 
-    Not covered: a character outside the set has no token, and encoding drops it silently, since BPE
-    has no unknown token here (see `byte_level`). Raises ConfigError for no character or a non-ASCII
-    one.
+    Not covered: a character outside ``characters`` has no token. Encoding drops it silently, since
+    BPE has no unknown token here (see `byte_level`).
+
+    Raises ConfigError if there is no character, or one that is not ASCII.
     """
     foreign = sorted(set(characters) - set(map(chr, range(128))))
     if not characters or foreign:
@@ -62,7 +63,7 @@ def make_characters(characters: str) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, out: str | pathlib.Path) -> None:
-    """Write a directory that AutoTokenizer loads without a network."""
+    """Write a tokenizer to the directory ``out``, from which AutoTokenizer loads it without a network."""
     # clean_up_tokenization_spaces would turn " ." into "." on decoding, and break the round trip.
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
@@ -71,7 +72,7 @@ def save_tokenizer(tokenizer: Tokenizer, out: str | pathlib.Path) -> None:
 
 
 def write_tiny_model(out: str | pathlib.Path) -> None:
-    """Write a Qwen2 of 0.2M random float32 weights and a tokenizer of the characters of sums into ``out``."""
+    """Write a Qwen2 model of 0.2M random float32 weights into ``out``, with a tokenizer for digits and signs."""
     tokenizer = make_characters(CHARACTERS)
     config = Qwen2Config(
         vocab_size=tokenizer.get_vocab_size(),

@@ -1,8 +1,8 @@
-"""The configuration: YAML and key=value over defaults, checked at start, never changed after.
+"""The configuration of a run: defaults, then a YAML file, then key=value overrides; checked at the start and frozen.
 
-Every error is a ConfigError that names the key, the value and the way out. One line in Markdown
-below each field of a section gives the field's meaning. `make docs` writes docs/configuration.md
-from these lines and from the sections' docstrings.
+Every error is a ConfigError that names the key, the value and the way out. The string below each
+field of a section gives the field's meaning, in Markdown. `make docs` writes docs/configuration.md
+from these strings and from the sections' docstrings.
 """
 
 from megatron_rl.config.correction import CORRECTIONS, CorrectionConfig

@@ -1,9 +1,9 @@
-"""Checks of settings: a setting is one of a few words, or a number in the range that its field's type declares.
+"""Checks of single settings: that a word is one of those allowed, and a number in the range of its field's type.
 
     tensor: Annotated[int, Range(1, 10**5)] = 1
 
-NaN is in no range, and every range of a section has an end, so infinity is in none of them. A
-range ends at the largest number that a user can mean. So a typing error is found at the start.
+No range holds NaN, and none holds infinity, since each has an upper end. The upper end is the
+largest number that a user can mean, so that a typing error is found at the start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_rl.users_code import is_own
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Range:
-    """Bounds a number: from ``low`` to ``high``, both allowed unless ``open_low`` or ``open_high``."""
+    """Holds the bounds of a number, ``low`` and ``high``; ``open_low`` or ``open_high`` excludes the bound itself."""
 
     low: float
     high: float = 10**9
@@ -33,13 +33,13 @@ class Range:
 
     @property
     def words(self) -> str:
-        """Return the range in the words of a message: ``at least 1 and at most 1000``."""
+        """Return the range as a message words it: ``at least 1 and at most 1000``."""
         low, high = ("above" if self.open_low else "at least"), ("below" if self.open_high else "at most")
         return f"{low} {_short(self.low)} and {high} {_short(self.high)}"
 
     @property
     def cell(self) -> str:
-        """Return the range in the words of a table: ``1 to 1000``, ``above 0 to 1``."""
+        """Return the range as a table's cell words it: ``1 to 1000``, ``above 0 to 1``."""
         low, high = "above " * self.open_low, "below " * self.open_high
         return f"{low}{_short(self.low)} to {high}{_short(self.high)}"
 
@@ -51,12 +51,12 @@ def _short(number: float) -> str:
 
 @functools.cache
 def hints_of(section: type) -> dict[str, object]:
-    """Return the types of a section's fields, their ranges included."""
+    """Return {field name: type} of a section's class, with the ``Annotated`` ranges kept."""
     return typing.get_type_hints(section, include_extras=True)
 
 
 def parts_of(hint: object) -> Iterator[tuple[object, Range | None]]:
-    """Yield every plain type within a hint, each with its range or None.
+    """Yield (type, range) for every plain type within a type hint; the range is None if the type has none.
 
     Example: ``tuple[Annotated[int, Range(1)], ...] | None`` gives (int, Range(1)), (Ellipsis,
     None), (NoneType, None).
@@ -72,12 +72,12 @@ def parts_of(hint: object) -> Iterator[tuple[object, Range | None]]:
 
 
 def range_of(hint: object) -> Range | None:
-    """Return the range of a field's numbers; None if the field has no range."""
+    """Return the first range within a field's type hint; None if it has no range."""
     return next((bounds for _, bounds in parts_of(hint) if bounds is not None), None)
 
 
 def check_ranges(section: object, key: str = "") -> None:
-    """Raise ConfigError for a number outside its range, in a section or in a section within it.
+    """Raise ConfigError if a number of a section, or of a section within it, is outside the range of its field.
 
     section: an instance of a dataclass of megatron_rl/config.
     key: the section's own key, for messages; empty for the whole configuration.
@@ -93,9 +93,10 @@ def check_ranges(section: object, key: str = "") -> None:
 
 
 def check_number(key: str, number: object, bounds: Range, *, or_null: bool = False) -> None:
-    """Raise ConfigError for anything but a number within its range.
+    """Raise ConfigError if a value is no number, or is outside ``bounds``; true and false are no numbers.
 
-    or_null: whether the message offers null as well.
+    key: the setting, for the message.
+    or_null: whether the message offers null as another value.
     """
     way_out = f"{bounds.words}{', or null' * or_null}"
     if isinstance(number, bool) or not isinstance(number, int | float):
@@ -105,15 +106,15 @@ def check_number(key: str, number: object, bounds: Range, *, or_null: bool = Fal
 
 
 def choose(key: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raise ConfigError for a value that is none of the allowed words."""
+    """Raise ConfigError if the value of the setting ``key`` is none of the allowed words."""
     if value not in allowed:
         raise ConfigError(f"{key}={quoted(value)} is not known; choose one of {', '.join(allowed)}")
 
 
 def choose_or_own(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise ConfigError for a value that is none of the allowed words and no ``module:function``.
+    """Raise ConfigError if a value is neither an allowed word nor of the form ``module:function``.
 
-    A ``module:function`` is looked up at the run's start.
+    Whether a ``module:function`` exists is not checked here, but at the run's start.
     """
     if not is_own(value):
         choose(key, value, (*allowed, "your own module:function"))

@@ -1,4 +1,4 @@
-"""The section of corrections for the gap between the engine's and the trainer's log-probs. Semantics §7."""
+"""The section ``correction``, on the gap between engine's and trainer's log-probs (docs/semantics.md §7)."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ CORRECTIONS = (
 class CorrectionConfig:
     """Corrects for the gap between the engine's and the trainer's log-probs (docs/semantics.md#7-corrections).
 
-    The importance weight π_old/μ multiplies the advantage. It is a token's ratio, a sequence's
-    product of ratios, or a sequence's geometric mean of ratios. Outside of [`correction.floor`,
-    `correction.cap`] it is moved to the bound (`truncate`) or set to 0 (`mask`). A sample whose
-    weights are all 0 is dropped before the forward pass.
+    The importance weight π_old/μ multiplies the advantage. By `correction.mode` it is a token's
+    ratio, the product of a sequence's ratios, or their geometric mean. A weight outside of
+    [`correction.floor`, `correction.cap`] is moved to the bound (`truncate`) or set to 0 (`mask`). A
+    sample whose weights are all 0 is dropped before the forward pass.
 
-    A rollout's first optimizer step runs at the model weights of a log-prob pass before it. So the
-    step's own log-probs, detached, are its π_old. Under `correction.old_logprobs: auto` the samples
-    of that step get no pass, unless a setting needs π_old before the step (the log names it). Under
-    `rollout` π_old is the engine's μ, and nothing is corrected.
+    π_old is the trainer's policy at the rollout's start, and μ the engine's. A rollout's first
+    optimizer step starts from the very model weights that give π_old. So the step's own log-probs,
+    detached, serve as log π_old. Under `correction.old_logprobs: auto` the samples of that step need
+    no pass of their own, unless a setting needs π_old before the step (the log names it). Under
+    `rollout` μ serves as π_old, and nothing is corrected.
     """
 
     old_logprobs: str = "auto"
-    """π_old: `recompute`: a pass over the survivors; `auto`: the same, less the first step; `rollout`: the engine's."""
+    """Source of π_old: `recompute`: a log-prob pass; `auto`: none for the first step; `rollout`: the engine."""
     mode: str = "none"
-    """`none`, or the weight and its bound, as above: `{token,sequence,geometric}_{truncate,mask}`."""
+    """`none`, or the weight and what is done beyond the bounds: `{token,sequence,geometric}_{truncate,mask}`."""
     cap: Annotated[float, Range(1)] = 2.0
     """Upper bound of the weight; a token on which engine and trainer agree has weight 1."""
     floor: Annotated[float, Range(0, 1, open_low=True)] | None = None
-    """Lower bound of the weight; null: none."""
+    """Lower bound of the weight; null: no lower bound."""
     off_policy_delta: Annotated[float, Range(0, 10**6)] | None = None
     """δ in nats: samples with A < 0 and mean log μ − log π_old > δ are dropped (DeepSeek-V3.2, eq. 9); null: none."""
 
@@ -71,5 +72,5 @@ class CorrectionConfig:
 
     @property
     def is_on(self) -> bool:
-        """Return whether samples are weighed or masked, so that log-probs decide which samples have signal."""
+        """Return whether samples are weighted or masked by their log-probs, which then decide which samples train."""
         return self.mode != "none" or self.off_policy_delta is not None

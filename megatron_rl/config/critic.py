@@ -1,4 +1,4 @@
-"""The section of PPO's critic."""
+"""The section ``critic``, on the value model of PPO."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from megatron_rl.errors import ConfigError, quoted
 class CriticConfig:
     """Describes the critic of `advantage.estimator=gae`: a model of its own with a value head (docs/ppo.md).
 
-    Settings that this section lacks are the policy's. If the critic's weights hold a `score.weight`
-    [1, H], it becomes the value head.
+    Every setting that this section lacks is the policy's. If the critic's weights hold a
+    `score.weight` [1, hidden size], as a reward model's do, it becomes the value head.
     """
 
     hf_path: str | None = None
-    """Directory of the critic's weights, of a reward model (`score.weight`) or not; null: `model.hf_path`."""
+    """Directory of the critic's first weights, such as a reward model's; null: `model.hf_path`."""
     init: str = "pretrained"
     """`pretrained`: the weights of `critic.hf_path`; `policy`: the policy's weights after the supervised steps."""
     parallel: dict[str, Any] = field(default_factory=dict)
     """Fields of `parallel` that differ for the critic, as in `critic.parallel.tensor=1`."""
     optimizer: dict[str, Any] = field(default_factory=dict)
-    """Fields of `optimizer` that differ for the critic; its rate is `critic.lr`."""
+    """Fields of `optimizer` that differ for the critic; its learning rate is `critic.lr`."""
     lr: Annotated[float, Range(0, 10)] = 1e-5
     """Learning rate of the critic."""
     placement: str = "shared"
     """`shared`: on the policy's ranks; `separate`: on the job's last `critic.ranks` ranks, which hold no policy."""
     ranks: Annotated[int, Range(1, 10**5)] | None = None
-    """Number of ranks of a separate critic; null: the critic is shared."""
+    """Number of ranks that hold a separate critic; null with `critic.placement=shared`."""
     value_clip: Annotated[float, Range(0, 10**6, open_low=True)] | None = 0.2
-    """Clip of the value loss: how far a value may move in one rollout; null: no clip."""
+    """Clip of the value loss: how far a value may move from its value at the rollout's start; null: no clip."""
     warmup_rollouts: Annotated[int, Range(0)] = 0
-    """Number of first rollouts that train the critic alone."""
+    """Number of rollouts, at the run's start, that train the critic and not the policy."""
     epochs_per_rollout: Annotated[int, Range(1, 1000)] = 1
-    """Times that the critic is trained on each rollout."""
+    """Number of times that the critic is trained on each rollout."""
     samples_per_mini_batch: Annotated[int, Range(1)] | None = None
-    """Samples per optimizer step of the critic; null: as `train.samples_per_mini_batch`."""
+    """Number of samples per optimizer step of the critic; null: as `train.samples_per_mini_batch`."""
 
     def __post_init__(self) -> None:
         choose("critic.init", self.init, ("pretrained", "policy"))

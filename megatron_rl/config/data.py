@@ -1,4 +1,4 @@
-"""The sections of prompts: the training data, the replay of trained groups, and prompts that are asked again."""
+"""The sections ``data`` (training data), ``replay`` (groups trained again) and ``reroll`` (prompts asked again)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DataConfig:
     template_variables: dict[str, Any] = field(default_factory=dict)
     """Chat template variables for every row, such as `{enable_thinking: false}`; a row's own columns replace them."""
     max_prompt_tokens: Annotated[int, Range(1, 10**8)] = 512
-    """Most tokens of a prompt."""
+    """Largest number of tokens of a prompt."""
     on_long_prompt: str = "fail"
     """For a prompt above the limit, or a response beyond the context: `fail` ends the run; `drop` omits the row."""
     shuffle: bool = True
@@ -91,16 +91,20 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig:
-    """Keeps the trained groups with the most signal, to replace later groups without signal (docs/async.md)."""
+    """Keeps trained groups with large advantages, to train them again in place of later groups without signal.
+
+    A group without signal has no sample with a gradient. A rollout takes kept groups in its place
+    (docs/async.md).
+    """
 
     capacity_groups: Annotated[int, Range(0, 10**6)] = 0
-    """Groups that are kept, by most signal: Σ|A| · Σ_f (standard deviation of reward function f); 0: none."""
+    """Number of groups kept, those of largest Σ|A| · Σ_f (standard deviation of reward function f); 0: none."""
     max_age_versions: Annotated[int, Range(1)] | None = 16
-    """Most weight versions from a group's oldest token to the step that trains it again; null: no limit."""
+    """Largest number of weight versions from a group's oldest token to its replay; null: no limit."""
     max_uses: Annotated[int, Range(1)] = 1
-    """Most times that a group is replayed."""
+    """Largest number of times that a group is replayed."""
     recompute_logprobs: bool = True
-    """true: π_old, and so π_old/μ, is of the current policy; false: π_old is the engine's, from when it sampled."""
+    """Source of a replayed group's π_old: true: the current policy; false: the engine's log-probs at its sampling."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +112,12 @@ class RerollConfig:
     """Asks a prompt again if its whole group failed: every reward was at most `reroll.fail_threshold`."""
 
     max_groups: Annotated[int, Range(0, 10**6)] = 0
-    """Most prompts that are asked again in one rollout; 0: none."""
+    """Largest number of prompts that are asked again in one rollout; 0: none."""
     start_fraction: Annotated[float, Range(0, 1)] = 0.5
-    """Share of training before which no prompt is asked again."""
+    """Fraction of the run, from its start, in which no prompt is asked again."""
     fail_threshold: Annotated[float, Range(-(10**9))] = 0.0
-    """A group failed if every reward is at most this."""
+    """A group failed if every reward of it is at most this number."""
     capacity_prompts: Annotated[int, Range(1)] = 1024
-    """Most prompts that wait to be asked again; if more fail, the longest waiting prompt is removed."""
+    """Largest number of prompts that wait to be asked again; if more fail, the longest waiting prompt is removed."""
     max_attempts: Annotated[int, Range(1)] = 1
-    """Most times that a prompt is asked again."""
+    """Largest number of times that a prompt is asked again."""

@@ -1,4 +1,4 @@
-"""The sections of episodes: environments that answer the policy, and the endpoint that agents call."""
+"""The sections ``environment``, which answers the policy, and ``rollout.endpoint``, which agents call."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class EnvironmentConfig:
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment's constructor, by name."""
     max_turns: Annotated[int, Range(1, 10**6)] = 8
-    """Most turns of the policy in one sample; `rollout.max_response_tokens` bounds turns and observations together."""
+    """Largest number of the policy's turns in a sample; `rollout.max_response_tokens` bounds the sample's tokens."""
     role: str = "tool"
     """With `data.template=chat`, the role of an observation that is a text: `tool`, `user` or `system`."""
     num_threads: Annotated[int, Range(1, 10**4)] = 16
-    """Most steps that run at a time, per rank."""
+    """Largest number of environment steps that run at a time on a rank."""
     deadline_s: Annotated[float, Range(0.1, 10**6)] = 30.0
-    """Seconds that each step may take."""
+    """Seconds that each environment step may take."""
     on_error: str = "fail"
-    """For a step or an agent's session that fails or is late: `fail` ends the run; `drop` drops its sample."""
+    """If a step or an agent's session fails or is late: `fail`: end the run; `drop`: drop its sample."""
 
     def __post_init__(self) -> None:
         choose("environment.role", self.role, ("tool", "user", "system"))
@@ -40,7 +40,7 @@ class EndpointConfig:
     """
 
     agent: str | None = None
-    """`module:function` that plays a session; it is called with base_url and the row; null: no agents, no endpoint."""
+    """`module:function` that plays a session, called with the endpoint's base_url and the data row; null: no agents."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the agent, by name."""
     port: Annotated[int, Range(0, 65535)] = 0
@@ -48,10 +48,10 @@ class EndpointConfig:
     api_key_env: str | None = None
     """Environment variable with the keys that agents may present, separated by commas; null: any key is accepted."""
     num_agents: Annotated[int, Range(1, 10**4)] = 64
-    """Most agents at a time, per rank, each in a thread."""
+    """Largest number of agents that run at a time on a rank, each in a thread."""
     deadline_s: Annotated[float, Range(0.1, 10**6)] = 300.0
     """Seconds that a session may take from its agent's start to its reward; below `run.deadline_s`."""
     max_turns: Annotated[int, Range(1, 10**6)] = 64
-    """Most requests of one session."""
+    """Largest number of requests that an agent may make in one session."""
     max_body_mb: Annotated[float, Range(0, 10**6, open_low=True)] = 16.0
     """Largest body of a request, in MiB."""

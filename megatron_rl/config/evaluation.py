@@ -1,4 +1,4 @@
-"""The section of evaluation: the held-out sets, their sampling, and when they are evaluated."""
+"""The section ``eval``: the held-out sets, how they are sampled, and when they are evaluated."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from megatron_rl.errors import ConfigError, quoted
 class EvalConfig:
     """Evaluates held-out prompts, with the training data's columns, template and reward functions.
 
-    All sets are generated together: before RL's first step, every `eval.every_rollouts` rollouts,
-    and always at the end. The engines get the current weights first, and
-    `weight_sync.interval_steps` counts from that sync on.
+    All sets are evaluated together: before RL's first step, every `eval.every_rollouts` rollouts,
+    and always at the end. The engines get the current weights before each evaluation, and
+    `weight_sync.interval_steps` counts from that weight sync on.
     """
 
     path: str | None = None
-    """Data set of held-out prompts, in the forms of `data.train`: the short way to name a single set; null: none."""
+    """Data set of held-out prompts, in the forms of `data.train`; more sets: `eval.sets`; null: none."""
     name: str = "test"
     """Name of the set of `eval.path`; a set's metrics are called `eval/<name>/...`."""
     sets: dict[str, str] = field(default_factory=dict)
     """Further evaluation sets, `{name: path}`."""
     every_rollouts: Annotated[int, Range(1)] | None = None
-    """Rollouts between evaluations; null: none between the first and the last."""
+    """Number of rollouts between evaluations; null: none between the first and the last."""
     at_start: bool = True
     """Whether the sets are evaluated before RL's first step, after the supervised steps."""
     max_prompts: Annotated[int, Range(1)] | None = None
-    """Prompts of each set that are evaluated, the first ones; null: all."""
+    """Number of prompts that are evaluated of each set, from its start; null: all."""
     samples_per_prompt: Annotated[int, Range(1, 10**5)] = 1
-    """Samples of each prompt, k: metrics are mean@k, and pass@1, pass@2, pass@4 ... up to k."""
+    """Number of samples of each prompt, k: metrics are mean@k, and pass@1, pass@2, pass@4 ... up to k."""
     temperature: Annotated[float, Range(0, 100)] = 0.0
     """Sampling temperature of evaluation; 0: greedy, with one sample per prompt."""
     reward_threshold: Annotated[float, Range(-(10**9))] = 1.0
-    """Least total reward of a sample that has passed."""
+    """Least total reward with which a sample counts as passed."""
 
     def __post_init__(self) -> None:
         if self.temperature == 0 and self.samples_per_prompt > 1:
@@ -58,5 +58,5 @@ class EvalConfig:
 
     @property
     def named_sets(self) -> dict[str, str]:
-        """Return every set's path by its name, the set of ``eval.path`` first."""
+        """Return {name: path} of every evaluation set, with the set of ``eval.path`` first."""
         return {**({} if self.path is None else {self.name: self.path}), **self.sets}

@@ -1,4 +1,7 @@
-"""A Config from files, mappings and overrides, which OmegaConf merges over the defaults; and a Config as YAML."""
+"""Functions that load a Config from a file or mapping and overrides, and that write a Config as YAML or plain values.
+
+OmegaConf merges the settings over the defaults.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,15 @@ Tree = dict[str, object]
 def load_config(
     source: str | os.PathLike[str] | Mapping[str, object] | DictConfig | None = None, overrides: Sequence[str] = ()
 ) -> Config:
-    """Load the defaults, then a file or a mapping of sections, then ``section.key=value`` overrides.
+    """Return a checked Config: the defaults, replaced by the source's settings, replaced by the overrides.
 
-    source: a YAML file's path, or the settings as a mapping or as OmegaConf's DictConfig.
+    source: a YAML file's path, or the settings as a mapping or as OmegaConf's DictConfig. None: the
+        defaults alone.
+    overrides: texts ``section.key=value``.
 
-    Each layer may hold OmegaConf's interpolations, which see all layers
-    (megatron_rl/config/interpolation.py). Raises ConfigError, which gives file and line for a
-    setting of a file.
+    Source and overrides may hold OmegaConf's interpolations, which refer to the merged settings
+    (megatron_rl/config/interpolation.py). Raises ConfigError for a setting that cannot work. If it
+    is a file's, the message begins with file and line.
     """
     # The layers, and the lines of settings that no override replaces.
     tree, lines = _read(source)
@@ -55,7 +60,7 @@ def load_config(
 
 
 def _merged(layers: Sequence[Tree]) -> Tree:
-    """Return the layers merged into one tree, with a value for each interpolation; later layers win."""
+    """Return trees of settings merged into one, with interpolations evaluated; a later tree replaces earlier values."""
     if not any(_has_interpolation(layer) for layer in layers):
         return OmegaConf.to_container(OmegaConf.unsafe_merge(*map(OmegaConf.create, layers)))
     from megatron_rl.config.interpolation import Interpolations
@@ -72,10 +77,10 @@ def _has_interpolation(value: object) -> bool:
 
 
 def _check_over(below: object, above: object, key: str = "") -> None:
-    """Raise ConfigError if two layers do not fit together.
+    """Raise ConfigError if the settings ``above`` cannot be merged over the settings ``below``.
 
-    They do not fit if one has a list and the other keys, or if the lower one sets a whole section
-    by an interpolation and the upper one a key in it.
+    They cannot if one has a list where the other has keys. They cannot either if ``below`` sets a
+    whole section by an interpolation, and ``above`` sets a key of that section.
     """
     if {type(below), type(above)} == {dict, list}:
         raise ConfigError(f"{key} is {quoted(below)} in one place and {quoted(above)} in another; write it once")
@@ -91,7 +96,10 @@ def _check_over(below: object, above: object, key: str = "") -> None:
 
 
 def _typed(settings: Tree) -> Config:
-    """Return the configuration of settings whose values fit their fields, merged over the sections' defaults."""
+    """Return the Config of settings merged over the defaults.
+
+    settings: a tree whose values have the types of their fields.
+    """
     defaults = {name: _structured(hints_of(Config)[name]) for name in settings}
     merged = OmegaConf.unsafe_merge(OmegaConf.create(defaults), escaped(settings))
     return build_section(Config, OmegaConf.to_container(merged, resolve=True))
@@ -99,7 +107,7 @@ def _typed(settings: Tree) -> Config:
 
 @functools.cache
 def _structured(section: type) -> DictConfig:
-    """Return a section as OmegaConf's structured config, with its defaults; merging makes a copy."""
+    """Return a section's defaults as OmegaConf's structured config; a merge copies it, so it may be cached."""
     settings = OmegaConf.structured(section, flags={"no_deepcopy_set_nodes": True})  # its nodes are new
     inner = [settings[name] for name, hint in hints_of(section).items() if dataclasses.is_dataclass(hint)]
     for part in (settings, *inner):
@@ -108,7 +116,7 @@ def _structured(section: type) -> DictConfig:
 
 
 def _read(source: object) -> tuple[Tree, Lines]:
-    """Return a source's settings as plain values, and for a file the line of each setting."""
+    """Return (settings, lines) of a source: plain values, and for a file {dotted key: line}, else {}."""
     if source is None:
         return {}, {}
     if isinstance(source, str | os.PathLike):
@@ -119,7 +127,10 @@ def _read(source: object) -> tuple[Tree, Lines]:
 
 
 def _plain(value: object, key: str) -> object:
-    """Return a mapping of Python or OmegaConf, or a part of one, as dicts, lists and scalars."""
+    """Return a mapping, or a value within it, as plain dicts, lists and scalars; OmegaConf's containers are converted.
+
+    key: the dotted key of the value, for messages.
+    """
     if isinstance(value, DictConfig | ListConfig):
         is_part = value._get_parent() is not None  # a part's interpolations refer to the whole: resolve them here
         return _plain(OmegaConf.to_container(value, resolve=is_part), key)
@@ -160,7 +171,12 @@ def _parse_override(override: str) -> Tree:
 
 
 def _override_value(key: str, text: str, override: str) -> object:
-    """Return the value of an override, read as YAML; for a field of texts, text that is no YAML stays as it is."""
+    """Return the value of an override, read as YAML, or unchanged if its field holds texts and it is no YAML.
+
+    key: the override's dotted key.
+    text: the value as written.
+    override: the whole override, for messages.
+    """
     if re.search("[\ud800-\udfff]", override):
         raise ConfigError(f"override {quoted(override)} is not UTF-8")
     if not text.strip():
@@ -179,7 +195,7 @@ def _override_value(key: str, text: str, override: str) -> object:
 
 
 def _holds(tree: Tree, key: str) -> bool:
-    """Return whether a tree sets the value at a dotted key, or a whole section around it."""
+    """Return whether a tree of settings sets the value at a dotted key, or replaces a section that holds the key."""
     part: object = tree
     for name in key.split("."):
         if not isinstance(part, dict):
@@ -191,7 +207,7 @@ def _holds(tree: Tree, key: str) -> bool:
 
 
 def _keys(tree: Tree, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of an override's tree: the key of each section and of the value."""
+    """Yield every dotted key of an override's tree: the keys of its sections, then the key of its value."""
     for name, part in tree.items():
         yield f"{prefix}{name}"
         if isinstance(part, dict):
@@ -199,9 +215,9 @@ def _keys(tree: Tree, prefix: str = "") -> Iterator[str]:
 
 
 def _with_place(message: str, path: str, lines: Lines, overridden: Collection[str]) -> str:
-    """Return a message that begins with the places of the keys in it: lines of the file, or the command line.
+    """Return a message preceded by where its keys were set: on lines of the file, or on the command line.
 
-    In a message about an unknown key, this key alone counts, not the nearest key.
+    For a message about an unknown key, that key alone counts, not the nearest key that it advises.
 
     lines: the line of each dotted key of the file.
     overridden: the dotted keys of the overrides.
@@ -217,10 +233,10 @@ def _with_place(message: str, path: str, lines: Lines, overridden: Collection[st
 
 
 def config_to_dict(config: Config) -> dict[str, dict]:
-    """Return the resolved configuration as plain values, which JSON and YAML can hold."""
+    """Return {section: {key: value}} of a Config, in plain values that JSON and YAML can hold."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def config_to_yaml(config: Config) -> str:
-    """Return the resolved configuration as YAML, every default filled in; loading it gives the same configuration."""
+    """Return a Config as YAML, with every setting written out; ``load_config`` of it gives an equal Config."""
     return OmegaConf.to_yaml(OmegaConf.create(escaped(config_to_dict(config))))

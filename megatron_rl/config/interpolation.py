@@ -1,13 +1,13 @@
-"""Interpolations, ``${...}`` in settings: OmegaConf evaluates each text once, after the texts it needs, within bounds.
+"""The evaluation of interpolations, ``${...}`` in settings, by OmegaConf, in order of their dependencies and bounded.
 
 All of OmegaConf's grammar is read (2.3, "Variable interpolation" and "Built-in resolvers"):
 ``${section.key}``, relative and nested keys, ``${oc.env:NAME,default}``, oc.select, oc.decode,
 oc.create, oc.dict.keys, oc.dict.values, and resolvers that the process itself registered. Not read:
 oc.coerce, which imports the module that it is given.
 
-A text with an interpolation is replaced by a numbered marker until it is evaluated. If the
-evaluation of text a meets the marker of text b, b is evaluated first and then a is tried again. So
-a cycle is found and can be shown, and no file can make an evaluation grow without end.
+A setting's text that holds an interpolation is replaced by a numbered marker until it is evaluated.
+If the evaluation of text a meets the marker of text b, b is evaluated first and then a is tried
+again. So a cycle is found and can be shown, and no file can make an evaluation grow without end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PATCHED = threading.RLock()  # a resolver of the user's may load a configuratio
 
 
 class Interpolations:
-    """Replaces interpolated texts in trees of settings by markers, and markers by values once the trees are merged."""
+    """Replaces texts with interpolations in trees of settings by markers, and after the merge markers by values."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []  # text n has the marker of number n
@@ -49,7 +49,7 @@ class Interpolations:
         self.num_calls = self.num_values = 0
 
     def taken_out(self, value: object) -> object:
-        """Return a value with a marker in place of each text that holds an interpolation."""
+        """Return a tree of settings, or a value in one, with a marker in place of each text with an interpolation."""
         if isinstance(value, dict):
             return {name: self.taken_out(part) for name, part in value.items()}
         if isinstance(value, list):
@@ -60,9 +60,10 @@ class Interpolations:
         return f"${{{_PENDING}:{len(self.texts) - 1}}}"
 
     def put_in(self, tree: dict[str, object], defaults: Callable[[], dict[str, object]]) -> dict[str, object]:
-        """Return a tree of settings with each marker replaced by its value.
+        """Return a merged tree of settings, in which each marker is replaced by the value of its text.
 
-        Interpolations may refer to the defaults of settings that the tree lacks.
+        defaults: a function that returns the tree of all defaults. Interpolations may refer to
+            settings that ``tree`` lacks, and then get the default.
 
         Raises ConfigError with the key, the text and its fault.
         """
@@ -83,7 +84,7 @@ class Interpolations:
         return tree
 
     def _settle(self, first: int, settings, tree: dict[str, object]) -> None:
-        """Evaluate a text, after every text that it needs."""
+        """Evaluate text number ``first``, after every text that it needs, and replace their markers by the values."""
         stack = [first] * (first in self.places)
         while stack:
             number = stack[-1]
@@ -100,7 +101,7 @@ class Interpolations:
                 stack.append(self.needed)
 
     def _evaluated(self, number: int, settings) -> object:
-        """Return the plain value of a text, or None and set ``needed`` if another text must be evaluated first."""
+        """Return the plain value of a text. If another text must be evaluated first, set ``needed`` and return None."""
         path, self.needed, self.fault = self.places[number], None, ""
         parent = functools.reduce(lambda node, name: node[name], path[:-1], settings)
         try:
@@ -130,7 +131,10 @@ class Interpolations:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Wrap OmegaConf's resolvers for the block: count this thread's calls, refuse some, and add the marker's."""
+        """Wrap OmegaConf's resolvers within the block, and add one for markers.
+
+        A wrapped resolver counts its calls by this thread, and refuses some of them.
+        """
         table = BaseContainer._resolvers  # OmegaConf's one table of resolvers, in 2.3 and 2.4
         with _PATCHED:
             before = dict(table)
@@ -165,7 +169,7 @@ class Interpolations:
 
 
 def _reason(error: Exception) -> str:
-    """Return the end of the message that begins with key and text: OmegaConf's fault in words, and the way out."""
+    """Return the end of an error message after key and text: what OmegaConf found at fault, and the way out."""
     said = (str(error).splitlines() or [""])[0].strip()
     if unknown := re.search(r"Interpolation key '(.*?)' not found", said):
         return f": {quoted(unknown[1])} names no setting; write ${{section.key}} or ${{oc.env:VARIABLE}}"
@@ -180,9 +184,9 @@ def _reason(error: Exception) -> str:
 
 
 def _over(below: dict[str, object], above: dict[str, object]) -> dict[str, object]:
-    """Return the two trees merged; a value of ``above`` replaces one of ``below``, whatever their types.
+    """Return two trees of settings merged; a value of ``above`` replaces the value of ``below`` at its key.
 
-    OmegaConf does not merge a list into a mapping.
+    Their types may differ. OmegaConf's own merge refuses a list over a mapping.
     """
     both = dict(below)
     for name, value in above.items():
@@ -192,7 +196,7 @@ def _over(below: dict[str, object], above: dict[str, object]) -> dict[str, objec
 
 
 def _markers(value: object, path: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the place and the number of each marker in a tree."""
+    """Yield (path, number) of each marker in a tree; ``path`` is the path to ``value`` from the root."""
     if isinstance(value, dict | list):
         for name, part in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _markers(part, (*path, name))

@@ -1,4 +1,4 @@
-"""Names of settings in other frameworks and in earlier releases, each with its key here, for errors that give advice.
+"""Tables from names of settings in other frameworks and earlier releases to this release's keys, for error messages.
 
 The frameworks are verl 0.9 (its Hydra files too), TRL 1.16 with transformers' arguments, NeMo-RL,
 OpenRLHF, slime and axolotl. A name stands alone, or after its section if several settings have it.

@@ -1,4 +1,4 @@
-"""The section of low-rank adapters: the linear layers that get one, and its rank."""
+"""The section ``lora``: the linear layers that get a low-rank adapter, and the adapters' rank and scale."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class LoraConfig:
     """
 
     rank: Annotated[int, Range(1, 4096)] | None = None
-    """Rank of the adapters, the rows of A; null: no adapters, every weight is trained."""
+    """Rank of the adapters, the number of rows of A; null: no adapters, every weight is trained."""
     alpha: Annotated[float, Range(0, 10**6, open_low=True)] = 32.0
-    """The adapters' product B A x is multiplied by alpha / rank."""
+    """Scale: an adapter's output B A x is multiplied by alpha / rank."""
     targets: tuple[str, ...] = TARGETS
-    """Linear layers that get an adapter."""
+    """Linear layers that get an adapter: any of `linear_qkv`, `linear_proj`, `linear_fc1` and `linear_fc2`."""
 
     def __post_init__(self) -> None:
         for name in self.targets:

@@ -1,4 +1,4 @@
-"""The sections of the model: its weights, its degrees of parallelism, and fields for Megatron-Core's configurations."""
+"""The sections ``model`` (weights, dtype), ``parallel`` (degrees) and ``megatron`` (Megatron-Core's own fields)."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class ModelConfig:
     hf_path: str = ""
     """Required: folder of config, safetensors, tokenizer; a URL; or `owner/name@revision` (docs/object-storage.md)."""
     provider: str = "native"
-    """Builder of layers: `native`: this package, for its families; `bridge`: NVIDIA Megatron-Bridge, for others."""
+    """What builds the model: `native`: this package, for families in docs/models.md; `bridge`: Megatron-Bridge."""
     tokenizer_path: str | None = None
     """Directory, or name on the hub, of another tokenizer; null: the tokenizer of `model.hf_path`."""
     allow_unread_tensors: bool = False
-    """For tensors in the files that the model does not use: true leaves them out with a warning; false refuses them."""
+    """If the files hold tensors that the model does not use: true: ignore them with a warning; false: refuse them."""
     dtype: str = "auto"
-    """`float32`; `bfloat16`: float32 masters and gradient sums; `auto`: the files' dtype on a GPU, float32 on a CPU."""
+    """Dtype: `float32`; `bfloat16` (master weights stay float32); `auto`: the files' on a GPU, float32 on a CPU."""
     init: str = "pretrained"
     """`pretrained`: the weights of `model.hf_path`; `random`: random weights in the shape of its config."""
     layer_spec: str = "auto"
-    """`transformer_engine`, `torch` or `auto`: Transformer Engine in bfloat16 if it can be built, else `torch`."""
+    """Layers of `transformer_engine`, `torch`, or `auto`: Transformer Engine in bfloat16 if it builds, else `torch`."""
     logprob_kernel: str = "auto"
-    """Log-probs of logits: `torch`'s operations, `triton`'s kernels, or `auto`: triton on a GPU, if installed."""
+    """What computes log-probs from logits: `torch`, `triton` kernels, or `auto`: triton on a GPU, if installed."""
 
     def __post_init__(self) -> None:
         choose("model.provider", self.provider, ("native", "bridge"))
@@ -51,13 +51,13 @@ class ParallelConfig:
     pipeline_layout: tuple[str, ...] = ()
     """Layers of each stage, as `[3, 2, 2]` or in Megatron-Core's notation, `Et*3|(tt|)*2L`; `[]`: balanced stages."""
     context: Annotated[int, Range(1, 10**5)] = 1
-    """Ranks that share each sequence, two chunks each (zig-zag); a micro-batch's cap counts all ranks' tokens."""
+    """Context-parallel degree: ranks that split each sequence, two chunks each; token caps count all ranks' tokens."""
     expert: Annotated[int, Range(1, 10**5)] = 1
-    """Ranks that share a mixture's experts; in other layers they are tensor, context or data parallel."""
+    """Expert-parallel degree: ranks that divide a layer's experts; elsewhere they split tensors, sequences or data."""
     expert_tensor: Annotated[int, Range(1, 10**5)] | None = None
-    """Ranks that share each expert; null: as many as `parallel.tensor`."""
+    """Tensor-parallel degree within each expert; null: as `parallel.tensor`."""
     sequence_parallel: bool = False
-    """Megatron's sequence parallelism; it needs `parallel.tensor` >= 2."""
+    """Whether Megatron's sequence parallelism is on; it needs `parallel.tensor` >= 2."""
 
     def __post_init__(self) -> None:
         if self.virtual_pipeline > 1 and self.pipeline == 1:
@@ -74,7 +74,11 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronConfig:
-    """Passes fields to Megatron-Core's own configurations; fields that the token sum depends on are refused."""
+    """Passes fields to Megatron-Core's own configuration classes.
+
+    Fields that this package sets itself, and fields of features that cannot work here, are refused
+    with the reason.
+    """
 
     transformer: dict[str, Any] = field(default_factory=dict)
     """Any fields of Megatron-Core's TransformerConfig, by name."""

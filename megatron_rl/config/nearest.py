@@ -1,4 +1,4 @@
-"""Advice for an unknown key: the key that is meant, by another framework's name for it, then by spelling."""
+"""Advice for an unknown key: the key that the user may mean, by other frameworks' names for it, then by spelling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ MOST_CHARACTERS = 100  # of a key that are compared
 
 
 def all_keys(cls: type, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted key of every setting of a section, or of the whole configuration."""
+    """Yield the dotted key of every setting of a class of section, settings of sections within it included.
+
+    prefix: the section's own key with a final dot; empty for the whole configuration.
+    """
     for name, hint in hints_of(cls).items():
         if dataclasses.is_dataclass(hint):
             yield from all_keys(hint, f"{prefix}{name}.")
@@ -26,9 +29,9 @@ def all_keys(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def leaf_of(key: str, value: object) -> tuple[str, object]:
-    """Return a setting within an unknown section, and its value.
+    """Return (dotted key, value) of one setting within an unknown key that may be a whole section.
 
-    It is the first setting whose name another framework knows, else the first of all.
+    It is the first setting whose name another framework knows, or without one the first setting.
 
     Example: ``actor_rollout_ref`` with ``{"rollout": {"n": 8}}`` gives
     ``actor_rollout_ref.rollout.n`` and 8.
@@ -46,21 +49,22 @@ def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def _endings(key: str) -> Iterator[str]:
-    """Yield the endings of a dotted key, the whole key first; ``-`` becomes ``_``. Example: a.b gives a.b, then b."""
+    """Yield every ending of a dotted key, the whole key first, with ``-`` as ``_``. Example: a.b gives a.b, then b."""
     parts = key[-MOST_CHARACTERS:].replace("-", "_").split(".")
     return (".".join(parts[first:]) for first in range(len(parts)))
 
 
 def name_elsewhere(key: str) -> str | None:
-    """Return the longest ending of a key that another framework or release knows; None without one."""
+    """Return the longest ending of a dotted key that another framework knows as a name; None if there is none."""
     return next((ending for ending in _endings(key) if ending in ELSEWHERE or ending in NOT_HERE), None)
 
 
 def meant(root: type, cls: type, key: str, prefix: str = "") -> tuple[list[str], str]:
-    """Return the keys that an unknown key may mean, [] if none is known, and a note.
+    """Return (keys, note): the known keys that an unknown key may mean, [] if there are none, and a note or "".
 
     root: the class of the whole configuration.
-    cls, prefix: the class, and the dotted prefix, of the section that lacks the key's next name.
+    cls, prefix: the class of the innermost known section of the key, and the section's own key with
+        a final dot.
     """
     name = name_elsewhere(key)
     if name in NOT_HERE:
@@ -75,10 +79,9 @@ def meant(root: type, cls: type, key: str, prefix: str = "") -> tuple[list[str],
 
 
 def advice(root: type, cls: type, key: str, prefix: str = "") -> str:
-    """Return the part of a message that names keys to write in place of an unknown key.
+    """Return the part of an error message that names known keys to write in place of an unknown key.
 
-    root: the class of the whole configuration.
-    cls, prefix: the class, and the dotted prefix, of the section that lacks the key's next name.
+    root, cls, prefix: see ``meant``.
 
     Example: ``the nearest known key is train.epochs``.
     """
@@ -92,10 +95,9 @@ def advice(root: type, cls: type, key: str, prefix: str = "") -> str:
 
 
 def nearest(root: type, cls: type, key: str, prefix: str) -> list[str]:
-    """Return the known keys that are spelled most like an unknown key; [] if none is like it.
+    """Return the known keys whose spelling is nearest to an unknown key; [] if none is near.
 
-    root: the class of the whole configuration.
-    cls, prefix: the class, and the dotted prefix, of the section that lacks the key's next name.
+    root, cls, prefix: see ``meant``.
     """
     own, last = key.removeprefix(prefix)[:MOST_CHARACTERS], key.rpartition(".")[2][:MOST_CHARACTERS]
     names = [field.name for field in dataclasses.fields(cls)] if prefix else []

@@ -1,4 +1,4 @@
-"""The sections of the objective: advantages, the skip and the loss."""
+"""The sections ``advantage``, ``skip`` (which samples are dropped) and ``loss``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ POLICIES = ("ppo", "gspo", "cispo", "importance_sampling", "dro", "reinforce")
 class AdvantageConfig:
     """Turns rewards, or under `distillation` a teacher's log-probs, into advantages (docs/semantics.md#6-advantages).
 
-    `gae` has a critic (docs/ppo.md), `distillation` a teacher (docs/supervised.md#on-policy-distillation). Only
-    `reinforce_plus_plus`, `gdpo` and `gae` whiten. The noise is Gaussian, on advantages of samples with signal.
-    It is for comparisons, not for training (docs/skip.md#the-loss-is-0-and-it-learns).
+    `gae` needs a critic (docs/ppo.md), `distillation` a teacher (docs/supervised.md#on-policy-distillation).
+    Only `reinforce_plus_plus`, `gdpo` and `gae` whiten advantages. `advantage.noise_std` adds Gaussian noise to
+    the non-zero advantages, for comparisons and not for training (docs/skip.md#the-loss-is-0-and-it-learns).
     """
 
     estimator: str = "grpo"
@@ -29,19 +29,19 @@ class AdvantageConfig:
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of an estimator of your own, by name (docs/your-own.md)."""
     moves_equal_rewards: bool = False
-    """Whether an estimator of your own may give equal rewards an advantage; then no group is dropped early."""
+    """Whether your own estimator may give equal rewards a non-zero advantage; if so, no group is dropped early."""
     epsilon: Annotated[float, Range(0, 1)] = 1e-6
-    """ε, added to standard deviations (n − 1)."""
+    """ε, added to a standard deviation (unbiased, n − 1) before a division by it."""
     whiten: str = "scale"
-    """`scale`: zeros stay zero; `center_and_scale`: the published form, which moves zeros too; `none`."""
+    """Whitening: `scale`: zeros stay 0; `center_and_scale`: the published form, which moves zeros too; `none`."""
     gamma: Annotated[float, Range(0, 1)] = 1.0
     """`gae`: discount γ over loss tokens; 1: no discount."""
     lam: Annotated[float, Range(0, 1)] = 1.0
-    """`gae`: λ over loss tokens."""
+    """`gae`: λ of the recursion over loss tokens."""
     noise_std: Annotated[float, Range(0, 10**6)] = 0.0
-    """Standard deviation of the noise; 0: none."""
+    """Standard deviation of the noise on advantages; 0: no noise."""
     noise_steps: Annotated[int, Range(0)] = 0
-    """RL's first steps with noise; a rollout has noise if its first step is one of them."""
+    """Number of RL's first optimizer steps with noise; a rollout has noise if its first step is one of them."""
 
     def __post_init__(self) -> None:
         choose_or_own("advantage.estimator", self.estimator, ESTIMATORS)
@@ -61,18 +61,22 @@ class AdvantageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SkipConfig:
-    """Decides which samples are dropped, and the effect of a ghost step (docs/skip.md#what-is-lossless-when)."""
+    """Decides which samples are dropped, and what an optimizer step does if all its samples are dropped.
+
+    Such a step is called a ghost step. The dense run is the same run without drops
+    (docs/skip.md#what-is-lossless-when).
+    """
 
     mode: str = "exact"
-    """`exact`: drops samples that provably change nothing; `approximate`: all of zero advantage; `off`: none."""
+    """Drops: `exact`: samples whose gradient is provably 0; `approximate`: samples of zero advantage; `off`: none."""
     steps: str = "match"
-    """`match`: the dense run's optimizer steps, each at its own position; `merge`: one step over all survivors."""
+    """`match`: the same optimizer steps as the dense run; `merge`: one step per rollout, over all samples that stay."""
     ghost: str = "dense"
-    """For a step without signal: `dense` steps on a zero gradient, as the dense run does; `freeze` changes nothing."""
+    """If all samples of a step are dropped: `dense`: step on a zero gradient, as the dense run; `freeze`: no step."""
     advantage_epsilon: Annotated[float, Range(0, 10**6)] = 0.0
     """`approximate`: an advantage of at most this size counts as zero."""
     logprob_passes: bool = True
-    """Whether log-prob passes drop the same samples."""
+    """Whether dropped samples are left out of log-prob passes too."""
 
     def __post_init__(self) -> None:
         choose("skip.mode", self.mode, ("exact", "approximate", "off"))
@@ -96,23 +100,23 @@ class LossConfig:
     reduction: str = "token_mean"
     """`token_mean`, `token_sum`, `sequence_mean`, `sequence_sum_mean`, `sequence_sum_norm` or `prompt_mean`."""
     denominator: str = "original"
-    """`original`: tokens, samples and prompts are counted before the drop; `kept`: after it."""
+    """What the reduction divides by is counted: `original`: before samples are dropped; `kept`: after."""
     clip_low: Annotated[float, Range(0, 1000)] = 0.2
-    """Distance of the ratio's lower bound from 1."""
+    """Distance from 1 of the lower bound of the ratio π_θ/π_old."""
     clip_high: Annotated[float, Range(0, 1000)] = 0.2
-    """Distance of the ratio's upper bound from 1."""
+    """Distance from 1 of the upper bound of the ratio π_θ/π_old."""
     dual_clip: Annotated[float, Range(1, 1000, open_low=True)] | None = None
     """`ppo`: c > 1 (3 is usual): for A < 0 the loss is at most −cA; null: no such bound."""
     dro_beta: Annotated[float, Range(0, 1000)] = 0.1
     """`dro`: β of the quadratic β/2 · (log π_θ − log μ)²."""
     kl_coefficient: Annotated[float, Range(0, 1000)] = 0.0
-    """β of the KL to the reference, at RL's start unless renewed (docs/ppo.md#the-reference-policy); 0: no KL."""
+    """β of the KL to the reference, the policy at RL's start (docs/ppo.md#the-reference-policy); 0: no KL."""
     kl_estimator: str = "k3"
     """Estimator of the KL: `k1`, `k2`, `k3`, or `unbiased`: π_θ/π_old times `k3`."""
     entropy_coefficient: Annotated[float, Range(-100, 100)] = 0.0
     """Coefficient of the entropy bonus; 0: none."""
     mask_truncated: bool = False
-    """Whether responses cut off by `rollout.max_response_tokens` lose their loss; their rewards stay in the group."""
+    """Whether responses cut off at `rollout.max_response_tokens` have no loss; their rewards still count."""
 
     def __post_init__(self) -> None:
         choose_or_own("loss.policy", self.policy, POLICIES)

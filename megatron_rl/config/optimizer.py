@@ -1,4 +1,4 @@
-"""The sections of optimizer steps: the policy's optimizer, and the cut of a step into micro-batches."""
+"""The sections ``optimizer`` (the policy's AdamW) and ``plan`` (how a step's samples are put into micro-batches)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class OptimizerConfig:
     min_lr: Annotated[float, Range(0, 10)] = 0.0
     """Learning rate at the end of the decay."""
     schedule: str = "constant"
-    """`constant`, `cosine` or `linear`; the last two decay over `optimizer.decay_steps`."""
+    """Learning rate after the warm-up: `constant`; `cosine` or `linear`: decays over `optimizer.decay_steps`."""
     warmup_steps: Annotated[int, Range(0)] = 0
-    """Optimizer steps of linear warm-up; the first step's rate is above 0."""
+    """Number of optimizer steps of linear warm-up; the first step's rate is above 0."""
     decay_steps: Annotated[int, Range(1)] | None = None
-    """Optimizer steps after which the rate is `optimizer.min_lr`; null: all steps of the run."""
+    """Number of optimizer steps after which the rate is `optimizer.min_lr`; null: all steps of the run."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """AdamW's decay of the first and the second moment."""
     epsilon: Annotated[float, Range(1e-20, 1)] = 1e-8
@@ -35,9 +35,9 @@ class OptimizerConfig:
     kernel: str = "auto"
     """Adam of `transformer_engine`, `apex` or `torch`; `auto`: the first that can be imported, which the log names."""
     distributed: bool = True
-    """Whether Megatron's distributed optimizer shards its state over data-parallel ranks."""
+    """Whether Megatron's distributed optimizer shards the optimizer state over data-parallel ranks."""
     on_nonfinite: str = "fail"
-    """For a step whose gradient is not finite: `fail` ends the run; `skip` changes no weight, on all ranks alike."""
+    """If a step's gradient is not finite: `fail`: end the run; `skip`: change no weight, on any rank."""
 
     def __post_init__(self) -> None:
         choose("optimizer.schedule", self.schedule, ("constant", "cosine", "linear"))
@@ -47,21 +47,21 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Cuts the samples with signal into micro-batches.
+    """Sets how the samples that are not dropped are packed into micro-batches.
 
-    The cut depends on an assumed cost of micro-batches, so that a run repeats to the bit. Under
-    `plan.calibrate` it depends on measured times: two runs may be cut differently, and then agree
+    The packing depends on an assumed cost of micro-batches, so that a repeated run is bitwise equal.
+    Under `plan.calibrate` it depends on measured times. Two runs may then pack differently, and agree
     up to rounding only.
     """
 
     max_tokens_per_microbatch: Annotated[int, Range(1)] = 8192
-    """Most tokens of a micro-batch, pads included."""
+    """Largest number of tokens of a micro-batch, pads included."""
     samples_per_microbatch: Annotated[int, Range(1)] | None = None
     """Fixed number of samples of a micro-batch, in place of the token cap; null: the token cap."""
     share_prompts: bool | None = None
-    """Whether samples of a micro-batch with one prompt run the prompt once; null: if that is exact and possible."""
+    """Whether a micro-batch runs the common prompt of several samples once; null: if that is exact and possible."""
     repack: bool = True
-    """true: cut after the drop; false: cut before it and drop whole micro-batches only, bitwise the dense gradient."""
+    """true: pack after samples are dropped; false: before, and drop whole micro-batches: bitwise as without drops."""
     microbatch_overhead_tokens: Annotated[int, Range(0)] = 256
     """Assumed fixed cost of a micro-batch, in tokens; it decides the number of micro-batches on a pipeline."""
     on_long_sample: str = "own_microbatch"

@@ -1,4 +1,4 @@
-"""The section of preference pairs: the loss over chosen and rejected responses, and their columns."""
+"""The section ``preference``: the loss over pairs of a chosen and a rejected response, and the pairs' columns."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ WITH_SMOOTHING = ("dpo", "simpo")
 class PreferenceConfig:
     """Makes the steps of `sft` train on pairs of responses (docs/supervised.md#preference-pairs-dpo-ipo-simpo).
 
-    Of each pair one response was chosen and one rejected.
-
-    `bradley_terry` trains a reward model: a value head takes the LM head's place (docs/supervised.md#reward-models).
+    Each pair has a chosen and a rejected response. `bradley_terry` trains a reward model: a value head
+    replaces the LM head (docs/supervised.md#reward-models).
     """
 
     loss: str = "none"
-    """`none`: no pairs, imitation; `dpo`, `hinge`, `ipo` or `simpo`: a policy; `bradley_terry`: a reward model."""
+    """`none`: imitation, no pairs; `dpo`, `hinge`, `ipo`, `simpo`: train a policy; `bradley_terry`: a reward model."""
     beta: Annotated[float, Range(0, 1000, open_low=True)] = 0.1
     """β of `dpo`, `hinge` and `simpo`, τ of `ipo`."""
     margin: Annotated[float, Range(-1000, 1000)] = 0.0
@@ -61,5 +60,5 @@ class PreferenceConfig:
 
     @property
     def trains_reward_model(self) -> bool:
-        """Return whether the run's one model is a reward model."""
+        """Return whether the run trains a reward model in place of a policy."""
         return self.loss == "bradley_terry"

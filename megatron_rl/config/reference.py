@@ -1,4 +1,4 @@
-"""The sections of two further models: the reference policy of the KL, and the teacher of distillation."""
+"""The sections ``reference`` (the policy of the KL term) and ``teacher`` (of on-policy distillation)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from megatron_rl.errors import ConfigError, quoted
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
-    """Describes the policy that the KL is measured against (docs/ppo.md#the-reference-policy)."""
+    """Sets the reference policy, to which the KL is measured (docs/ppo.md#the-reference-policy)."""
 
     kl_in: str = "loss"
-    """`loss`: coefficient · KL is added to the loss; `reward`: it is subtracted from the reward, token by token."""
+    """`loss`: β · KL is added to the loss; `reward`: β · KL of each token is subtracted from the reward."""
     placement: str = "host"
     """`host`: weights in host memory, swapped in for the reference's passes; `device`: a second model on the device."""
     refresh_every_rollouts: Annotated[int, Range(1)] | None = None
-    """Rollouts after which the current policy becomes the reference; null: never."""
+    """Number of rollouts after which the current policy becomes the reference; null: never."""
     controller: str = "fixed"
-    """Coefficient: `fixed`, or `adaptive`: from `loss.kl_coefficient` on, steered towards `reference.kl_target`."""
+    """β: `fixed` at `loss.kl_coefficient`, or `adaptive`: starts there, steered so that the KL meets the target."""
     kl_target: Annotated[float, Range(0, 1000, open_low=True)] = 0.1
-    """KL that an adaptive coefficient is steered to, in nats per token."""
+    """KL that an adaptive β is steered to, in nats per token."""
     kl_horizon: Annotated[int, Range(1, 10**12)] = 10_000
-    """Samples over which a KL far above the target multiplies an adaptive coefficient by about e^0.2."""
+    """Number of samples over which a KL far above the target multiplies an adaptive β by about e^0.2."""
 
     def __post_init__(self) -> None:
         choose("reference.kl_in", self.kl_in, ("loss", "reward"))
@@ -36,11 +36,11 @@ class ReferenceConfig:
 class TeacherConfig:
     """Names the teacher of `advantage.estimator=distillation` (docs/supervised.md#on-policy-distillation).
 
-    It has the policy's tokenizer.
+    The teacher must have the policy's tokenizer.
     """
 
     hf_path: str | None = None
-    """Directory of the teacher's weights, frozen on the policy's ranks at its degrees; null: `teacher.servers`."""
+    """Directory of the teacher's weights, loaded on the policy's ranks and frozen; null: `teacher.servers`."""
     servers: tuple[str, ...] = ()
     """Running vLLM servers that hold the teacher, each `http://host:port`, in place of `teacher.hf_path`."""
     api_key_env: str = "VLLM_API_KEY"
@@ -48,9 +48,9 @@ class TeacherConfig:
     request_s: Annotated[float, Range(0.1, 10**6)] = 300.0
     """Seconds that a request to a server may take; then another server is asked once."""
     requests_at_once: Annotated[int, Range(1, 1000)] = 16
-    """Requests that a rank has under way at once."""
+    """Largest number of requests that a rank has under way at once."""
     discount: Annotated[float, Range(0, 1)] = 0.0
-    """γ: a token's advantage sums γ^k times the gap k loss tokens later; 0: its own gap alone."""
+    """γ: a token's advantage is Σ_k γ^k · (log-prob gap k loss tokens later); 0: the token's own gap alone."""
 
     def __post_init__(self) -> None:
         if self.hf_path is not None and self.servers:

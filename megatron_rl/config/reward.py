@@ -1,4 +1,4 @@
-"""The section of rewards: the functions, their weights, and the processes that call them."""
+"""The section ``reward``: the reward functions, their weights, and the processes that call them."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ class RewardConfig:
     """
 
     functions: tuple[str, ...] = ()
-    """`arithmetic`, `math_verify`, `reward_model`, `environment`, `module:function` or `./file.py:function`."""
+    """Any of `arithmetic`, `math_verify`, `reward_model`, `environment`, `module:function`, `./file.py:function`."""
     completions: str = "text"
-    """Form of completions for your own functions of lists: `text`, or `messages` as in TRL (docs/coming-from.md)."""
+    """Form in which your own functions of lists get completions: `text` or `messages`, as TRL (docs/coming-from.md)."""
     model_path: str | None = None
-    """`reward_model`: folder of a sequence classifier of one label (docs/supervised.md#reward-models); null: none."""
+    """For `reward_model`: folder of a classifier with one label (docs/supervised.md#reward-models); null: none."""
     weights: tuple[Annotated[float, Range(-(10**6), 10**6)], ...] = ()
     """Weight of each function in the total; `[]`: 1 each."""
     on_error: str = "fail"
-    """For a sample whose reward raises: `fail` ends the run; `drop` takes it out of its group; `zero` gives it 0."""
+    """If a reward function raises: `fail`: end the run; `drop`: take the sample out of its group; `zero`: reward 0."""
     error_warning_share: Annotated[float, Range(0, 1)] = 0.05
-    """Share of failed rewards in a rollout from which the log warns; 0: from the first. If all fail, the run ends."""
+    """Fraction of a rollout's rewards that must fail before the log warns; 0: any. If all fail, the run ends."""
     num_workers: Annotated[int, Range(0, 1000)] = 0
-    """Processes per rank that call the functions, up to twice as many if some are slow; 0: the rank's own process."""
+    """Processes per rank that call the functions, up to twice as many if some are slow; 0: the rank calls them."""
     deadline_s: Annotated[float, Range(0.1, 10**6)] = 30.0
-    """Most seconds of a sample in a worker; then the worker is replaced, and that sample meets `reward.on_error`."""
+    """Seconds that a worker may take for a sample; then it is replaced, and `reward.on_error` applies to the sample."""
     worker_environment: tuple[str, ...] = ()
-    """Environment variables, such as an API key, that workers get beside the harmless ones (docs/security.md)."""
+    """Environment variables, such as an API key, that workers get beside a few harmless ones (docs/security.md)."""
     in_process: tuple[str, ...] = ()
-    """Functions of `reward.functions` that the rank's own process calls in spite of workers: one with a model, say."""
+    """Functions of `reward.functions` that the rank calls itself, not in a worker, such as one that holds a model."""
     overlong_buffer_tokens: Annotated[int, Range(0, 10**8)] = 0
-    """Tokens before `rollout.max_response_tokens` over which the total reward falls linearly; 0: none."""
+    """Number of tokens before `rollout.max_response_tokens` over which the total reward falls linearly; 0: none."""
     overlong_penalty: Annotated[float, Range(0, 10**6)] = 1.0
-    """Reward that a response of `rollout.max_response_tokens` tokens loses."""
+    """Reward that is subtracted from a response of `rollout.max_response_tokens` tokens."""
 
     def __post_init__(self) -> None:
         choose("reward.on_error", self.on_error, ("fail", "drop", "zero"))

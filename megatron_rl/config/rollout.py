@@ -1,4 +1,4 @@
-"""The sections of rollouts: the engine that samples, the time at which it does so, and the sync of its weights."""
+"""The sections ``rollout`` (the engine, and when it generates) and ``weight_sync`` (how it gets the weights)."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from megatron_rl.errors import ConfigError, quoted
 class ProducerConfig:
     """Sets how far rollouts are generated ahead of training (docs/async.md).
 
-    `streaming` handles a rollout in parts: a part is scored and passed for log-probs while the rest is generated. In
-    every mode log-prob passes are cut at these parts, so no mode changes a result at `max_staleness_steps: 0`. A
-    rollout that would be staler than the bound is not started. Groups that are too old all the same are dropped, and
-    their prompts asked again.
+    `streaming` divides a rollout into parts of `min_groups` groups. A finished part gets its rewards and
+    its log-prob passes while later parts are generated. Every mode runs log-prob passes part by part, so
+    no mode changes a result at `max_staleness_steps: 0`. A rollout that would exceed this bound is not
+    started. Groups that exceed it all the same are dropped, and their prompts are asked again.
     """
 
     mode: str = "sync"
-    """`sync`: no rollout ahead; `prefetch`: ahead, while others train; `streaming`: ahead too, scored in parts."""
+    """`sync`: no rollout ahead; `prefetch`: generated during training; `streaming`: the same, scored in parts."""
     prefetch_rollouts: Annotated[int, Range(0, 1000)] = 1
-    """Rollouts that are generated ahead of the rollout in training."""
+    """Number of rollouts that are generated ahead of the rollout in training."""
     min_groups: Annotated[int, Range(1, 10**6)] | None = None
-    """Groups in a part of a rollout: a part is scored and passed for log-probs by itself; null: one part."""
+    """Number of groups in each part of a rollout; each part is scored by itself; null: a rollout is one part."""
     max_staleness_steps: Annotated[int, Range(0)] | None = None
-    """Most optimizer steps from a token's weights to its rollout's first step; null: set by `prefetch_rollouts`."""
+    """Largest age of a token's weights at its rollout's first step, in optimizer steps; null: `prefetch_rollouts`."""
     straggler_share: Annotated[float, Range(0, 0.5)] = 0.0
-    """Share of a rollout's groups that may be unfinished when it is trained, and join the next rollout; 0: none."""
+    """Fraction of a rollout's groups that may be unfinished when it trains; they join the next rollout; 0: none."""
 
     def __post_init__(self) -> None:
         choose("rollout.producer.mode", self.mode, ("sync", "prefetch", "streaming"))
@@ -46,7 +46,10 @@ class ProducerConfig:
             )
 
     def num_stragglers(self, prompts_per_rollout: int) -> int:
-        """Return the number of groups that a rollout may leave unfinished: the share of its groups, rounded down."""
+        """Return the number of groups that a rollout may leave unfinished: a fraction of them, rounded down.
+
+        The fraction is ``straggler_share``. A group is the samples of one prompt.
+        """
         return int(self.straggler_share * prompts_per_rollout + 1e-9)
 
     @property
@@ -57,17 +60,18 @@ class ProducerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSamplingConfig:
-    """Replaces groups without signal by groups of further prompts, before anything is trained.
+    """Replaces groups without signal by groups of further prompts, before a rollout is trained.
 
-    The method is DAPO's (arXiv:2503.14476, section 3.2).
+    A group without signal has no sample with a gradient. The method is DAPO's (arXiv:2503.14476,
+    section 3.2).
     """
 
     max_rounds: Annotated[int, Range(0, 1000)] = 0
-    """Rounds in which further prompts are asked, per rollout; 0: none."""
+    """Largest number of rounds of further prompts in a rollout; 0: none."""
     on_exhausted: str = "skip"
-    """For groups without signal after the last round: `skip` drops them as usual; `fail` ends the run."""
+    """If groups without signal are left after the last round: `skip`: drop them as usual; `fail`: end the run."""
     metric: str | None = None
-    """One of `reward.functions`, `reward` or `shaped`: groups equal in it are replaced too; null: see docs/async.md."""
+    """A reward function, `reward` or `shaped`: groups with equal values are replaced too; null: see docs/async.md."""
 
     def __post_init__(self) -> None:
         choose("rollout.dynamic_sampling.on_exhausted", self.on_exhausted, ("skip", "fail"))
@@ -75,36 +79,36 @@ class DynamicSamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """Generates the samples, by a model in the trainer's own processes or by vLLM.
+    """Sets how samples are generated, by a model in the trainer's own processes or by vLLM.
 
-    A rollout's log-prob gap is its mean |log π_old − log μ|, over tokens for which engine and
-    trainer have the same weights.
+    A rollout's log-prob gap is its mean of |log π_old − log μ|, trainer against engine, over tokens
+    for which both have the same weights.
     """
 
     engine: str = "transformers"
     """`transformers`: in the trainer's own processes, for small models; `vllm`: see docs/vllm.md."""
     samples_per_prompt: Annotated[int, Range(1, 10**5)] = 8
-    """Samples of each prompt; together they are the prompt's group."""
+    """Number of samples of each prompt; together they are the prompt's group."""
     max_response_tokens: Annotated[int, Range(1, 10**8)] = 256
-    """Most tokens of a response, over all turns, observations included."""
+    """Largest number of tokens of a response, over all turns, observations included."""
     start_order: str = "drawn"
-    """Order of groups: `drawn`, or `longest_first`: first the prompts whose last responses were longest."""
+    """Order in which prompts start: `drawn`: the data's; `longest_first`: longest last responses first."""
     temperature: Annotated[float, Range(0.01, 100)] = 1.0
-    """Sampling temperature; all log-probs, of engine and trainer, are at it."""
+    """Sampling temperature; all log-probs, of engine and trainer, are taken at it."""
     bitwise: bool = False
-    """`transformers`: whether the trainer's layers sample, so that log-probs are equal to the bit (docs/bitwise.md)."""
+    """`transformers`: whether the trainer's layers generate, so that log-probs are bitwise equal (docs/bitwise.md)."""
     max_batch_samples: Annotated[int, Range(1, 10**6)] = 256
-    """`transformers`: most samples that are decoded at once."""
+    """`transformers`: largest number of samples that are decoded at once."""
     allow_large_embedded_model: bool = False
     """`transformers`: whether a model of more than 1B parameters is allowed."""
     num_engines: Annotated[int, Range(1, 10**5)] | None = None
-    """`vllm`: engines that the run starts; null: one for every `rollout.tensor_parallel` ranks."""
+    """`vllm`: number of engines that the run starts; null: one for every `rollout.tensor_parallel` ranks."""
     tensor_parallel: Annotated[int, Range(1, 10**4)] = 1
-    """`vllm`: GPUs of each engine, which are its ranks' GPUs."""
+    """`vllm`: number of GPUs of each engine; ranks of the trainer use the same GPUs."""
     gpu_memory_utilization: Annotated[float, Range(0, 1, open_low=True)] = 0.5
     """`vllm`: share of each GPU's memory that an engine takes."""
     sleep: str = "auto"
-    """`vllm`: engine and optimizer state take turns on a GPU: `auto`: if they share one; `always`; `never`."""
+    """`vllm`: whether engine and optimizer state take turns on a GPU: `auto`: if they share one; `always`; `never`."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """`vllm`: any other fields of vllm.EngineArgs, by name."""
     servers: tuple[str, ...] = ()
@@ -116,15 +120,15 @@ class RolloutConfig:
     request_s: Annotated[float, Range(1, 10**6)] = 300.0
     """`vllm`: seconds that an engine with requests may go without progress; below `run.deadline_s`."""
     max_requests: Annotated[int, Range(1, 10**6)] = 256
-    """`vllm`: most prompts that a rank has under way at one engine."""
+    """`vllm`: largest number of prompts that a rank has under way at one engine."""
     max_restarts: Annotated[int, Range(0, 10**6)] = 3
-    """`vllm`: times in a row that an engine may be lost before the run ends."""
+    """`vllm`: number of times in a row that a lost engine is started again; then the run ends."""
     warn_logprob_gap: Annotated[float, Range(0, 10**6)] | None = None
     """Log-prob gap of a rollout, in nats, above which the log warns; null: 0.05 in bfloat16, 0.001 in float32."""
     max_logprob_gap: Annotated[float, Range(0, 10**6, open_low=True)] | None = 0.5
     """Log-prob gap of a rollout, in nats, above which the run ends; null: never."""
     routing_replay: str = "off"
-    """Experts in training: `off`: the router's; `old_logprobs`: the old log-prob pass's; `rollout`: the engine's."""
+    """What chooses experts in training: `off`: the router; `old_logprobs`: the pass of π_old; `rollout`: the engine."""
     producer: ProducerConfig = field(default_factory=ProducerConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
@@ -157,24 +161,25 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncConfig:
-    """Sends the policy's weights to the engines.
+    """Sets how the policy's weights are sent to the engines, bucket by bucket.
 
-    Under `cuda_ipc` an engine that the run started opens the bucket in the memory of the GPU that
-    it shares with its rank. The trainer then uses no expandable segments.
+    Under `cuda_ipc` an engine reads each bucket from the memory of the GPU that it shares with its
+    rank. This works for engines that the run started. PyTorch's expandable segments are then off in
+    the trainer.
     """
 
     channel: str = "auto"
     """`auto`: `cuda_ipc` on a shared GPU, else `shared_memory` on one host, `broadcast` (NCCL, gloo) across hosts."""
     interval_steps: Annotated[int, Range(1)] = 1
-    """Optimizer steps that the engines' weights may lag behind before the next sync."""
+    """Number of optimizer steps that the engines' weights may lag behind before the next sync."""
     in_flight: bool = False
-    """Whether weights are sent while completions are under way; they go on with the new weights."""
+    """Whether weights are sent while completions are under way, which then go on with the new weights."""
     bucket_mb: Annotated[float, Range(0, 10**6, open_low=True)] = 512.0
     """Extra memory for gathering and sending weights, in MiB."""
     deadline_s: Annotated[float, Range(1, 10**6)] = 300.0
     """Seconds that each answer of an engine may take during a sync."""
     attempts: Annotated[int, Range(1, 1000)] = 3
-    """Times that a whole sync is tried before the run ends."""
+    """Number of times that a whole sync is tried before the run ends."""
     adapters: str = "merged"
     """With LoRA: `merged`: all weights, adapters merged in; `alone`: all weights once, then adapters (docs/lora.md)."""
     delta: bool = False

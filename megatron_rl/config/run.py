@@ -1,4 +1,4 @@
-"""The sections of a run as a whole: its folder, its checkpoints, its metrics and its profile."""
+"""The sections ``run`` (name, folder), ``checkpoint``, ``metrics`` and ``profile``."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class RunConfig:
     dir: str | None = None
     """Folder of the run; null: `runs/<name>`."""
     seed: Annotated[int, Range(0, 2**31 - 1)] = 0
-    """Seed of the data's order and of sampling; no rank's number enters it."""
+    """Seed of the data's order and of sampling, the same on every rank."""
     deterministic: bool = False
     """Whether GPU kernels add in a fixed order: slower, and a run repeats to the bit; on a CPU it always does."""
     deadline_s: Annotated[float, Range(1, 10**6)] = 1800.0
-    """Most seconds of a collective, of an engine without progress, and of a user's function in a rank."""
+    """Longest time, in seconds, of a collective, of an engine without progress, and of a user's function in a rank."""
     slow_stage_s: Annotated[float, Range(0, 10**6)] = 60.0
     """Seconds in one stage after which the log names the stage of each rank, then at twice the time; 0: never."""
 
@@ -49,17 +49,17 @@ class CheckpointConfig:
     answer_s: Annotated[float, Range(1, 10**6)] = 300.0
     """Seconds that an object store may take for a request, all tries included; then the checkpoint has failed."""
     save_every_rollouts: Annotated[int, Range(0)] = 0
-    """Rollouts between checkpoints; 0: no checkpoint is written, and no signal saves one."""
+    """Number of rollouts between checkpoints; 0: no checkpoint is written, and no signal saves one."""
     keep_last: Annotated[int, Range(1)] | None = 2
-    """Newest checkpoints that are kept; null: all."""
+    """Number of newest checkpoints that are kept; null: all."""
     asynchronous: bool = True
     """Whether the run goes on while the files are written."""
     resume: str = "auto"
     """`auto`: resume from the newest good checkpoint; `never`: set an earlier run's checkpoints aside, start anew."""
     on_damage: str = "previous"
-    """For a damaged checkpoint: `previous` takes the checkpoint before it, and logs that; `fail` ends the run."""
+    """If a checkpoint is damaged: `previous`: resume from the one before it, and log that; `fail`: end the run."""
     on_error: str = "fail"
-    """For a checkpoint that cannot be written: `fail` ends the run; `continue` goes on without it."""
+    """If a checkpoint cannot be written: `fail`: end the run; `continue`: go on without it."""
 
     def __post_init__(self) -> None:
         choose("checkpoint.resume", self.resume, ("auto", "never"))
@@ -72,7 +72,7 @@ class CheckpointConfig:
     def root(self, run_path: pathlib.Path) -> pathlib.Path | RemotePath:
         """Return the folder of the checkpoints. Raises ConfigError for a URL that cannot name a folder.
 
-        run_path: the run's folder.
+        run_path: the run's folder; it holds the checkpoints if ``dir`` is null.
         """
         if self.dir is None or "://" not in self.dir:
             return run_path / "checkpoints" if self.dir is None else pathlib.Path(self.dir)
@@ -90,11 +90,11 @@ class MetricsConfig:
     wandb_project: str | None = None
     """Weights & Biases project that metrics, completions and the configuration are sent to; null: none."""
     mlflow_experiment: str | None = None
-    """MLflow experiment, on the server of MLFLOW_TRACKING_URI, that gets the same; null: none."""
+    """MLflow experiment, on the server of MLFLOW_TRACKING_URI, that gets the same as Weights & Biases; null: none."""
     otel: bool = False
     """Whether the first rank sends OpenTelemetry spans of rollouts, their stages and optimizer steps."""
     otel_endpoint: str | None = None
-    """Collector of the spans, by OTLP/HTTP, `http://host:port`; null: OpenTelemetry's environment variables name it."""
+    """Collector that gets the spans by OTLP/HTTP, `http://host:port`; null: OpenTelemetry's environment variables."""
     prometheus_port: Annotated[int, Range(0, 65535)] | None = None
     """Port at which the first rank serves metrics to Prometheus (`GET /metrics`); 0: any free port; null: none."""
     prometheus_address: str = "127.0.0.1"
@@ -104,23 +104,23 @@ class MetricsConfig:
     log_completions: Annotated[int, Range(0, 10**6)] = 4
     """Completions, with prompt and reward, that are recorded of each rollout and evaluation set; 0: none."""
     completion_chars: Annotated[int, Range(2, 10**7)] = 2000
-    """Most characters of a recorded prompt, response or answer; longer texts lose their middle."""
+    """Largest number of characters of a recorded prompt, response or answer; longer texts lose their middle."""
     completions_every_rollouts: Annotated[int, Range(1)] = 1
-    """Rollouts between recordings of completions; evaluations are always recorded."""
+    """Number of rollouts between recordings of completions; evaluations are always recorded."""
     print_completions_every_rollouts: Annotated[int, Range(0)] = 20
-    """Rollouts between logs of two recorded completions; every evaluation logs two; 0: none."""
+    """Number of rollouts between logs of two recorded completions; every evaluation logs two; 0: none."""
     progress: bool = True
     """Whether the first rank shows a live progress bar."""
     dense_every_rollouts: Annotated[int, Range(0)] = 20
-    """Rollouts between log-prob passes of some dropped samples, for the metrics alone; 0: never."""
+    """Number of rollouts between log-prob passes of some dropped samples, for the metrics alone; 0: never."""
     dense_samples: Annotated[int, Range(0, 10**6)] = 4
-    """Dropped samples in each of those log-prob passes; 0: none."""
+    """Number of dropped samples in each log-prob pass of `metrics.dense_every_rollouts`; 0: none."""
     save_rollouts: bool = False
     """Whether rollouts whose completions are recorded are saved whole in `rollouts/`, for `megatron-rl watch`."""
     save_plans: bool = False
     """Whether each rollout's plan is written as JSON under `plans/` in the run's folder."""
     untrained_warning_steps: Annotated[int, Range(1)] | None = 20
-    """Optimizer steps in a row without training after which log and final table warn; null: never."""
+    """Number of optimizer steps in a row without training after which log and final table warn; null: never."""
 
     def __post_init__(self) -> None:
         self._check_prometheus()
@@ -169,8 +169,8 @@ Step = Annotated[int, Range(1)]
 class ProfileConfig:
     """Records the time and memory of a few optimizer steps under `<run.dir>/profile/` (docs/profiling.md).
 
-    With a rollout's first step, all that came before it in the rollout is recorded: generation,
-    rewards, log-probs and weight sync.
+    If a rollout's first step is recorded, the rollout's generation, rewards, log-prob passes and weight
+    sync are recorded too.
     """
 
     steps: tuple[Step, Step] | None = None

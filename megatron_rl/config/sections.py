@@ -1,4 +1,4 @@
-"""The whole configuration: a frozen dataclass of frozen sections, never changed after it was built.
+"""The class of the whole configuration: a frozen dataclass whose fields are frozen sections.
 
 Each section checks its own values and their relations. megatron_rl/validate/ checks relations
 between sections. Every error is a ConfigError that names the key, the value and the way out.
@@ -29,7 +29,7 @@ from megatron_rl.config.train import SftConfig, TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Holds every section; the class of each field describes the section's keys."""
+    """Holds every section of the configuration; the class of each field describes the section's keys."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -70,12 +70,12 @@ class Config:
 
     @property
     def trained_critic(self) -> CriticConfig | None:
-        """Return the critic's section; None in a run without a critic."""
+        """Return the section ``critic``; None in a run without a critic."""
         return self.critic if self.has_critic else None
 
     @property
     def separate_critic_ranks(self) -> int:
-        """Return the number of ranks that hold the critic and no policy; 0 without a separate critic."""
+        """Return the number of ranks that hold only the critic; 0 if no critic has ranks of its own."""
         return (self.critic.ranks or 0) if self.has_critic else 0
 
     @property
@@ -92,17 +92,17 @@ class Config:
 
     @property
     def logprobs_make_advantages(self) -> bool:
-        """Return whether advantages are made of log-probs, so that every sample needs a pass before any is dropped."""
+        """Return whether advantages are made from log-probs; no sample is then dropped before the log-prob passes."""
         return self.kl_in_reward or self.has_teacher
 
     @property
     def trains_reward_model(self) -> bool:
-        """Return whether the run's one model is a reward model, with a value head in place of the LM head."""
+        """Return whether the run trains a reward model, with a value head in place of the LM head, and no policy."""
         return self.preference.loss == "bradley_terry"
 
     @property
     def generates(self) -> bool:
-        """Return whether the run ever asks an engine for a completion: for RL, or for an evaluation with rewards."""
+        """Return whether the run ever generates completions: for RL, or for an evaluation with rewards."""
         return self.train.num_rollouts != 0 or bool(self.eval.named_sets and self.reward.functions)
 
     @property
@@ -112,5 +112,5 @@ class Config:
 
     @property
     def saves_checkpoints(self) -> bool:
-        """Return whether the run saves checkpoints; it then also saves one at a signal that asks it to end."""
+        """Return whether the run saves checkpoints; if so, a signal such as SIGTERM makes it save one and end."""
         return self.checkpoint.save_every_rollouts > 0 or (self.sft.is_on and self.sft.save_every_steps > 0)

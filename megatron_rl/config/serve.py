@@ -1,4 +1,4 @@
-"""The section of the server that speaks Tinker's API."""
+"""The section ``serve``, of the server that speaks Tinker's API."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class ServeConfig:
     tokenizer_id: str | None = None
     """Name or folder by which clients load the tokenizer; null: `model.tokenizer_path` or `model.hf_path`."""
     logprobs: str = "all"
-    """`all`: answers hold every target's log-prob; `trained`: a target that trains nothing is not run, and gets 0."""
+    """Log-probs in answers: `all`: of every target; `trained`: a target without a gradient is not run, and gets 0."""
     least_advantage: Annotated[float, Range(0, 1)] = 0.0
-    """Advantages of at most this size count as 0; 1e-6 covers the rounding of equal rewards; 0.0: none do."""
+    """Advantages of at most this size count as 0; 1e-6 covers the rounding of equal rewards; 0.0: only 0 itself."""
     max_models: Annotated[int, Range(1, 10**5)] = 16
-    """Most models in training whose states are kept in host memory."""
+    """Largest number of models in training whose states are kept in host memory."""
     max_samplers: Annotated[int, Range(1, 10**5)] = 32
-    """Most unnamed sampler weights that are kept in host memory; older ones are removed."""
+    """Largest number of copies of weights of unnamed samplers that are kept in host memory; older ones are removed."""
     max_body_mb: Annotated[float, Range(0, 10**6, open_low=True)] = 64.0
     """Largest body of a training request, in MiB; the SDK splits its requests at 5 MB."""
     max_queue_mb: Annotated[float, Range(0, 10**7, open_low=True)] = 4096.0
-    """Most MiB of all waiting requests' bodies; beyond it clients are asked to wait (HTTP 429)."""
+    """Largest total size of waiting requests' bodies, in MiB; beyond it clients are asked to wait (HTTP 429)."""
     max_batch_samples: Annotated[int, Range(1, 10**6)] = 512
-    """Most samples, of several sampling requests, that are generated together."""
+    """Largest number of samples, of several sampling requests, that are generated together."""
     save_every_steps: Annotated[int, Range(0)] = 0
-    """Optimizer steps of a model between saves of its state, against a crash; 0: only when a client asks."""
+    """Number of optimizer steps of a model between saves of its state, against a crash; 0: only when a client asks."""
     gap_s: Annotated[float, Range(1, 10**6)] = 120.0
     """Seconds that requests wait for an earlier request that has not arrived."""
     queue_s: Annotated[float, Range(1, 10**7)] = 7200.0

@@ -1,4 +1,4 @@
-"""The sections of the two phases of training: supervised steps (`sft`) and RL's rollouts (`train`)."""
+"""The sections of the two phases of training: ``sft`` (supervised steps) and ``train`` (RL's rollouts)."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from megatron_rl.errors import ConfigError, quoted
 
 @dataclass(frozen=True, kw_only=True)
 class SftConfig:
-    """Takes supervised steps on the data's own responses before RL. After them the optimizer starts anew.
+    """Takes supervised steps on the data's own responses before RL. RL then starts with a new optimizer state.
 
-    A sample is a row: a solution or conversation that is imitated, or under `preference.loss` a
-    pair of responses. Held-out rows are evaluated before the first of these steps, every
+    A sample is one row of data: a solution or conversation to imitate, or under `preference.loss` a
+    pair of responses. Held-out rows are evaluated before the first supervised step, every
     `sft.eval_every_steps` steps and after the last.
     """
 
     steps: Annotated[int, Range(0)] = 0
-    """Supervised optimizer steps; 0: none."""
+    """Number of supervised optimizer steps; 0: none."""
     epochs: Annotated[int, Range(1)] | None = None
     """With `sft.steps=0`: times that every row is trained; null: `sft.steps` sets the number of steps."""
     samples_per_step: Annotated[int, Range(1, 10**6)] = 64
-    """Rows of each supervised step."""
+    """Number of rows of each supervised step."""
     lr: Annotated[float, Range(0, 10)] = 1e-3
     """Learning rate of the supervised steps, after their warm-up."""
     min_lr: Annotated[float, Range(0, 10)] = 0.0
     """Learning rate at the end of the supervised steps, under `cosine` and `linear`."""
     schedule: str = "constant"
-    """`constant`, `cosine` or `linear`; the last two decay over `sft.steps`."""
+    """Learning rate after the warm-up: `constant`; `cosine` or `linear`: decays over `sft.steps`."""
     warmup_steps: Annotated[int, Range(0)] = 0
-    """Supervised steps of linear warm-up; the first step's rate is above 0."""
+    """Number of supervised steps of linear warm-up; the first step's rate is above 0."""
     weight_decay: Annotated[float, Range(0, 10)] = 0.0
     """AdamW's weight decay in the supervised steps."""
     eval_path: str | None = None
@@ -41,9 +41,9 @@ class SftConfig:
     eval_share: Annotated[float, Range(0, 1, open_high=True)] = 0.0
     """Share of the rows of `data.train` that are held out: evaluated and never trained; 0: none."""
     eval_every_steps: Annotated[int, Range(1)] | None = None
-    """Supervised steps between evaluations; null: none between the first and the last."""
+    """Number of supervised steps between evaluations; null: none between the first and the last."""
     save_every_steps: Annotated[int, Range(0)] = 0
-    """Supervised steps between checkpoints; 0: none beside the checkpoints of `checkpoint.save_every_rollouts`."""
+    """Number of supervised steps between checkpoints; 0: only those of `checkpoint.save_every_rollouts`."""
 
     def __post_init__(self) -> None:
         choose("sft.schedule", self.schedule, ("constant", "cosine", "linear"))
@@ -74,18 +74,24 @@ class SftConfig:
         return self.steps > 0 or self.epochs is not None
 
     def settled(self, num_rows: int) -> SftConfig:
-        """Return the section with ``epochs`` turned into ``steps``. num_rows: the rows that are trained."""
+        """Return a copy of the section in which ``epochs`` is replaced by the number of ``steps`` that it stands for.
+
+        num_rows: the number of rows that are trained.
+        """
         if self.epochs is None:
             return self
         return dataclasses.replace(self, steps=-(-self.epochs * num_rows // self.samples_per_step), epochs=None)
 
     @property
     def has_evaluation(self) -> bool:
-        """Return whether solutions or pairs are held out."""
+        """Return whether rows are held out for evaluation."""
         return self.eval_path is not None or self.eval_share > 0
 
     def optimizer(self, of_rl: OptimizerConfig) -> OptimizerConfig:
-        """Return the optimizer section of the supervised steps: RL's, with this section's rates, schedule and decay."""
+        """Return the OptimizerConfig of the supervised steps: RL's, with this section's rates, schedule and decay.
+
+        of_rl: the section ``optimizer``.
+        """
         own = {name: vars(self)[name] for name in ("lr", "min_lr", "schedule", "warmup_steps", "weight_decay")}
         return dataclasses.replace(of_rl, **own, decay_steps=None)
 
@@ -98,17 +104,17 @@ class TrainConfig:
     """
 
     num_rollouts: Annotated[int, Range(0)] | None = 100
-    """Rollouts of the run; null: `train.epochs` sets their number."""
+    """Number of rollouts of the run; null: `train.epochs` sets their number."""
     epochs: Annotated[int, Range(1)] | None = None
     """With `train.num_rollouts=null`: times that every prompt is trained."""
     prompts_per_rollout: Annotated[int, Range(1, 10**6)] = 64
-    """Prompts of each rollout."""
+    """Number of prompts of each rollout."""
     samples_per_mini_batch: Annotated[int, Range(1)] | None = None
-    """Samples per optimizer step; null: the whole rollout."""
+    """Number of samples per optimizer step; null: the whole rollout."""
     epochs_per_rollout: Annotated[int, Range(1, 1000)] = 1
-    """Times that each rollout is trained."""
+    """Number of times that each rollout is trained."""
     export_every_rollouts: Annotated[int, Range(1)] | None = None
-    """Rollouts between exports as a Hugging Face directory in `checkpoints/`; null: none before the last rollout."""
+    """Number of rollouts between exports to Hugging Face's format in `checkpoints/`; null: none before the last."""
     export_last: bool = True
     """Whether the policy is exported after the last rollout."""
 

@@ -1,4 +1,4 @@
-"""The conversion of plain values, as from YAML, to the types of a section's fields; keys and ranges are checked."""
+"""Functions that convert plain values, as from YAML, to the types of a section's fields, and check keys and ranges."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true o
 
 
 def fitted(cls: type, values: Mapping[str, object], key: str = "", root: type | None = None) -> dict[str, object]:
-    """Return the values of a section, converted to its fields' types.
+    """Return {key: value} of a section, with each value converted to the type of its field.
 
-    cls: a dataclass of megatron_rl/config.
+    cls: the section's class, a dataclass of megatron_rl/config.
+    values: {key: plain value}; keys may be missing.
     key: the section's own key, for messages; empty for the whole configuration.
     root: the class of the whole configuration; None: ``cls``.
 
@@ -53,7 +54,10 @@ def escaped(value: object) -> object:
 
 
 def build_section(cls: type, values: Mapping[str, object]):
-    """Return a section with the given values, already of its fields' types, and defaults for the other fields."""
+    """Return an instance of the section ``cls`` with the given values, and defaults for its other fields.
+
+    values: {key: value}, with values of the fields' types.
+    """
     built = {}
     for name, value in values.items():
         hint = hints_of(cls)[name]
@@ -65,7 +69,12 @@ def build_section(cls: type, values: Mapping[str, object]):
 
 
 def check_known(cls: type, name: str, value: object, prefix: str, root: type) -> None:
-    """Raise ConfigError for a key that the section ``cls`` lacks, with its present name or the nearest key."""
+    """Raise ConfigError if the section ``cls`` has no key ``name``; the message gives its new name or the nearest key.
+
+    value: the key's value, for the message.
+    prefix: the section's own key with a final dot; empty for the whole configuration.
+    root: the class of the whole configuration.
+    """
     if name in hints_of(cls):
         return
     from megatron_rl.config.known_names import RENAMED
@@ -89,14 +98,15 @@ def hint_at(cls: type, key: str) -> object | None:
 
 
 def holds_text(hint: object) -> bool:
-    """Return whether a field holds a text or a list of texts, so that an override may be any unquoted text."""
+    """Return whether a field's type is a text or a list of texts; its override may be any text without quotes."""
     return hint in (str, str | None, tuple[str, ...])
 
 
 def typed_value(key: str, value: object, hint: object) -> object:
-    """Return a field's value, converted to the field's type.
+    """Return a plain value converted to the type of its field.
 
-    A bare value becomes a list of one, and ``1e3`` becomes the whole number 1000.
+    For a field of a list, a single value becomes a list of one. For a field of an integer, ``1e3``
+    becomes 1000.
 
     key: the field's key, for messages.
     hint: the field's type, with its range.

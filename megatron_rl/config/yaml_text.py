@@ -1,4 +1,6 @@
-"""A reader of YAML that people wrote: each fault gives one sentence with file, line and way out, in bounded time.
+"""A strict reader of YAML files that people write: an error is one sentence with file, line and the way out.
+
+It takes bounded time.
 
 Refused are: text that is not UTF-8, tabs, a key that stands twice, keys that are no texts, tags,
 the merge key and several documents. Refused are also more than MOST_BYTES bytes, MOST_LEVELS levels
@@ -23,7 +25,7 @@ Lines = dict[str, int]  # the line of each dotted key, from 1
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain scalars as null, true, false, integers, floats and texts."""
+    """Reads YAML with unquoted scalars as null, true, false, integers, floats or texts, by YAML 1.2's rules."""
 
     yaml_implicit_resolvers = {
         first: [pair for pair in pairs if pair[0].rpartition(":")[2] in ("bool", "null")]
@@ -38,7 +40,10 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-
 
 
 def read_yaml(path: str | pathlib.Path) -> tuple[dict[str, object], Lines]:
-    """Return a YAML file's mapping, empty for an empty file, and the line of each of its keys. Raises ConfigError."""
+    """Return (mapping, lines) of a YAML file: its values, {} for an empty file, and the line of each dotted key.
+
+    Raises ConfigError for a file that cannot be read or is refused (see the module).
+    """
     content = read_bytes(path, "a YAML file", most_bytes=MOST_BYTES, error=ConfigError)
     try:
         text = content.decode("utf-8-sig")
@@ -58,7 +63,7 @@ def parse_yaml(text: str, where: str, lines: Lines | None = None) -> object:
     """Return the value of a YAML text.
 
     where: the file or the setting that the text comes from; every message begins with it.
-    lines: a dict that gets the line of each key; None for a text of a single line.
+    lines: an empty dict, which gets the line of each dotted key; None for a text of a single line.
 
     Raises ConfigError for a text that is refused (see the module).
     """
@@ -74,7 +79,7 @@ def parse_yaml(text: str, where: str, lines: Lines | None = None) -> object:
 
 
 def _check_tokens(text: str, reader: _Reader) -> None:
-    """Raise ConfigError for tags, and for too many values or levels, before the reader could take minutes."""
+    """Raise ConfigError if a YAML text has tags, or too many values or levels, before a full reading takes minutes."""
     depth = count = 0
     for token in yaml.scan(text, _Loader):
         if isinstance(token, yaml.TagToken):
@@ -105,7 +110,10 @@ class _Reader:
         self.where, self.lines, self.count = where, lines, 0
 
     def fault(self, at: object, reason: str) -> ConfigError:
-        """Return the error for a place: a mark, or a node, token or exception that has a mark."""
+        """Return a ConfigError whose message gives the line of ``at`` and the reason.
+
+        at: PyYAML's mark of a position in the text, or a node, token or exception that has one.
+        """
         for name in ("problem_mark", "context_mark", "start_mark"):
             if isinstance(mark := vars(at).get(name), yaml.Mark):
                 at = mark

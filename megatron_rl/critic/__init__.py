@@ -1,7 +1,7 @@
 """Models with a value head: PPO's critic (critic.py) and a reward model (reward_model.py).
 
-Under ``critic.placement=separate`` the critic runs on other ranks; client.py and server.py are the
-two sides of the link to them (link.py).
+Under ``critic.placement=separate`` the critic runs on ranks of its own. client.py is the policy's
+side of the link to them (link.py), and server.py the critic's side.
 """
 
 from __future__ import annotations

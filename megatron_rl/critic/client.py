@@ -1,7 +1,8 @@
-"""A separate critic (``critic.placement=separate``) as the policy's ranks see it.
+"""A separate critic (``critic.placement=separate``), as the policy's ranks call it.
 
-RemoteCritic has the methods of ``Critic``; each sends a request that critic/server.py answers. Every
-method is a collective over the policy's ranks, unless its docstring says otherwise.
+RemoteCritic has the methods of ``Critic``. Each sends a request to the critic's ranks, which
+critic/server.py answers. Every method is a collective over the policy's ranks, unless its docstring
+says otherwise.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ class RemoteSave:
     """Stands for a checkpoint that the critic's ranks are writing; it has the methods of PendingSave."""
 
     def __init__(self, critic: RemoteCritic, root: pathlib.Path, iteration: int) -> None:
-        """Begin the checkpoint. Raises CheckpointError on every rank if that fails."""
+        """Tell the critic's ranks to begin the checkpoint. Raises CheckpointError on every rank if that fails."""
         self.critic, self.is_written, self.written_s = critic, True, 0.0
         critic.ask_of_checkpoint("save", root=str(root), iteration=iteration)
 
     def finish(self) -> pathlib.Path:
-        """Finish the checkpoint. Raises CheckpointError on every rank if it could not be written."""
+        """Wait until the checkpoint is written, and return its folder.
+
+        Raises CheckpointError on every rank if it could not be written.
+        """
         answer = self.critic.ask_of_checkpoint("finish")
         self.written_s = answer["written_s"]
         return folder_of(answer["folder"])
@@ -39,7 +43,10 @@ class RemoteSave:
 
 
 class RemoteCritic:
-    """Passes Critic's methods on to the critic's ranks; a failure there raises PeerError on every rank here."""
+    """Has the methods of ``Critic``, and lets the critic's ranks do the work.
+
+    If the critic's ranks fail, a method raises PeerError.
+    """
 
     def __init__(self, link: PolicyCriticLink, *, total_steps: int) -> None:
         self.link, self.place = link, topology.current()
@@ -51,11 +58,15 @@ class RemoteCritic:
     def ask(
         self, request: str, arrays: Callable[[], Arrays] | None = None, **given: object
     ) -> tuple[dict, dict[str, np.ndarray]]:
-        """Send a request and return (the answer, its arrays).
+        """Send a request to the critic's ranks; return the answer, a dict, and its arrays by name.
 
-        Every rank waits for the answer in the job's store, not in a collective: a collective's
-        deadline would bound the critic's work. The critic's beats show that it is alive.
-        arrays: makes the request's arrays; called on the first rank alone.
+        Every rank waits for the answer in the job's key-value store. A collective would bound the
+        critic's work by its deadline. The critic's regular signs of life show that it is alive.
+
+        request: the request's name.
+        arrays: a function that returns the request's arrays, called on the first rank alone; None
+            for none.
+        given: the request's other values.
         """
         self.number += 1
         if self.link.is_first:
@@ -65,7 +76,7 @@ class RemoteCritic:
         return answer, self.link.arrays(answer)
 
     def ask_of_checkpoint(self, request: str, **given: object) -> dict:
-        """Send a request about a checkpoint; raise the critic's CheckpointError on every rank."""
+        """Send a request about a checkpoint; return the answer, or raise the critic's CheckpointError on every rank."""
         answer, _ = self.ask(request, **given)
         if answer["refused"]:
             raise (DamagedCheckpoint if answer["damaged"] else CheckpointError)(answer["refused"])
@@ -74,7 +85,10 @@ class RemoteCritic:
     # ---- a rollout -------------------------------------------------------------------------------------------------
 
     def values(self, batch: Batch) -> np.ndarray:
-        """Return the values, float32 [T] flat; the critic's ranks keep the batch's rows for ``train``."""
+        """Return the critic's value at each response token of the batch, float32 [T] sample after sample.
+
+        The critic's ranks keep the batch's samples for ``train``.
+        """
         everything = np.arange(batch.facts.num_samples)
         needed = [everything if rank == 0 else everything[:0] for rank in range(self.place.world_size)]
         rows = batch_exchange.exchange_rows(batch.facts, batch.local, needed, self.place)
@@ -83,7 +97,11 @@ class RemoteCritic:
         return arrays["values"]
 
     def train(self, batch: Batch, returns: np.ndarray, old_values: np.ndarray) -> dict[str, float]:
-        """Take the rollout's optimizer steps and return their metrics; ``batch`` must be the last ``values``' batch."""
+        """Take the critic's optimizer steps on a rollout, and return their metrics.
+
+        batch: the batch of the last call of ``values``.
+        returns, old_values: [T], for each response token the value to learn and the value before.
+        """
         assert batch.facts is self.valued, "train() takes the batch of the last values()"
         answer, _ = self.ask("train", lambda: {"returns": returns, "old_values": old_values})
         return answer["metrics"]
@@ -94,20 +112,26 @@ class RemoteCritic:
         return RemoteSave(self, root, iteration)
 
     def check(self, folder: pathlib.Path) -> None:
-        """Raise CheckpointError if a checkpoint is of another model or damaged."""
+        """Raise CheckpointError if the critic's checkpoint in ``folder`` is of another model or damaged."""
         self.ask_of_checkpoint("check", folder=str(folder))
 
     def load(self, folder: pathlib.Path) -> None:
         self.ask_of_checkpoint("load", folder=str(folder))
 
     def close(self, *, preempted: bool = False) -> None:
-        """End the critic's ranks. preempted: whether the run was preempted, not finished."""
+        """End the critic's ranks.
+
+        preempted: whether the run was preempted, not finished.
+        """
         self.ask("close", preempted=preempted)
         self.link.close()
 
 
 def batch_arrays(batch: Batch, rows: Mapping[int, Sample]) -> dict[str, np.ndarray]:
-    """Return a batch as arrays: facts [S] by name, and all rows' token_ids and loss_mask, flat over samples."""
+    """Return a batch as arrays by name: facts [S], and ``token_ids`` and ``loss_mask`` of all samples end to end.
+
+    rows: sample index → sample, for every sample of the batch.
+    """
     facts = batch.facts
     ordered = [rows[i] for i in range(facts.num_samples)]
     return {

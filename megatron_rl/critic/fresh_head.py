@@ -1,4 +1,4 @@
-"""A value head of zeros for weights that have none."""
+"""A reader of model weights that adds a value head of zeros if the weights have none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ HEAD = VALUE_HEAD.hf[0]
 
 
 class FreshHead:
-    """Reads weights, and a value head of zeros if they have none; then every value is 0 at first."""
+    """Reads weights from another reader; if they have no value head, it gives a head of zeros.
+
+    Then every value is 0 at first.
+    """
 
     def __init__(self, reader: WeightReader, hidden_size: int) -> None:
         self.reader, self.zeros = reader, torch.zeros(1, hidden_size)

@@ -1,13 +1,14 @@
 """The link between the policy's ranks and a separate critic's ranks: two worlds of one job that exchange messages.
 
-Under ``critic.placement=separate`` a job of W ranks has two worlds: the policy's, ranks 0 to
-W − C − 1, and the critic's, the last C ranks. Each world has its own default group, so Megatron-Core
-in one world does not see the other. Requests and answers are numbered keys in the job's store; every
-rank of the other world reads them. Arrays go only between the two worlds' first ranks, over a gloo
-group of these two, and are broadcast from there.
+Under ``critic.placement=separate`` a job of W ranks has two worlds (sets of ranks with a default
+process group of their own). Ranks 0 to W − C − 1 are the policy's, the last C ranks the critic's.
+Megatron-Core in one world does not see the other. Requests and answers are numbered keys in the
+job's key-value store; every rank of the other world reads them. Arrays go only between the two
+worlds' first ranks, over a gloo group of these two, and are broadcast from there.
 
-Every BEAT_S each world's first rank writes that it is alive. So rollouts and a critic's steps may
-take long, bounded only by their own world's deadlines, and a lost world is still noticed.
+Every BEAT_S seconds each world's first rank writes a sign of life (a beat) to the store. So
+rollouts and a critic's steps may take long, bounded only by their own world's deadlines. A lost
+world is still noticed.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ Arrays = Mapping[str, np.ndarray]
 
 @contextlib.contextmanager
 def joined(num_critic: int, deadline_s: float, *, of_critic: bool) -> Iterator[PolicyCriticLink]:
-    """Join this process's world and yield its end of the link.
+    """Join this process's world, the policy's or the critic's, and yield its end of the link.
 
     num_critic: the number of the critic's ranks.
-    of_critic: whether this rank is one of them.
+    of_critic: whether this process is one of them.
 
-    A failure within the block ends the other world's waits.
+    If the block raises, the other world is told and stops waiting.
     """
     link = PolicyCriticLink(
         of_critic=of_critic,
@@ -62,7 +63,10 @@ def joined(num_critic: int, deadline_s: float, *, of_critic: bool) -> Iterator[P
 
 
 def policy_ranks_here(num_critic: int) -> int:
-    """Return the number of policy ranks beside a separate critic. Raises ConfigError if none is left."""
+    """Return the number of this job's ranks that are left to the policy beside a separate critic.
+
+    Raises ConfigError if none is left.
+    """
     return policy_ranks(num_critic, int(os.environ["WORLD_SIZE"]))
 
 
@@ -80,15 +84,23 @@ def holds_critic(num_critic: int) -> bool:
 
 
 def local_policy_ranks(num_critic: int, rank: int, local_rank: int, local_world_size: int) -> int:
-    """Return the number of this node's ranks that hold the policy, beside a separate critic. Not a collective."""
+    """Return how many of this node's ranks hold the policy, beside a separate critic. Not a collective.
+
+    rank, local_rank: this process's rank in the job and on its node.
+    local_world_size: the number of the node's ranks.
+    """
     return min(local_world_size, policy_ranks_here(num_critic) - (rank - local_rank))
 
 
 class PolicyCriticLink:
-    """Holds one rank's end of the link. The constructor joins this rank's world; it is a collective over the job."""
+    """Holds one rank's end of the link between the policy's and the critic's ranks."""
 
     def __init__(self, *, of_critic: bool, num_policy: int, num_critic: int, deadline_s: float) -> None:
-        """Join the world. num_policy, num_critic: the worlds' numbers of ranks. deadline_s: ``run.deadline_s``."""
+        """Join this rank's world, the policy's or the critic's. A collective over all ranks of the job.
+
+        num_policy, num_critic: the numbers of ranks of the two worlds.
+        deadline_s: ``run.deadline_s``, the longest wait for another rank.
+        """
         self.deadline_s, self.of_critic = deadline_s, of_critic
         bound = datetime.timedelta(seconds=self.deadline_s)
         store, rank, _ = meet(self.deadline_s)
@@ -119,17 +131,22 @@ class PolicyCriticLink:
     # ---- messages --------------------------------------------------------------------------------------------------
 
     def tell(self, key: str, content: Mapping[str, object], arrays: Arrays | None = None) -> None:
-        """Send a message from this world's first rank, and return when its arrays were received. Not a collective."""
+        """Send a message to the other world, from this world's first rank alone. Not a collective.
+
+        Returns when the other world's first rank has received the arrays.
+
+        key: the message's key in the store.
+        """
         blob = _packed(arrays) if arrays else b""
         self.store.set(key, json.dumps({**content, "bytes": len(blob)}))
         if blob:
             self.group.send([torch.frombuffer(bytearray(blob), dtype=torch.uint8)], int(not self.of_critic), 0).wait()
 
     def hear(self, key: str) -> dict:
-        """Wait for the other world's message under ``key`` and return it without its arrays; any rank may call it.
+        """Wait for the other world's message under ``key``, and return it without its arrays. Any rank may call it.
 
-        Raises PeerError if the other world failed, or was silent for ``run.deadline_s``; after a
-        signal to leave, for 3 · BEAT_S if that is less.
+        Raises PeerError if the other world failed, or gave no sign of life for ``run.deadline_s``.
+        Once this rank got SIGTERM, SIGUSR1 or SIGINT, 3 · BEAT_S suffice if that is less.
         """
         heard, since = self._beat_heard(), time.monotonic()
         while True:
@@ -148,7 +165,7 @@ class PolicyCriticLink:
                 )
 
     def say_failed(self, reason: str) -> None:
-        """End the waits of both worlds. Not a collective.
+        """Record in the store that this world failed, which ends the waits of both worlds. Not a collective.
 
         It does nothing if the job's store is gone, which ends the waits as well.
         """
@@ -163,7 +180,10 @@ class PolicyCriticLink:
         return self.store.get(key).decode() if self.store.check([key]) else None
 
     def arrays(self, said: Mapping[str, object]) -> dict[str, np.ndarray]:
-        """Return a received message's arrays on every rank of this world; a collective over it."""
+        """Return the arrays of a received message by name, on every rank of this world. A collective over it.
+
+        said: the message, as ``hear`` returned it.
+        """
         blob = torch.empty(said["bytes"], dtype=torch.uint8)
         if not said["bytes"]:
             return {}

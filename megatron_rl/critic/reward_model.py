@@ -1,8 +1,8 @@
 """A reward model on this rank: a model with a value head, whose number at a response's end is the response's score.
 
-It is trained on preference pairs (trainer/preference.py). It is written as transformers' sequence
-classifier with one label. A reward function (reward/reward_model.py) and a critic
-(``critic.hf_path``) can read that.
+It is trained on preference pairs (trainer/preference.py). It is saved as transformers' sequence
+classifier with one label, which a reward function (reward/reward_model.py) and a critic
+(``critic.hf_path``) can read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RewardModel(TrainableModel):
     ) -> None:
         """Build the model with a value head; TrainableModel describes the arguments.
 
-        The weights' ``score.weight`` is the head; without it the head starts at 0.
+        The head is ``score.weight`` of the weights. If they have none, the head starts at 0.
         """
         super().__init__(config, hf_config=hf_config, weights=weights, total_steps=total_steps, value_head=True)
 
@@ -56,9 +56,12 @@ class RewardModel(TrainableModel):
         return FreshHead(super()._reader(weights), self.hf_config.hidden_size)
 
     def scores(self, batch: Batch, chosen: np.ndarray) -> np.ndarray:
-        """Return the value head's number before each loss token, 0 at other tokens: float32 [T] flat, on every rank.
+        """Return the value head's number for each loss token, 0 for other response tokens, on every rank.
 
-        chosen: bool [S], the samples that are passed.
+        It is read from the state before the token. float32 [T] over response tokens, sample after
+        sample.
+
+        chosen: bool [S], the samples to compute; 0 for all others.
         """
         plan = self.plan_pass(batch, chosen)
         return self._read(
@@ -70,7 +73,12 @@ class RewardModel(TrainableModel):
     def forward_backward(
         self, batch: Batch, mini_batch: StepPlan, inputs: LossInputs, *, fingerprint: bytes, supervised: bool = True
     ) -> None:
-        """Add the gradient of the linear loss −Σ_t w_t · V_t over loss tokens; ``supervised`` changes nothing."""
+        """Add the gradient of the linear loss −Σ_t w_t · V_t over loss tokens, V_t being the head's number.
+
+        inputs: the weights w.
+        fingerprint: the digest of the plan of this mini-batch; ranks compare it before they start.
+        supervised: without effect; it is there as in MegatronBackend.
+        """
         self._accumulate(batch, mini_batch, inputs, fingerprint, self._loss)
 
     def _loss(self, tokens: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
@@ -79,13 +87,13 @@ class RewardModel(TrainableModel):
         return loss, {"sums": torch.stack([loss.detach().double(), torch.ones_like(values).sum().double()])}
 
     def export(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every weight, and ``score.weight``, as ``MegatronBackend.export`` does."""
+        """Yield (name, tensor) for every weight, ``score.weight`` included, as ``MegatronBackend.export`` does."""
         self.schedule.gather_parameters()
         parameters = [named_weights(chunk.module) for chunk in self.chunks]
         yield from export_weights(parameters, self.shape, self.topology, bucket_bytes=bucket_bytes)
 
     def save_hugging_face(self, path: pathlib.Path | RemotePath, tokenizer) -> None:
-        """Write a directory that ``AutoModelForSequenceClassification`` loads, each rank its own files."""
+        """Write a directory that ``AutoModelForSequenceClassification`` loads; each rank writes its own files."""
         self.schedule.gather_parameters()
         chunks = [named_weights(chunk.module) for chunk in self.chunks]
         save_hugging_face(
@@ -106,9 +114,9 @@ class RewardModel(TrainableModel):
 def classifier_config(hf_config, tokenizer):
     """Return transformers' config of a sequence classifier with one label over the same model.
 
-    Such a classifier reads a row's score at its last token that is not a pad. So the pad must not be
-    the token that ends a response. If the tokenizer has no other pad, ``pad_token_id`` is null, and
-    transformers scores one row at a time.
+    Such a classifier reads a sequence's score at its last token that is not a pad. So the pad must
+    not be the token that ends a response. If the tokenizer has no other pad, ``pad_token_id`` is
+    null, and transformers scores one sequence at a time.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES
 

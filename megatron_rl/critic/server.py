@@ -1,4 +1,4 @@
-"""The service of a separate critic: its ranks build it and answer critic/client.py's requests until the run ends."""
+"""The service of a separate critic: its ranks build the critic and answer critic/client.py's requests."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Answer = tuple[dict, dict[str, np.ndarray]]
 
 
 def serve(config: Config) -> bool:
-    """Serve the critic on each of its ranks, in place of the training loop.
+    """Serve the critic on each of its ranks until the run ends, in place of the training loop.
 
-    Returns whether the run came to its end, as ``train`` does.
+    Returns True if the run reached its end, and False if it was preempted.
     """
     with joined(config.separate_critic_ranks, config.run.deadline_s, of_critic=True) as link:
         if config.saves_checkpoints:
@@ -41,10 +41,13 @@ def serve(config: Config) -> bool:
 
 
 class Service:
-    """Answers requests on the critic's ranks. Methods are collectives over these ranks."""
+    """Answers the policy's requests on the critic's ranks. Methods are collectives over these ranks."""
 
     def __init__(self, link: PolicyCriticLink, build: Callable[..., Critic]) -> None:
-        """Take the link. build: makes the run's critic, given ``total_steps``."""
+        """Keep the link to the policy's ranks, and the function that makes the critic.
+
+        build: returns the run's critic, given ``total_steps``.
+        """
         self.link, self.build = link, build
         self.number = 0
         self.preempted = False
@@ -53,9 +56,9 @@ class Service:
         self.pending: PendingSave | None = None
 
     def answer_next(self) -> bool:
-        """Answer the next request; return whether more will come.
+        """Wait for the policy's next request and answer it; return whether more will come.
 
-        An error of one rank is raised on every rank, after the policy's ranks were told.
+        If one rank fails, the policy's ranks are told, and then every rank here raises the error.
         """
         self.number += 1
         request = self.link.hear(f"request/{self.number}")
@@ -104,7 +107,11 @@ class Service:
         return {}, {}
 
     def _checkpoint(self, request: str, message: Mapping) -> dict:
-        """Answer a request about a checkpoint; the policy's ranks handle its error (``checkpoint.on_error``)."""
+        """Carry out a request about a checkpoint, and return the answer.
+
+        A CheckpointError is part of the answer: the policy's ranks handle it
+        (``checkpoint.on_error``).
+        """
         try:
             match request:
                 case "save":
@@ -121,7 +128,7 @@ class Service:
         return {"refused": ""}
 
     def _batch(self, sample_ids: Sequence[str], arrays: Mapping[str, np.ndarray]) -> Batch:
-        """Return the policy's batch with its rows spread over the critic's ranks."""
+        """Return the policy's batch, with its samples spread over the critic's ranks."""
         totals = arrays["prompt_tokens"] + arrays["response_tokens"]
         tokens = np.split(arrays["token_ids"].astype(np.int64), np.cumsum(totals)[:-1])
         masks = np.split(arrays["loss_mask"], np.cumsum(arrays["response_tokens"])[:-1])

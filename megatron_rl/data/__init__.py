@@ -1,1 +1,1 @@
-"""Prompts and responses: data sets, chat templates and the tokenizer."""
+"""The prompts and responses of a run: data sets, chat templates and the tokenizer."""

@@ -1,4 +1,4 @@
-"""Chat messages and observations as tokens: by the tokenizer's chat template, or as unchanged text.
+"""The tokens of chat messages and of an environment's observations: by the chat template, or as unchanged text.
 
 Tokens that the policy sampled are never tokenized again. An observation's tokens are made from the
 text that the template writes after a turn, apart from the turn's tokens.
@@ -19,13 +19,15 @@ TURN = "the-text-of-this-turn"  # in place of a turn's text: a template writes t
 
 
 def check_messages(value: object, where: str) -> list[Message]:
-    """Return a list of at least one message, each with a role and a content that are texts.
+    """Return the messages in ``value``, a list of at least one message, each with a role and a content that are texts.
 
-    Null fields, as Arrow fills them in, and empty lists of calls are left out. An assistant's
-    message that calls tools may have no content, or a null content. Both stay as they are, since
-    templates treat them differently. Other fields are kept for the template.
+    Null fields, which Arrow fills in, and empty lists of tool calls are left out. An assistant's
+    message that calls tools may have no content or a null content. It is kept as it is, since
+    templates treat the two differently. Other fields are kept for the template.
 
-    where: the place of the messages. The ConfigError that is raised for anything else begins with it.
+    Raises ConfigError for any other value.
+
+    where: what the messages are (row, column), with which the error's message begins.
     """
     if not isinstance(value, list | tuple) or not value:
         raise ConfigError(
@@ -59,12 +61,12 @@ def _checked(message: object, where: str) -> Message:
 
 
 def said_in(message: Message) -> str:
-    """Return the text of a message after its thought."""
+    """Return the text of a message after its thought (reasoning that ends with ``</think>``), if it has one."""
     return str(message.get("content") or "").split(THOUGHT_END)[-1]
 
 
 def source_of(tokenizer) -> str:
-    """Return the text of the tokenizer's chat template, or of all its templates."""
+    """Return the source of the tokenizer's chat template; if it has several templates, all of them joined by lines."""
     template = tokenizer.chat_template
     return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
@@ -79,9 +81,10 @@ def render_chat(
 ) -> str:
     """Return the messages as text, written by the tokenizer's chat template.
 
-    where: the place of the messages; it begins the ConfigError that is raised if the template
+    where: what the messages are (row, column), for the ConfigError that is raised if the template
         refuses them.
-    beside: the template's variables beside the messages, such as ``tools``.
+    add_generation_prompt: whether the text ends with the beginning of an assistant's turn.
+    beside: the template's variables other than the messages, such as ``tools``; None for none.
     """
     messages = [dict(message) for message in messages]
     try:
@@ -100,7 +103,7 @@ def render_chat(
 
 
 def _what_calls_want(messages: Sequence[Message]) -> str:
-    """Return advice on the forms of calls, in which templates differ; an empty text without messages that call."""
+    """Return advice for an error's message on the form of tool calls, in which templates differ; "" without calls."""
     calling = [message for message in messages if message.get("tool_calls")]
     if not calling:
         return ""
@@ -111,9 +114,11 @@ def _what_calls_want(messages: Sequence[Message]) -> str:
 def _refuse_written_null(
     tokenizer, messages: list[Message], text: str, where: str, prompt: bool, beside: Mapping[str, object]
 ) -> None:
-    """Raise ConfigError if the template writes a null content as the word None, as GLM-4.5's does.
+    """Raise ConfigError if the template writes a null content as the word None, as GLM-4.5's template does.
 
     text: the messages as the template writes them.
+    prompt: whether the text ends with a generation prompt.
+    beside: the template's variables other than the messages.
     """
     said = [{**message, "content": TURN} if message.get("content", "") is None else message for message in messages]
     try:
@@ -135,10 +140,13 @@ def text_behind_turn(
     *,
     beside: Mapping[str, object] | None = None,
 ) -> str:
-    """Return the text that the template writes after an assistant's turn that follows ``before``.
+    """Return the text that the template writes after an assistant's turn.
 
+    before: the messages before the turn.
     messages: the messages after the turn, to which a generation prompt is added. If empty, the
-        result is the turn's end alone.
+        result is the end of the turn alone.
+    where: what the messages are (row, column), for errors.
+    beside: the template's variables other than the messages; None for none.
 
     Raises ConfigError for a template that changes the turn's content, or that refuses the messages.
     """
@@ -159,11 +167,13 @@ def check_stays(
 ) -> None:
     """Raise ConfigError if the template writes a prompt's messages differently once other messages follow.
 
-    The policy has read the prompt by then, so its text must stay. Mistral's templates write tools
-    before the user's last message, and so move them.
+    The policy has read the prompt by then, so its text must not change. Mistral's templates write
+    tools before the user's last message, and so move the tools.
 
     messages: the prompt's messages.
-    then: the messages after them; the last is not the assistant's.
+    then: the messages after the prompt; the last is not the assistant's.
+    where: what the messages are (row, column), for errors.
+    beside: the template's variables other than the messages.
     """
     whole = [{**message, "content": said_in(message)} for message in messages]
     plain, prompt = (
@@ -182,15 +192,16 @@ def check_stays(
 def tokens_behind(
     encode: Callable[[str], tuple[int, ...]], behind: str, end: str, stop_id: int | None
 ) -> tuple[int, ...]:
-    """Return the tokens of the text after a turn, without the turn's end, which the policy sampled itself.
+    """Return the tokens of the text after a turn, without the turn's ending token, which the policy sampled itself.
 
     A template may end a turn by the first token of the next message (GLM-4.5's
-    ``<|observation|>``). It may also end the last turn by another token than earlier turns (gpt-oss:
-    ``<|return|>`` and ``<|end|>``). In each case the turn has one end only.
+    ``<|observation|>``). It may also end the last turn by another token than earlier turns
+    (gpt-oss: ``<|return|>`` and ``<|end|>``). In each case the turn gets one end only.
 
+    encode: called with a text; returns its token ids.
     behind: the text after the turn.
-    end: the text after a turn that nothing follows.
-    stop_id: the last token of the turn, as sampled.
+    end: the text after a turn that no message follows.
+    stop_id: the last token of the turn, as sampled; None if unknown.
     """
     token_ids, end_ids = encode(behind), encode(end)
     common = os.path.commonprefix([token_ids, end_ids])
@@ -202,15 +213,16 @@ def tokens_behind(
 
 
 class Observations:
-    """Turns an environment's observations into the tokens between two turns of the policy.
+    """Makes the tokens between two turns of the policy from an environment's observation.
 
     template: ``data.template``.
     role: ``environment.role``, the role of an observation that is a text.
-    variables: ``data.template_variables``.
+    variables: ``data.template_variables``; None for none.
 
-    Under "chat" the template writes the observation after a turn, with a generation prompt. The
-    tokens are of this text, without the turn's end, which the policy sampled itself. Under another
-    template the tokens are of the observation's unchanged text.
+    With ``template`` "chat" the chat template writes the observation after a turn, with a
+    generation prompt. The tokens are those of this text without the turn's end, which the policy
+    sampled itself. With any other template the tokens are those of the observation's unchanged
+    text.
 
     Example (ChatML): a turn that ended with the token ``<|im_end|>`` and the observation "408" of
     role tool give the tokens of ``\\n<|im_start|>tool\\n408<|im_end|>\\n<|im_start|>assistant\\n``.
@@ -224,7 +236,7 @@ class Observations:
         self._end = self._behind_turn([]) if self._chat else ""
 
     def token_ids(self, observation: str | Sequence[Message], stop_id: int | None) -> tuple[int, ...]:
-        """Return the tokens of an observation.
+        """Return the tokens of an observation, a text or a list of messages.
 
         stop_id: the token that the policy ended its turn with.
 

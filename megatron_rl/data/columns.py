@@ -1,4 +1,4 @@
-"""Checks of the columns of a data set's rows at the run's start, so that no row ends the run later."""
+"""The checks of a data set's columns at the run's start, so that a bad row does not end the run later."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ ANSWER = "answer"  # the column that built-in rewards read; ``data.answer_key`` 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequiredColumn:
-    """Names a column that every row must have.
+    """Describes a column that every row must have.
 
-    needed_by: the reader of the column in words, for the message.
+    name: the column's name.
+    needed_by: what reads the column, in words for the message.
     null: whether a row's value may be null, for "does not apply".
-    fault: returns why a value cannot be used and the way out, or None if the value can be used.
-        None: every value can be.
+    fault: called with a value; returns why it cannot be used and how to mend it, or None if it can
+        be used. If ``fault`` itself is None, any value can be used.
     or_answer: whether a row may have an answer (``data.answer_key``) in place of the column.
     """
 
@@ -30,12 +31,12 @@ class RequiredColumn:
 
 
 def name_of_row(rows: Sequence[Mapping[str, object]], row: int) -> str:
-    """Return a row's name for messages: its number, and its file and line if they are known."""
+    """Return a row's name for messages: its number, and its file and line if these are known."""
     return f"row {row} ({rows.place(row)})" if isinstance(rows, Rows) else f"row {row}"
 
 
 def names_of(columns: Mapping[str, object]) -> str:
-    """Return the names of a row's columns for a message, and of the fields of columns that are objects."""
+    """Return, as text for messages, the names of a row's columns and of the fields of columns that are objects."""
     fields = {name: value for name, value in columns.items() if isinstance(value, Mapping)}
     inner = [f"{name}.{field}" for name, value in fields.items() for field in value]
     names = ", ".join(map(repr, [*columns, *inner])) or "none"
@@ -50,10 +51,11 @@ def check_columns(
     *,
     prompt_setting: str = "data.prompt_key",
 ) -> None:
-    """Raise ConfigError for the first row that lacks a required column, or whose value in it cannot be used.
+    """Raise ConfigError for the first row that lacks a required column, or has a value in it that cannot be used.
 
-    A row without an answer, in a file that has answers, is an error too.
+    A row without an answer, in a file whose other rows have answers, is an error too.
 
+    required: the columns that every row must have, other than the prompt.
     prompt_key: the column of the prompt, or of the conversation, which every row must have.
     answer_key: ``data.answer_key``; if it is not "answer", every row must have that column.
     prompt_setting: the setting that names ``prompt_key``.
@@ -97,7 +99,7 @@ def check_columns(
 
 
 def _check_values(rows: Sequence[Mapping[str, object]], column: RequiredColumn) -> None:
-    """Raise ConfigError for the first row whose value in a column cannot be used; equal values are checked once."""
+    """Raise ConfigError for the first row whose value in a column cannot be used. Equal values are checked once."""
     if column.fault is None:
         return
     good: set[str] = set()
@@ -112,7 +114,7 @@ def _check_values(rows: Sequence[Mapping[str, object]], column: RequiredColumn) 
 
 
 def _files(rows: Sequence[Mapping[str, object]]) -> list[range]:
-    """Return the row numbers of each file."""
+    """Return the range of row numbers of each file."""
     if not isinstance(rows, Rows):
         return [range(len(rows))]
     return [range(first, first + len(part.rows)) for first, part in rows.parts]

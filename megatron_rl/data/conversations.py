@@ -1,4 +1,4 @@
-"""The rows' conversations: a row's messages, and the variables that the chat template gets beside them."""
+"""Prompts that are lists of messages: a row's messages, and the variables that the chat template gets with them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Conversations(PromptTexts):
     is_chat, _warned_of_left_out = True, False
 
     def messages(self, row: int) -> list[Message]:
-        """Return the messages of a row's prompt.
+        """Return the messages of the prompt of row ``row``.
 
         ``data.system_prompt`` comes first if the row does not begin with a system message.
 
@@ -50,7 +50,7 @@ class Conversations(PromptTexts):
         return messages
 
     def text(self, row: int) -> str:
-        """Return a row's prompt as text, with the template's generation prompt at its end."""
+        """Return the prompt of row ``row`` as text, with the template's generation prompt at its end."""
         setting = "data.prompt_key" if self._data.messages_key is None else "data.messages_key"
         key = self._data.messages_key or self._data.prompt_key
         where = f"{name_of_row(self._rows, row)}: column {key!r} ({setting})"
@@ -60,10 +60,12 @@ class Conversations(PromptTexts):
         return text
 
     def beside(self, row: int) -> dict[str, object]:
-        """Return the variables that the template gets beside a row's messages: the run's, replaced by the row's.
+        """Return {name: value} of the variables that the template gets beside the messages of row ``row``.
 
-        Null variables and null fields of objects are left out. Raises ConfigError for tools or
-        documents that are no list of objects.
+        They are the run's variables (``data.template_variables``), replaced by the row's own
+        (``data.template_columns``). Null variables and null fields of objects are left out.
+
+        Raises ConfigError for tools or documents that are no list of objects.
         """
         variables, columns = dict(self._data.template_variables), self._rows[row]
         for name in self._data.template_columns:
@@ -85,9 +87,11 @@ class Conversations(PromptTexts):
         return variables
 
     def check_followed(self, rows: Iterable[int], role: str) -> None:
-        """Raise ConfigError if the template writes a row's prompt differently once observations of ``role`` follow.
+        """Raise ConfigError if the template writes a row's prompt differently once observations of ``role`` follow it.
 
-        Of rows with the same roles and the same variables, one is checked.
+        Of rows with equal roles and equal names of variables, only one is checked.
+
+        rows: the numbers of the rows.
         """
         seen = set()
         for row in rows:
@@ -100,7 +104,7 @@ class Conversations(PromptTexts):
             seen.add(kind)
 
     def _warn_of_left_out(self, messages: Sequence[Message], text: str, where: str) -> None:
-        """Warn, once, of a message that the template leaves out, or of left-out calls."""
+        """Warn, once, of a message or of tool calls in a message that the template leaves out of ``text``."""
         number = next((number for number, message in enumerate(messages) if not _is_in(message, text)), None)
         if number is not None and not self._warned_of_left_out:
             log.warning(
@@ -117,7 +121,11 @@ class Conversations(PromptTexts):
 
 
 def _is_in(message: Message, text: str) -> bool:
-    """Return whether a text holds a message's content; for an assistant's or a tool's message, its calls' names."""
+    """Return whether ``text`` holds a message's content.
+
+    For an assistant's or a tool's message, return whether ``text`` holds the names of its tool
+    calls.
+    """
     called = [call.get("function", call) for call in message.get("tool_calls", ())]
     if message["role"] in ("assistant", "tool"):  # templates leave thoughts out, and may write a tool's result as JSON
         return all(str(call["name"]) in text for call in called if isinstance(call, Mapping) and "name" in call)
@@ -125,7 +133,7 @@ def _is_in(message: Message, text: str) -> bool:
 
 
 def _without_nulls(value: Mapping) -> dict[str, object]:
-    """Return an object without its null fields: Arrow fills in the fields of other rows (data/rows.py)."""
+    """Return an object without its null fields, since Arrow fills in the fields of other rows (data/rows.py)."""
     held = {name: part for name, part in value.items() if part is not None}
     return {name: _without_nulls(part) if isinstance(part, Mapping) else part for name, part in held.items()}
 
@@ -140,7 +148,10 @@ def _variables(value: object, where: str) -> Mapping[str, object]:
 
 
 def text_or_messages(rows: Sequence[Mapping[str, object]], row: int, key: str, setting: str) -> str | list[Message]:
-    """Return a row's text or messages in a column. Raises ConfigError for anything else."""
+    """Return the text or the messages in column ``key`` of row ``row``. Raises ConfigError for any other value.
+
+    setting: the setting that names the column, for messages.
+    """
     columns = rows[row]
     value = value_of(columns, key) if has_column(columns, key) else None
     if isinstance(value, list):
@@ -149,7 +160,12 @@ def text_or_messages(rows: Sequence[Mapping[str, object]], row: int, key: str, s
 
 
 def conversation_of(rows: Sequence[Mapping[str, object]], row: int, key: str) -> list[Message]:
-    """Return the messages of ``data.messages_key``, given as a list or as JSON text. Raises ConfigError otherwise."""
+    """Return the messages in column ``key`` of row ``row``, a list or its JSON text.
+
+    Raises ConfigError for any other value.
+
+    key: ``data.messages_key``.
+    """
     value = text_or_messages(rows, row, key, "data.messages_key")
     if not isinstance(value, str):
         return value
@@ -158,10 +174,11 @@ def conversation_of(rows: Sequence[Mapping[str, object]], row: int, key: str) ->
 
 
 def cut_conversation(messages: Sequence[Message], where: str) -> tuple[list[Message], list[Message]]:
-    """Cut a conversation: the messages before the assistant's first, and the messages from there to its last.
+    """Return two lists: the messages before the assistant's first message, and those from it to the assistant's last.
 
-    where: the place of the conversation; it begins the ConfigError that is raised if one of the
-        two parts is empty.
+    Raises ConfigError if one of the lists would be empty.
+
+    where: the conversation's row and column, for the error.
     """
     own = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not own or own[0] == 0:

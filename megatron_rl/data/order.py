@@ -1,7 +1,7 @@
 """The order in which rows are drawn, epoch after epoch: a permutation of all rows, or a mixture of several sources.
 
-The order depends on seed and position alone: every rank, every layout and every resumed run draws
-the same rows.
+The order depends on seed and position alone: every rank, every parallel layout and every resumed
+run draws the same rows.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ import numpy as np
 class Order:
     """Gives the row at every position of an endless sequence of epochs.
 
-    An epoch has as many positions as all sources have rows. In a mixture each source has its share
-    of the positions (by largest remainder), spread evenly, so that every part of an epoch holds
-    nearly these shares. A source goes through its rows, permutation after permutation, without
-    regard to the ends of epochs. So no row comes again before all rows of its source came as often.
+    An epoch has as many positions as all sources together have rows. In a mixture each source gets
+    its fraction of the positions (by largest remainder). A source's positions are spread evenly, so
+    that any stretch of an epoch holds the sources in nearly these fractions.
+
+    A source goes through its rows, permutation after permutation, without regard to the ends of
+    epochs. So a row comes again only after all rows of its source came equally often.
 
     sources: int64 arrays, the row numbers of each source, in file order.
-    weights: the relative share of each source in the draws; empty: all sources are one, and an
-             epoch is each of their rows once.
+    weights: the relative number of draws from each source. Empty: all sources are one, and an epoch
+        draws each row once.
 
     Example: sources of 2 and 4 rows, weights 1 and 1. An epoch of 6 draws 3 rows of each, in turns.
-    In two epochs the first source's rows come 3 times, the other's 1 or 2 times.
+    In two epochs each row of the first source comes 3 times, each row of the second 1 or 2 times.
     """
 
     def __init__(self, sources: Sequence[np.ndarray], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
@@ -45,7 +47,7 @@ class Order:
         return self._length
 
     def at(self, position: int) -> tuple[int, int]:
-        """Return the row at a position, and the number of times that its source was gone through before."""
+        """Return (row, rounds) at a position: the row, and how many times all rows of its source came before."""
         epoch, offset = divmod(position, self._length)
         source = int(self._source_at[offset])
         drawn = epoch * self.counts[source] + int(self._index_at[offset])
@@ -71,10 +73,10 @@ class Order:
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """Return whole numbers with the given sum that are nearest to the weights' shares (largest remainder).
+    """Return whole numbers with the sum ``total`` that are nearest to the weights' fractions of it (largest remainder).
 
-    Example: weights (3, 1), total 6: shares 4.5 and 1.5 have equal remainders, so the first is
-    rounded up: [5, 1].
+    Example: weights (3, 1), total 6: 4.5 and 1.5 have equal remainders, so the first is rounded up:
+    [5, 1].
     """
     exact = [Fraction(weight) * total / sum(map(Fraction, weights)) for weight in weights]
     counts = [int(share) for share in exact]

@@ -1,4 +1,4 @@
-"""Prompts from rows: tokenized at the start, drawn in the same order on every rank, with a cursor that can be saved."""
+"""The prompts of a data set's rows: tokenized at the start, drawn in one order on every rank, resumable anywhere."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ def _place_of(prompt_id: str) -> tuple[int, int]:
 
 
 def _held_out(rows: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """Return the rows that are held out: the share of all rows, at least one if it is above 0, drawn by the seed."""
+    """Return the sorted numbers of the rows that are held out for evaluation, drawn from ``seed``.
+
+    rows: the numbers of all rows that were not dropped.
+    share: the fraction of these rows to hold out; above 0, at least one row is held out.
+    """
     if not share:
         return rows[:0]
     count = max(1, round(share * len(rows)))
@@ -62,36 +66,36 @@ class PromptDataset:
     """Draws the prompts of a dataset in a reproducible order, epoch after epoch.
 
     The order (data/order.py) is a permutation of the rows per epoch, drawn from (seed, epoch)
-    alone, or under ``data.weights`` a mixture of the sources.
+    alone. Under ``data.weights`` it is a mixture of the sources.
 
-    rows:           the dataset, see `load_rows`; row numbers in ids and messages count from 0 in
-                    this list.
-    tokenizer:      a Hugging Face tokenizer.
+    rows: the dataset, see `load_rows`; row numbers in ids and messages count from 0 in this list.
+    tokenizer: a Hugging Face tokenizer.
     context_tokens: the model's context in tokens; a prompt must leave room for one more token.
-                    None: no limit.
-    vocab_size:     the number of tokens that the model knows; None: no limit.
-    required:       the columns that every row must have beside the prompt.
-    held_out_share: the share of the rows, drawn by the seed, that is kept for
-                    ``held_out_solutions`` and never drawn.
-    responses:      (column, setting) of each response that supervised steps read; the responses of
-                    all rows are checked at the start.
-    followed_by:    the role of observations that will follow the prompts; the chat template is
-                    checked for it. None: no observations.
+        None: no limit.
+    vocab_size: the number of tokens that the model knows; None: no limit.
+    required: the columns that every row must have, other than the prompt.
+    held_out_share: the fraction of the rows, drawn by the seed, that is kept for
+        ``held_out_solutions`` and never drawn.
+    responses: (column, setting) of each response that supervised steps read; the responses of all
+        rows are checked at the start.
+    followed_by: the role of observations that will follow the prompts; the chat template is checked
+        for it. None: no observations.
 
     Every row is tokenized at the start, so that a bad row ends the run before its first step.
     Raises ConfigError for:
 
     - a row without ``data.prompt_key`` or another required column (data/columns.py);
-    - a prompt that is neither text nor, under ``data.template=chat``, a list of messages
-      ``{"role": ..., "content": ...}``;
+    - a prompt that is neither text nor, under ``data.template=chat``, a list of messages ``{"role":
+      ..., "content": ...}``;
     - an empty prompt, or a token that the model does not know;
     - under ``data.on_long_prompt=fail``, a prompt over the limit, or a response that does not fit
       in the context after its prompt;
-    - under ``drop``, if no row is left (``num_dropped`` counts the dropped rows).
+    - under ``data.on_long_prompt=drop``, a dataset with no row left (``num_dropped`` counts the
+      dropped rows).
 
-    ``data`` is the given section with ``data.template=auto`` replaced by the template. ``Prompt.columns`` is the row.
-    If ``data.answer_key`` is not "answer", the value that it names is also given as "answer", which the built-in
-    reward functions read.
+    The attribute ``data`` is the given section with ``data.template=auto`` replaced by the
+    template. ``Prompt.columns`` is the row. If ``data.answer_key`` is not "answer", the value in
+    that column is also given as "answer", which the built-in reward functions read.
     """
 
     def __init__(
@@ -150,17 +154,17 @@ class PromptDataset:
 
     @functools.cached_property
     def _responses(self) -> Responses:
-        """Return the reader of the rows' responses; supervised steps alone need it."""
+        """Return the reader of the rows' responses, made on first use; only supervised steps need it."""
         from megatron_rl.data.responses import Responses
 
         return Responses(self._rows, self._tokenizer, self._data, self._texts, self._limits)
 
     def __len__(self) -> int:
-        """Return the number of prompts per epoch: of rows that are neither dropped nor held out."""
+        """Return the number of prompts per epoch, one for each row that is neither dropped nor held out."""
         return len(self._kept)
 
     def next(self, count: int, epochs: int | None = None) -> list[Prompt]:
-        """Return the next ``count`` prompts, first the prompts that were put back. Epochs follow one another.
+        """Return the next ``count`` prompts, first those that were put back. Epochs follow one another.
 
         A prompt's id is ``"<row>@<epoch>"``.
 
@@ -176,29 +180,31 @@ class PromptDataset:
         return [self._prompt(*key) for key in [*again, *self._draw("prompts", rest)]]
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
-        """Put back prompts that were drawn and not trained; ``next`` returns them first."""
+        """Put back prompts that were drawn and not trained; ``next`` returns these first."""
         self._returned.extend((*_place_of(prompt.prompt_id), prompt.attempt) for prompt in prompts)
 
     def recall(self, prompt_id: str, attempt: int) -> Prompt:
-        """Return a prompt that was drawn before, by its id, without moving the cursor."""
+        """Return a prompt that was drawn before, by its id and the number of the attempt, without moving the cursor."""
         return self._prompt(*_place_of(prompt_id), attempt)
 
     def remain(self, epochs: int) -> bool:
-        """Return whether ``next`` has a prompt left in so many epochs."""
+        """Return whether ``next`` has a prompt left within ``epochs`` epochs."""
         return bool(self._returned) or self._cursors["prompts"] < epochs * len(self)
 
     def share_drawn(self, epochs: int) -> float:
-        """Return the share, 0 to 1, of so many epochs that was drawn; prompts put back count as not drawn."""
+        """Return the fraction, 0 to 1, of ``epochs`` epochs that was drawn; prompts put back count as not drawn."""
         return (self._cursors["prompts"] - len(self._returned)) / (epochs * len(self))
 
     def next_solutions(self, count: int) -> list[Solution]:
-        """Return the next ``count`` solutions for supervised steps, which have a cursor of their own.
+        """Return the next ``count`` solutions for supervised steps, which have their own cursor.
 
-        A solution is the response in the ``data.solution_key`` column. Under ``data.template=chat``
-        the template writes it, as the assistant's message or as the messages of an episode. Each
-        turn then ends with the token that the template writes (data/turns.py). Under another
-        template a turn is its text and the end-of-sequence token. Messages between two turns are
-        then unchanged text without loss.
+        The cursor is a position in the order of the rows. A solution is the response in the
+        ``data.solution_key`` column. Under ``data.template=chat`` the template writes it, as the
+        assistant's message or as the messages of an episode. Each turn then ends with the token
+        that the template writes (data/turns.py).
+
+        Under another template a turn is its text and the end-of-sequence token. Messages between
+        two turns are then unchanged text without loss.
 
         A turn is tokenized apart from the text before it, as in sampling: there a prompt's tokens
         are fixed before the model answers.
@@ -216,15 +222,17 @@ class PromptDataset:
         return self._solutions((int(row), 0) for row in self._held_out)
 
     def next_pairs(self, count: int, chosen_key: str, rejected_key: str) -> list[tuple[Solution, Solution]]:
-        """Return the next ``count`` (chosen, rejected) responses, on the cursor of ``next_solutions``.
+        """Return the next ``count`` (chosen, rejected) pairs of responses, and move the cursor of ``next_solutions``.
 
         Raises ConfigError as ``next_solutions`` does, naming ``preference.chosen_key`` or
         ``preference.rejected_key``.
+
+        chosen_key, rejected_key: the columns of the two responses.
         """
         return self._pairs(self._draw("solutions", count), chosen_key, rejected_key)
 
     def held_out_pairs(self, chosen_key: str, rejected_key: str) -> list[tuple[Solution, Solution]]:
-        """Return the (chosen, rejected) responses of the held-out rows."""
+        """Return the (chosen, rejected) pairs of responses of the held-out rows."""
         return self._pairs(((int(row), 0) for row in self._held_out), chosen_key, rejected_key)
 
     def _solutions(self, drawn: Iterable[tuple[int, int]]) -> list[Solution]:
@@ -244,11 +252,17 @@ class PromptDataset:
         return pairs
 
     def state(self) -> dict:
-        """Return the state as JSON-able values: the cursors, the facts that fix the order, and prompts put back."""
+        """Return, as JSON-able values, the cursors, the facts that fix the order, and the prompts put back.
+
+        A cursor is a position in the order of the rows.
+        """
         return {**self._cursors, **self._identity(), "returned": [list(key) for key in self._returned]}
 
     def load_state(self, state: Mapping[str, object]) -> None:
-        """Continue from a ``state``. Raises ConfigError if seed, shuffle, row count or mixture give another order."""
+        """Continue at the positions of ``state``, a value that the method ``state`` returned.
+
+        Raises ConfigError if seed, shuffle, row count or mixture differ from the saved ones.
+        """
         present, saved = self._identity(), {key: value for key, value in state.items() if key not in _POSITIONS}
         for name in {**present, **saved}:
             before, now = saved.get(name), present.get(name)
@@ -265,7 +279,11 @@ class PromptDataset:
         return {**order, **self._order.identity()}
 
     def _sources(self) -> list[np.ndarray]:
-        """Return the kept rows of each source. Raises ConfigError for a source that would never be drawn."""
+        """Return an array of row numbers for each source of the mixture, without dropped and held-out rows.
+
+        Without ``data.weights`` all rows are one source. Raises ConfigError for a source that would
+        never be drawn.
+        """
         weights = self._data.weights
         if not weights:
             return [self._kept]
@@ -287,7 +305,10 @@ class PromptDataset:
         return sources
 
     def _draw(self, cursor: str, count: int) -> list[tuple[int, int]]:
-        """Return (row, epoch) for each of the next ``count`` positions of a cursor, and move it."""
+        """Return (row, epoch) for each of the next ``count`` positions of a cursor, and move the cursor past them.
+
+        cursor: "prompts" or "solutions".
+        """
         if count < 0:
             raise ValueError(f"count={count} prompts cannot be drawn; it must be at least 0")
         start = self._cursors[cursor]
@@ -309,7 +330,7 @@ class PromptDataset:
         )
 
     def _limit(self) -> tuple[int, str]:
-        """Return the largest number of tokens of a prompt, and the limit's name for messages."""
+        """Return (the largest number of tokens of a prompt, the name of this limit for messages)."""
         context = self._limits.context_tokens
         if context is not None and context - 1 < self._data.max_prompt_tokens:
             return context - 1, f"the model's context of {context}, less one for a response"
@@ -319,7 +340,10 @@ class PromptDataset:
         return name_of_row(self._rows, row)
 
     def _admit(self, row_numbers: range) -> None:
-        """Render and tokenize rows, and keep the rows that fit."""
+        """Render and tokenize the prompts of rows, and keep the tokens of those that fit the limit.
+
+        A longer prompt is dropped, or raises ConfigError under ``data.on_long_prompt=fail``.
+        """
         texts = {row: self._texts.text(row) for row in row_numbers}
         limit, limit_name = self._limit()
         for row, text in [*texts.items()]:
@@ -356,7 +380,11 @@ class PromptDataset:
         )
 
     def _admit_responses(self, key: str, setting: str) -> None:
-        """Tokenize every row's response in a column, to find bad ones; under ``drop`` leave rows out if too long."""
+        """Tokenize every row's response in column ``key``, so that a bad response raises ConfigError at the start.
+
+        Under ``data.on_long_prompt=drop`` rows whose response does not fit in the context are
+        dropped.
+        """
         from megatron_rl.data.responses import TooLong
 
         self._responses.require_end()
@@ -370,7 +398,10 @@ class PromptDataset:
                 del self._token_ids[row]
 
     def _check_solutions(self) -> None:
-        """Check the solutions of all rows on first use, unless the constructor did: RL alone needs none."""
+        """Raise ConfigError for a row without a valid solution, unless all rows were checked before.
+
+        The check runs on first use, if the constructor was not given the column in ``responses``.
+        """
         key = self._data.solution_key
         if key in self._checked_keys:
             return

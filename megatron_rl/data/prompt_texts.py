@@ -1,4 +1,4 @@
-"""The rows' prompts as texts: a column put into the run's template; with warnings about columns that are not read."""
+"""The texts of rows' prompts, a column's text put into the run's template; warnings about columns that are not read."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ KNOWN = {
 
 
 def settle_template(rows: Sequence[Mapping[str, object]], data: DataConfig) -> DataConfig:
-    """Return the section with ``data.template=auto`` replaced, by the first row.
+    """Return the ``data`` section with ``template=auto`` replaced, as the first row decides.
 
-    The template is ``chat`` if the first prompt is messages, else ``{prompt}``.
+    The template is ``chat`` if the first prompt is a list of messages, else ``{prompt}``.
 
     Raises ConfigError if prompts are texts and a setting of the chat template is given.
     """
@@ -52,7 +52,9 @@ def settle_template(rows: Sequence[Mapping[str, object]], data: DataConfig) -> D
 class PromptTexts:
     """Reads prompts that are texts from a data set's rows (data/conversations.py reads messages).
 
-    rows, tokenizer, data: as for PromptDataset.
+    rows: the rows of the data set.
+    tokenizer: a Hugging Face tokenizer.
+    data: the run's ``data`` section.
     """
 
     is_chat = False
@@ -60,7 +62,7 @@ class PromptTexts:
     def __init__(self, rows: Sequence[Mapping[str, object]], tokenizer, data: DataConfig) -> None:
         """Raise ConfigError for a column of ``data.template_columns`` that no row has; warn of columns not read.
 
-        The setting's default columns may be absent.
+        The default columns of ``data.template_columns`` may be absent.
         """
         self._rows, self._tokenizer, self._data = rows, tokenizer, data
         by_default = DataConfig().template_columns
@@ -73,17 +75,23 @@ class PromptTexts:
         self._warn()
 
     def messages(self, row: int) -> list[Mapping[str, object]] | None:
-        """Return the messages of a row's prompt; None if the prompt is a text."""
+        """Return None, since prompts are texts here.
+
+        A subclass with prompts of messages returns the messages of row ``row``.
+        """
         return None
 
     def text(self, row: int) -> str:
-        """Return a row's prompt as text."""
+        """Return the prompt of row ``row``, its column's text put into the run's template."""
         content = text_of(self._rows, row, self._data.prompt_key, "data.prompt_key")
         # Not str.format: prompts, and templates with LaTeX or JSON, are full of braces.
         return self._data.template.replace("{prompt}", content)
 
     def _warn(self) -> None:
-        """Warn of columns of KNOWN that nothing reads, and of named columns that the chat template does not read."""
+        """Warn of columns with a known meaning (KNOWN) that nothing reads.
+
+        Also warn of columns in ``data.template_columns`` that the chat template does not use.
+        """
         data, named = self._data, self._data.template_columns if self.is_chat else ()
         read = {*named, data.prompt_key, data.messages_key, data.solution_key, data.answer_key}
         for name, way in KNOWN.items():
@@ -101,14 +109,14 @@ class PromptTexts:
                 )
 
     def _reads(self, name: str) -> bool:
-        """Return whether the template reads a variable of this name."""
+        """Return whether the chat template uses a variable named ``name``; False here, without a chat template."""
         return False
 
 
 def text_of(rows: Sequence[Mapping[str, object]], row: int, key: str, setting: str) -> str:
-    """Return a row's text in a column. Raises ConfigError for a missing column, or a value that is no text.
+    """Return the text in column ``key`` of row ``row``. Raises ConfigError if the column is missing or holds no text.
 
-    setting: the setting that names the column ``key``, for messages.
+    setting: the setting that names the column, for messages.
     """
     columns, name = rows[row], name_of_row(rows, row)
     if not has_column(columns, key):

@@ -24,9 +24,11 @@ THOUGHTS = (THOUGHT_END, "<|channel|>analysis")  # marks of a thought, even an e
 
 
 class Responses:
-    """Reads and tokenizes the responses of a data set's rows.
+    """Reads the responses in a data set's rows, and tokenizes them.
 
-    rows, tokenizer, data: as for PromptDataset.
+    rows: the rows of the data set.
+    tokenizer: a Hugging Face tokenizer.
+    data: the run's ``data`` section.
     conversations: the reader of the rows' prompts.
     limits: the model's limits on tokens.
     """
@@ -45,19 +47,20 @@ class Responses:
         self._words = words_of(tokenizer) if conversations.is_chat else None
 
     def require_end(self) -> None:
-        """Raise ConfigError if no token can end a response: no chat template, and no end of sequence."""
+        """Raise ConfigError if no token can end a response: there is neither a chat template nor an end of sequence."""
         if self._tokenizer.eos_token_id is None and not self._conversations.is_chat:
             raise ConfigError(
                 "the tokenizer has no eos_token and a solution must end in one; set it in tokenizer_config.json"
             )
 
     def given(self, row: int, key: str, setting: str) -> str | list[Message]:
-        """Return a row's response in a column: a text, or messages that begin and end with the assistant's.
+        """Return the response in column ``key`` of row ``row``: a text, or a list of messages.
 
-        If the messages begin with the prompt's messages, those are removed. Raises ConfigError for
-        anything else.
+        The messages begin and end with the assistant's. If the column's messages begin with the
+        messages of the prompt, the prompt's messages are removed. Raises ConfigError for any other
+        value.
 
-        setting: the setting that names the column ``key``.
+        setting: the setting that names the column.
         """
         key, setting = self._column(key, setting)
         if setting == "data.messages_key":
@@ -67,7 +70,10 @@ class Responses:
         return value if isinstance(value, str) else self._turns(self._without_prompt(value, row), row, key, setting)
 
     def _column(self, key: str, setting: str) -> tuple[str, str]:
-        """Return the column of a response, and its setting. A solution is read from a conversation if there is one."""
+        """Return (column, setting that names the column) of a response.
+
+        If ``data.messages_key`` names a conversation, a solution is read from the conversation.
+        """
         if self._data.messages_key is not None and key == self._data.solution_key:
             return self._data.messages_key, "data.messages_key"
         return key, setting
@@ -99,10 +105,12 @@ class Responses:
         return f"{name_of_row(self._rows, row)}: column {key!r} ({setting})"
 
     def tokenized(self, prompt: Prompt, row: int, key: str, setting: str) -> Solution:
-        """Return a row's response as tokens after its prompt.
+        """Return the response in column ``key`` of row ``row`` as tokens after ``prompt``.
 
         Raises TooLong for a response that does not fit in the model's context, and ConfigError for
         a token that the model lacks.
+
+        setting: the setting that names the column.
         """
         # Too long by its characters: refused before it is tokenized.
         response = self.given(row, key, setting)
@@ -139,7 +147,10 @@ class Responses:
         return tokenize_turns(prompt, turns, self._tokenizer, masked=not isinstance(response, str))
 
     def _warn_of_thoughts(self, turns: Turns, where: str) -> None:
-        """Warn, once, of a template that writes a thought in the last turn and none in an earlier turn."""
+        """Warn, once, of a template that writes a thought (reasoning) in the last turn and none in an earlier turn.
+
+        where: the conversation's row and column, for the message.
+        """
         *earlier, last = (turns.text[first:end] for first, end in turns.spans)
         mark = next((mark for mark in THOUGHTS if mark in last and not all(mark in turn for turn in earlier)), None)
         if mark is not None and "thoughts" not in self._warned:
@@ -152,7 +163,10 @@ class Responses:
             self._warned.add("thoughts")
 
     def _warn_of_nothing(self, messages: Sequence[Message], where: str) -> None:
-        """Warn, once, of an assistant's message that says nothing and calls nothing."""
+        """Warn, once, of an assistant's message that has neither text nor tool calls.
+
+        where: the messages' row and column, for the message.
+        """
         own = [message for message in messages if message["role"] == "assistant" and not message.get("tool_calls")]
         empty = next((message for message in own if not message["content"].strip()), None)
         if empty is not None and "nothing" not in self._warned:
@@ -177,11 +191,12 @@ class TooLong(ConfigError):
 
 
 def tokenize_solution(prompt: Prompt, response: str | Sequence[Message], tokenizer, template: str) -> Solution:
-    """Return the tokens of a solution after a prompt that is a text, with a loss on the assistant's turns alone.
+    """Return the tokens of a response without a chat template, with a loss on the assistant's turns alone.
 
     Every turn of the assistant ends in the tokenizer's end of sequence. Other messages are
     tokenized as unchanged text.
 
+    prompt: a prompt that is a text.
     response: a text, or messages that begin and end with the assistant's.
     template: ``data.template``.
     """
@@ -207,13 +222,15 @@ def tokenize_solution(prompt: Prompt, response: str | Sequence[Message], tokeniz
 
 
 def tokenize_turns(prompt: Prompt, turns: Turns, tokenizer, *, masked: bool) -> Solution:
-    """Return the tokens of a conversation that the chat template wrote, with a loss on its turns alone.
+    """Return the tokens of a conversation that the chat template wrote, with a loss on the assistant's turns alone.
 
     Each turn is tokenized apart from the text before it, as when the policy generates. The prompt
     is the text before the first turn. This may be shorter than the row's prompt, since a template
-    may write less before a turn than as a generation prompt.
+    may write less before a finished turn than as a generation prompt.
 
-    masked: whether the response has a mask even if it is one turn.
+    prompt: the row's prompt.
+    turns: the conversation's text and the character ranges of its turns.
+    masked: whether the response has a loss mask even if it is one turn.
     """
 
     def encode(text: str) -> list[int]:

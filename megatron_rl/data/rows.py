@@ -1,12 +1,12 @@
-"""Rows from files: JSON Lines, JSON, CSV, Parquet and folders of the datasets library, in bounded memory per row.
+"""The rows of data files in JSON Lines, JSON, CSV, Parquet and the datasets library's folders, with bounds on memory.
 
 A row is a dict of JSON values: texts, numbers, true and false, null, lists and objects. Every fault
-is a ConfigError that names the file, and its line or row.
+raises a ConfigError that names the file, and its line or row.
 
 Arrow gives all objects of a column the same fields, and fills missing fields with null. Within a
 list, such as messages or tools, objects lose their null fields, so that they are as in JSON. The
-exception is a message's ``content`` beside its calls, which stays null. A column that is itself an
-object keeps its null fields.
+exception is a message's ``content`` beside its tool calls, which stays null. A column that is
+itself an object keeps its null fields.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FilePart:
-    """Holds the rows of one file.
+    """Holds the rows of one file or folder.
 
-    lines: the line on which each row begins; None for a form without lines, whose rows count from
-        0.
+    path: the file, as the setting names it.
+    lines: the line on which each row begins, from 1; None for a form without lines, such as
+        Parquet.
     """
 
     path: str
@@ -46,14 +47,18 @@ class FilePart:
     lines: array | None = None
 
     def place(self, index: int) -> str:
-        """Return the place of a row in its file, as in ``train.jsonl:8`` or ``train.parquet, row 7``."""
+        """Return the place of row ``index`` of this file for messages: ``train.jsonl:8``, or ``train.parquet, row 7``.
+
+        Lines count from 1, rows from 0.
+        """
         return f"{self.path}, row {index}" if self.lines is None else f"{self.path}:{self.lines[index]}"
 
 
 class Rows(Sequence[dict]):
     """Holds the rows of a data set, file after file, counted from 0.
 
-    sources: for each path or pattern of ``data.train`` its files; a mixture weighs the sources.
+    sources: for each path or pattern of ``data.train``, the rows of its files. ``data.weights``
+        gives each of these sources a weight.
     """
 
     def __init__(self, sources: Sequence[Sequence[FilePart]]) -> None:
@@ -70,22 +75,22 @@ class Rows(Sequence[dict]):
 
     @property
     def parts(self) -> Iterator[tuple[int, FilePart]]:
-        """Yield each file with the number of its first row."""
+        """Yield (number of the file's first row among all rows, rows of the file) for each file."""
         first = 0
         for part in self._parts:
             yield first, part
             first += len(part.rows)
 
     def place(self, row: int) -> str:
-        """Return a row's file and its place in the file, as FilePart.place does."""
+        """Return a row's file and its place in the file for messages, in the form of ``FilePart.place``."""
         return next(part.place(row - first) for first, part in self.parts if row < first + len(part.rows))
 
 
 def value_of(row: Mapping[str, object], name: str) -> object:
-    """Return the value of a column, or of a field within a column, as in ``reward_model.ground_truth``.
+    """Return the value of a column, or of a field within a column, such as ``reward_model.ground_truth``.
 
-    A column whose name holds the dots comes first. A field of null is null. Raises KeyError if
-    there is neither column nor field.
+    A column whose own name has the dots is preferred. If the column is null, so is its field.
+    Raises KeyError if there is neither column nor field.
     """
     if name in row:
         return row[name]
@@ -109,11 +114,11 @@ def has_column(row: Mapping[str, object], name: str) -> bool:
 
 
 def load_rows(paths: str | pathlib.Path | Sequence[str], key: str = "data.train") -> Rows:
-    """Read the rows of a data set.
+    """Return the rows of a data set, read from files.
 
-    paths: files, folders of datasets' ``save_to_disk``, or patterns as in ``shards/*.parquet``. The
-        files of a pattern are taken in the order of their names. A file's name tells its form (see
-        FORMS); any other name is read as JSON Lines.
+    paths: files, folders of datasets' ``save_to_disk``, or patterns such as ``shards/*.parquet``.
+        The files of a pattern are read in the order of their names. A file's ending tells its form
+        (see FORMS); a file with any other ending is read as JSON Lines.
     key: the setting that the paths came from, for messages.
 
     Raises ConfigError for a path that is missing, empty or of no such form, and for the first row
@@ -137,7 +142,10 @@ def _files(path: str, key: str) -> list[str]:
 
 
 def _read(path: str, key: str) -> FilePart:
-    """Return the rows of one file or folder. Raises ConfigError if it has none."""
+    """Return the rows of one file or folder. Raises ConfigError if it has none or cannot be read.
+
+    key: the setting that the path came from, for messages.
+    """
     file = pathlib.Path(path)
     try:
         if file.is_dir():
@@ -174,7 +182,7 @@ def _read_file(path: str) -> FilePart:
 
 
 def _text_lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and the bytes of each line; raise ConfigError for one of more than MOST_LINE_BYTES."""
+    """Yield (number, bytes) of each line of a file, from 1. Raises ConfigError for a line above MOST_LINE_BYTES."""
     # Lines end at b"\n" only: str.splitlines would also cut at U+2028, which JSON allows inside a string.
     with open(path, "rb") as stream:
         for number in itertools.count(1):
@@ -207,7 +215,7 @@ def _rows_of_json(path: str) -> list[dict]:
 
 
 def _rows_of_csv(path: str, delimiter: str) -> Iterator[tuple[int, dict]]:
-    """Yield (line, row) of a file whose first line names the columns; a cell is text, an empty cell null."""
+    """Yield (line, row) of a CSV file whose first line names the columns; a cell is a text, or null if it is empty."""
 
     def decoded() -> Iterator[str]:
         for number, line in _text_lines(path):
@@ -264,7 +272,7 @@ def _rows_of_parquet(path: str) -> Iterator[dict]:
 
 
 def _check_size(path: str, num_rows: int, num_columns: int) -> None:
-    """Raise ConfigError for a table that would not fit in memory."""
+    """Raise ConfigError for a table with so many rows or values that it would not fit in memory."""
     if num_rows > MOST_TABLE_ROWS or num_rows * num_columns > MOST_TABLE_CELLS:
         raise ConfigError(
             f"{path} says that it has {num_rows} rows of {num_columns} columns; at most {MOST_TABLE_ROWS} rows and "
@@ -274,7 +282,10 @@ def _check_size(path: str, num_rows: int, num_columns: int) -> None:
 
 
 def _rows_of_folder(folder: pathlib.Path, key: str) -> Iterator[dict]:
-    """Yield the rows of a folder that datasets' ``save_to_disk`` wrote."""
+    """Yield the rows of a folder that datasets' ``save_to_disk`` wrote. Raises ConfigError for any other folder.
+
+    key: the setting that the folder came from, for messages.
+    """
     if (folder / "dataset_dict.json").is_file():
         splits = read_object(folder / "dataset_dict.json").get("splits")
         names = ", ".join(str(folder / str(name)) for name in splits) if isinstance(splits, list) else "none"
@@ -299,7 +310,7 @@ def _rows_of_folder(folder: pathlib.Path, key: str) -> Iterator[dict]:
 
 
 def _rows_of_tables(tables: Iterable, path: str) -> Iterator[dict]:
-    """Yield the rows of Arrow tables or record batches."""
+    """Yield the rows of Arrow tables or record batches, as dicts of JSON values."""
     first = 0
     for table in tables:
         if (double := first_double(table.schema.names)) is not None:
@@ -316,7 +327,8 @@ def _rows_of_tables(tables: Iterable, path: str) -> Iterator[dict]:
 def _json_value(value: object, path: str, row: int, name: str, *, in_list: bool = False) -> object:
     """Return an Arrow value as a JSON value; dates, times and decimals become texts. Raises ConfigError for bytes.
 
-    in_list: whether the value is within a list, where objects lose their null fields.
+    path, row, name: the file, row number and column, for messages.
+    in_list: whether the value is within a list, in which objects lose their null fields.
     """
     if value is None or isinstance(value, str | bool | int | float):
         return value

@@ -1,4 +1,4 @@
-"""A response for supervised steps as tokens: of a text, or of an episode of turns and observations."""
+"""``Solution``: the tokens of a prompt and of a response, one turn or a whole episode, for supervised steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ class Solution:
     """Holds a prompt and a response that supervised steps train on.
 
     response_ids: [T] the tokens after the prompt, each turn with the token that ends it.
-    loss_mask:    [T] True on the assistant's turns; None: the whole response is one turn.
+    loss_mask: [T] True on the tokens of the assistant's turns. None: the whole response is one
+        turn.
     """
 
     prompt: Prompt
@@ -22,7 +23,7 @@ class Solution:
 
 
 def read_at_end(solution: Solution) -> Solution:
-    """Return the response with one more token, which alone has a loss and never runs.
+    """Return the solution with its last token repeated; the added token alone has a loss, and never enters the model.
 
     A value head's number for a token is read from the state before the token (critic/critic.py). So
     the number for the added token is read at the response's last token, as in transformers'

@@ -1,4 +1,4 @@
-"""The limits that a model puts on the tokens of a row: its context, and the ids of its vocabulary."""
+"""The limits that a model sets on the tokens of a row: the length of its context, and the ids of its vocabulary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FEW_CHARACTERS = 32  # per token of the limit; a text of no more is tokenized w
 
 
 class TokenLimits:
-    """Holds a model's limits and the tokenizer that they are checked against.
+    """Holds a model's limits on tokens and the tokenizer that makes the tokens.
 
     context_tokens: the model's context in tokens; None: no limit.
     vocab_size: the number of tokens that the model knows; None: no limit.
@@ -22,7 +22,10 @@ class TokenLimits:
         self._longest_token: int | None = None
 
     def is_endless(self, length: int, limit: int) -> bool:
-        """Return whether a text of ``length`` characters must exceed ``limit`` tokens, without tokenizing it."""
+        """Return whether a text is so long that it must exceed ``limit`` tokens, without tokenizing it.
+
+        length: the number of characters of the text.
+        """
         if length <= _FEW_CHARACTERS * limit:
             return False
         if self._longest_token is None:
@@ -30,9 +33,9 @@ class TokenLimits:
         return length > max(self._longest_token, _FEW_CHARACTERS) * limit
 
     def check_vocabulary(self, row: str, text: str, token_ids: Sequence[int]) -> None:
-        """Raise ConfigError for a token that the model's embedding has no row for.
+        """Raise ConfigError for a token id that is not in the model's vocabulary.
 
-        row, text: the names of the row and of the text in it, for the message.
+        row, text: the name of the row and what the text in it is, for the message.
         """
         if self.vocab_size is not None and (largest := max(token_ids, default=0)) >= self.vocab_size:
             raise ConfigError(

@@ -25,7 +25,7 @@ VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tikto
 
 
 def load_tokenizer(model: ModelConfig, vocab_size: int):
-    """Return the run's tokenizer.
+    """Return the run's tokenizer, a Hugging Face tokenizer.
 
     vocab_size: the number of tokens of the model; every id of the tokenizer must be below it.
 
@@ -63,7 +63,7 @@ def load_tokenizer(model: ModelConfig, vocab_size: int):
 
 
 def _check_files(folder: pathlib.Path, vocab_size: int) -> set[str]:
-    """Return the tokens that tokenizer.json and its companions name; none without a tokenizer.json.
+    """Return the set of tokens that the files of a tokenizer's folder name; an empty set without a tokenizer.json.
 
     Raises ConfigError for a folder without a tokenizer's files, for a file that is no JSON object,
     and for invalid ids: tokenizers 0.22 allocates memory by the largest id.
@@ -98,7 +98,11 @@ def _check_files(folder: pathlib.Path, vocab_size: int) -> set[str]:
 
 
 def _check_vocabulary(ids: Mapping[str, object], where: str, vocab_size: int) -> None:
-    """Raise ConfigError for an id that is no integer, is beyond the model's vocabulary, or has two tokens."""
+    """Raise ConfigError for an id that is no integer, is beyond the model's vocabulary, or belongs to two tokens.
+
+    ids: {token: id}.
+    where: the file and field of the vocabulary, for messages.
+    """
     for token, number in ids.items():
         check(number, f"{where}: the id of {quoted(token)}", int, least=0)
     _check_ids(ids, where, vocab_size)
@@ -109,7 +113,7 @@ def _check_vocabulary(ids: Mapping[str, object], where: str, vocab_size: int) ->
 
 
 def _check_ids(ids: Mapping[str, int], where: str, vocab_size: int) -> None:
-    """Raise ConfigError for an id beyond the model's vocabulary."""
+    """Raise ConfigError if an id of ``ids``, {token: id}, is beyond the model's vocabulary."""
     outside = [(number, token) for token, number in ids.items() if number >= vocab_size]
     if outside:
         number, token = max(outside)

@@ -1,13 +1,14 @@
-"""The beginning and end of each of the assistant's turns in a conversation that the chat template wrote.
+"""The search for the beginning and end of each of the assistant's turns in a text that the chat template wrote.
 
 1. The template renders the whole conversation. The text is cut at the end of the last turn.
-2. A turn begins after the template's generation prompt, and ends with the token that the template
-   writes after the turn's text. That token need not be the tokenizer's end of sequence: Gemma 3
-   writes ``<end_of_turn>``.
+2. A turn begins after the template's generation prompt (the text that asks for a turn). It ends
+   with the token that the template writes after the turn's text. That token need not be the
+   tokenizer's end of sequence: Gemma 3 writes ``<end_of_turn>``.
 3. Some templates write no end, but the next speaker's first token (GLM-4.5: ``<|user|>``,
    ``<|observation|>``), which then ends the turn. After the last turn this token is added, as if a
    message followed.
-4. If the template marks the assistant's text (``{% generation %}``), the marks are the turns.
+4. If the template marks the assistant's text (``{% generation %}``), the marked texts are the
+   turns.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """Holds a rendered conversation and the places of its turns.
+    """Holds a rendered conversation and the character ranges of the assistant's turns in it.
 
     text: the whole conversation, to the end of the last turn.
     spans: [turns] (first, last + 1) character of each turn, the turn's ending token included.
@@ -44,10 +45,10 @@ class Turns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """Holds words of a tokenizer that are one token each.
+    """Holds the texts that a tokenizer always turns into one token each.
 
     special: the special tokens, such as ``<|im_end|>``.
-    added: the special tokens, and all other words that were added to the vocabulary.
+    added: the special tokens, and all other tokens that were added to the vocabulary.
     """
 
     special: tuple[str, ...]
@@ -63,11 +64,11 @@ def words_of(tokenizer) -> Words:
 class TurnFinder:
     """Finds the assistant's turns of one conversation.
 
-    words: the tokenizer's words that are one token each.
+    words: the special and added tokens of the tokenizer.
     prompt: the messages of the prompt.
-    response: the messages after it, which begin and end with the assistant's.
-    beside: the template's variables beside the messages.
-    where: the place of the conversation; every ConfigError begins with it.
+    response: the messages after the prompt, which begin and end with the assistant's.
+    beside: the template's variables other than the messages.
+    where: the conversation's row and column, with which every error's message begins.
     """
 
     def __init__(
@@ -87,10 +88,10 @@ class TurnFinder:
         self._prompts: dict[str, str] = {}  # generation prompts, by the role of the message before them
 
     def turns(self) -> Turns:
-        """Return the conversation with its turns.
+        """Return the conversation's text with the character ranges of its turns.
 
-        Raises ConfigError if a turn cannot be found, or if the template leaves out its calls or
-        text.
+        Raises ConfigError if a turn cannot be found, or if the template leaves out the tool calls
+        or the text of a turn.
         """
         for number in self._own:
             self._check_calls(number)
@@ -143,9 +144,10 @@ class TurnFinder:
         return Turns(text=text, spans=(*spans, (first, last)))
 
     def _first(self, text: str) -> int:
-        """Return the place in the text where the first turn begins: after the prompt.
+        """Return the index of the character in ``text`` at which the first turn begins: after the prompt.
 
-        A template may write less of the generation prompt before a finished turn.
+        A template may write less of the generation prompt before a finished turn than before one
+        that is asked for.
         """
         asked = self._messages[: self._own[0]]
         prompt = self._render(asked, prompt=True)
@@ -160,7 +162,10 @@ class TurnFinder:
         return len(before) + self._shared(own, text[len(before) :])
 
     def _generation_prompt(self, messages: Sequence[Message]) -> str:
-        """Return the generation prompt that the template writes after messages, by the role of the last message."""
+        """Return the generation prompt that the template writes after ``messages``.
+
+        It is rendered once for each role of the last message.
+        """
         role = messages[-1]["role"]
         if role not in self._prompts:
             prompt = self._render(messages, prompt=True)
@@ -168,7 +173,7 @@ class TurnFinder:
         return self._prompts[role]
 
     def _shared(self, text: str, other: str) -> int:
-        """Return the length of the common beginning of two texts, never ending within a word of ``Words.added``.
+        """Return the length of the common beginning of two texts, shortened so that it cuts no word of ``Words.added``.
 
         Such a word is one token, and a token cannot be cut.
         """
@@ -183,10 +188,13 @@ class TurnFinder:
         return cut
 
     def _behind(self, number: int, following: Sequence[Message], prompt: str) -> Iterator[str]:
-        """Yield texts that the template may have written after the turn of a message, without the generation prompt.
+        """Yield the texts that the template may have written after the turn of message ``number``.
 
-        First comes the text after a turn without calls. For a message with calls, the text after a
-        call comes second.
+        First comes the text after a turn without tool calls. For a message with tool calls, the
+        text after a call comes second.
+
+        following: the messages after the turn.
+        prompt: the generation prompt at the end of these texts, which is removed.
         """
         before, message, refused = self._messages[:number], self._messages[number], None
         try:
@@ -209,7 +217,10 @@ class TurnFinder:
         )
 
     def _end_in(self, behind: str, number: int) -> int:
-        """Return the end of the turn's ending token, as a place in the text after the turn."""
+        """Return the index in ``behind``, the text after a turn, at which the turn's ending token ends.
+
+        Raises ConfigError if the text has no special token. ``number`` is the message's number.
+        """
         special = self._special_in(behind)
         if special is None:
             raise ConfigError(
@@ -219,7 +230,11 @@ class TurnFinder:
         return special[1]
 
     def _end_of_last(self, text: str, first: int) -> tuple[str, int]:
-        """Return the text up to the end of the last turn, and the place of that end."""
+        """Return (text up to the end of the last turn, index of that end).
+
+        text: the whole rendered conversation.
+        first: the index of the character at which the last turn begins.
+        """
         number = self._own[-1]
         behind = next((x for x in self._behind(number, [], "") if text[first:].endswith(x)), None)
         if behind is None:
@@ -233,14 +248,14 @@ class TurnFinder:
         return (text + behind)[:last], last
 
     def _special_in(self, text: str) -> tuple[int, int] | None:
-        """Return (first, last + 1) character of the first special token in a text; None without one."""
+        """Return (first, last + 1) character of the first special token in a text; None if there is none."""
         found = [(text.find(word), text.find(word) + len(word)) for word in self._words.special]
         return min((place for place in found if place[0] >= 0), key=lambda place: (place[0], -place[1]), default=None)
 
     # ---- both --------------------------------------------------------------------------------------------------------
 
     def _check_calls(self, number: int) -> None:
-        """Raise ConfigError if the template leaves out a message's calls."""
+        """Raise ConfigError if the template leaves out the tool calls of message ``number``."""
         message = self._messages[number]
         calls = message.get("tool_calls")
         if calls and TURN not in self._render([*self._messages[:number], _marked_call(message)]):
@@ -252,7 +267,10 @@ class TurnFinder:
             )
 
     def _check_content(self, number: int, turn: str) -> None:
-        """Raise ConfigError if the template leaves out the text of a message after its thought."""
+        """Raise ConfigError if ``turn`` does not hold the text of message ``number`` without its thought (reasoning).
+
+        turn: the text that the template wrote for the message.
+        """
         message = self._messages[number]
         said = said_in(message).strip()
         if said not in turn:
@@ -263,7 +281,7 @@ class TurnFinder:
             )
 
     def _without_words(self, text: str) -> str:
-        """Return a text without special tokens, and without space at its ends."""
+        """Return a text without special tokens, and without white space at its ends."""
         for word in self._words.special:
             text = text.replace(word, "")
         return text.strip()
@@ -273,7 +291,7 @@ class TurnFinder:
 
 
 def _marked_call(message: Message) -> Message:
-    """Return a message with its calls, the last call with the argument TURN in place of its own."""
+    """Return a message with tool calls, with the marker TURN in place of the arguments of the last call."""
     *others, last = message["tool_calls"]
     function = last.get("function", last)
     arguments: object = {TURN: TURN}

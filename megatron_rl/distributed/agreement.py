@@ -4,13 +4,14 @@ A launcher ends every rank as soon as one rank has left. So a rank that leaves f
 rank that has the message. Hence:
 
 1. A rank that cannot start writes its message to the job's store; the first message counts. Rank 0
-   prints it. All other ranks wait for that, at most GRACE_S, before they leave.
+   prints it. All other ranks wait until it is printed, at most GRACE_S seconds, before they leave.
 2. Rank 0 reads the store when all ranks meet before the model is built (``wait_for_all``). So it
    prints another rank's message, for example about a file that one host lacks.
-3. If rank 0 is not there, for example in a collective, one of the failed ranks prints in its place
-   after GRACE_S.
+3. If rank 0 prints nothing, for example because it waits in a collective, one of the failed ranks
+   prints its own message after GRACE_S seconds.
 
-The store is torch.distributed's: torchrun's, or rank 0's at MASTER_ADDR and MASTER_PORT.
+The store is a key-value store of torch.distributed. Torchrun keeps it, or rank 0 at MASTER_ADDR and
+MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ READY = "ready"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Holds this process's place among the processes that must agree, and their store; None for a single process."""
+    """Holds this process's rank among the processes that must agree, their number, and their store.
+
+    store: the job's key-value store; None for a single process.
+    grace_s: longest wait for another rank to print the message or to leave, in seconds.
+    """
 
     rank: int
     size: int
@@ -47,14 +52,14 @@ class Job:
 
     @property
     def round(self) -> int:
-        """Return the number of times that all ranks have met."""
+        """Return how many times all ranks have met in ``wait_for_all``."""
         return self.store.add("arrived", 0) // self.size
 
     def wait_for_all(self, deadline_s: float) -> None:
         """Return when every rank has called it; a collective.
 
-        Raises ConfigError with the message of a rank that cannot start, and PeerError after
-        ``deadline_s`` seconds.
+        Raises ConfigError with the message of a rank that cannot start. Raises PeerError if a rank
+        has not called it after ``deadline_s`` seconds.
         """
         if self.store is None:
             return
@@ -75,7 +80,7 @@ class Job:
             raise ConfigError(f"rank {found['rank']} on {found['host']}: {found['message']}")
 
     def tell(self, key: str, text: str) -> None:
-        """Write a text to the store, for the other ranks to read by ``told``."""
+        """Write a text to the store under ``key``, for the other ranks to read by ``told``."""
         if self.store is not None:
             self.store.set(f"{key}/{self.round}", text)
 
@@ -105,7 +110,10 @@ class Job:
         self.store.add(f"left/{number}", 1)
 
     def _linger(self, number: int) -> None:
-        """Wait until the other ranks have left, since this process may hold the store; then end the round."""
+        """Wait until the other ranks have left, since this process may hold the store.
+
+        Then the store's counter is raised, so that the next meeting begins a new round.
+        """
         end = time.monotonic() + self.grace_s
         while self.store.add(f"left/{number}", 0) < self.size - 1 and time.monotonic() < end:
             time.sleep(0.02)
@@ -122,11 +130,11 @@ class Job:
 
 
 def this_job(*, deadline_s: float = GRACE_S) -> Job:
-    """Return this process's place in the world that it has joined, or else in the world of the launcher's variables.
+    """Return this process's Job, from the process group that it has joined, else from the launcher's variables.
 
     deadline_s: longest time in seconds for the store to answer.
 
-    Raises PeerError if it does not answer.
+    Raises PeerError if the store does not answer.
     """
     environment = os.environ
     if "torch" in sys.modules:
@@ -145,7 +153,11 @@ def this_job(*, deadline_s: float = GRACE_S) -> Job:
 
 @functools.cache
 def _store_of_launcher(deadline_s: float) -> Store:
-    """Return the job's store; it is kept as long as the process lives, since rank 0's may serve all other ranks."""
+    """Return the job's store, connected once per process.
+
+    It is kept as long as the process lives, since the store of rank 0's process may serve all other
+    ranks.
+    """
     import torch.distributed as dist
 
     from megatron_rl.distributed.rendezvous import meet
@@ -155,7 +167,10 @@ def _store_of_launcher(deadline_s: float) -> Store:
 
 
 def announce(message: str) -> None:
-    """Print on one rank why the job cannot start, before any rank leaves; torchrun's report has it too."""
+    """Print on one rank why the job cannot start, before any rank leaves.
+
+    The message also goes to torchrun's report.
+    """
     if len(message) > MOST_CHARACTERS:
         message = f"{message[:MOST_CHARACTERS]}… ({len(message)} characters)"
     _tell_torchrun(message)

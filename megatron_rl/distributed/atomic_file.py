@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 def replace_text(path: pathlib.Path, text: str, *, synced: bool = False) -> None:
     """Replace a small file at once: a reader sees the old text or the new text.
 
-    synced: whether the new text is flushed to the disk before the renaming, so that a power loss
-        leaves one of the two.
+    synced: whether the new text is flushed to the disk before the renaming. Then the file holds the
+        old or the new text after a power loss too.
     """
     unfinished = path.with_name(f"{path.name}.tmp")
     with unfinished.open("w", encoding="utf-8") as file:
@@ -29,7 +29,7 @@ def replace_text(path: pathlib.Path, text: str, *, synced: bool = False) -> None
 
 @contextlib.contextmanager
 def replacing_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield a new folder that replaces ``path`` when the block ends; if the block raises, it is removed."""
+    """Yield a new folder that replaces ``path`` when the block ends. If the block raises, the new folder is removed."""
     partial = path.with_name(f"{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

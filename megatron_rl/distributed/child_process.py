@@ -34,10 +34,10 @@ def end_with_parent(parent: int) -> None:
     parent: the rank's process id. After a request to leave the rank finishes its step, and needs
         this process until then.
 
-    Linux sends SIGKILL when the *thread* that started this process ends, so start it from a thread
-    that lives as long as the rank. Requests to leave are signals that get an empty handler here, and
-    the default handler after a fork. If they were ignored instead, a process started from here would
-    inherit that, and could not be terminated.
+    Linux sends SIGKILL when the *thread* that started this process ends. So start it from a thread
+    that lives as long as the rank. Requests to leave are signals (SIGTERM, SIGUSR1, SIGINT). They
+    get an empty handler here, and the default handler in processes forked from here. If they were
+    ignored instead, such a process would inherit that, and could not be terminated.
     """
     for number in _ASKS_TO_LEAVE:
         signal.signal(number, _stay)
@@ -48,7 +48,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def end_with_launcher() -> None:
-    """End this process when torchrun, its parent, is killed; torchrun ends its ranks itself if it ends otherwise.
+    """End this process when torchrun, its parent, is killed. If torchrun ends in another way, it ends its ranks itself.
 
     Without torchrun the parent may be a login shell, so the process lives on when its parent ends.
     """

@@ -1,8 +1,8 @@
-"""Collectives over the whole world on host values: JSON, small arrays, one rank's error.
+"""Collectives over the whole world on values in host memory: JSON, small arrays, one rank's error.
 
-The values travel as tensors in host memory by gloo, also if the world's backend is NCCL. NCCL's
-kernels spin on the GPU until the last rank has come, and an engine may be decoding there. A rank
-that waits in NCCL cannot report where it waits.
+The values travel as host tensors by gloo, even if the world's backend is NCCL. NCCL's kernels spin
+on the GPU until the last rank has come, and an engine may be decoding there. Also, a rank that
+waits in NCCL cannot report where it waits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ _num_gathers = 0
 
 
 def open_host_group(deadline_s: float) -> None:
-    """Make a group for host tensors if the default group takes none; a collective that acts once per world.
+    """Create a gloo group of all ranks if the default process group takes no host tensors. A collective.
 
-    deadline_s: seconds, the time-out of each collective.
+    A second call in the same world does nothing.
+
+    deadline_s: the time-out of each collective, in seconds.
     """
     if dist.get_backend() == "gloo" or any(group in dist.distributed_c10d._world.pg_map for group in _beside_nccl):
         return
@@ -39,18 +41,21 @@ def host_group() -> dist.ProcessGroup | None:
 
 
 def reduce_on_host(values: torch.Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> torch.Tensor:
-    """Reduce a host tensor over all ranks, in place, and return it."""
+    """Reduce a host tensor over all ranks, in place, and return it. A collective."""
     dist.all_reduce(values, op=op, group=host_group())
     return values
 
 
 def num_gathers() -> int:
-    """Return how often this process has called ``gather_json``; the number tells two waits in it apart."""
+    """Return how often this process has called ``gather_json``.
+
+    The watchdog compares the number at two moments, to tell two waits in ``gather_json`` apart.
+    """
     return _num_gathers
 
 
 def gather_json(value: object) -> list:
-    """Return every rank's JSON value, on every rank, in rank order."""
+    """Return every rank's JSON value, on every rank, in rank order. A collective."""
     global _num_gathers
     _num_gathers += 1
     group, world = host_group(), dist.get_world_size()
@@ -67,7 +72,7 @@ def gather_json(value: object) -> list:
 
 
 def broadcast_from_rank0(values: np.ndarray) -> np.ndarray:
-    """Return rank 0's float64 array on every rank, bit for bit.
+    """Return rank 0's float64 array on every rank, bit for bit. A collective.
 
     Plans depend on the values, and exp and log may round differently on different CPUs.
     """
@@ -75,13 +80,13 @@ def broadcast_from_rank0(values: np.ndarray) -> np.ndarray:
 
 
 def broadcast_on_host(values: torch.Tensor) -> torch.Tensor:
-    """Overwrite a host tensor by rank 0's tensor, in place, and return it."""
+    """Overwrite a host tensor by rank 0's tensor, in place, and return it. A collective."""
     dist.broadcast(values, src=0, group=host_group())
     return values
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:
-    """Raise on every rank if one rank has an error, before the others wait for that rank; a collective.
+    """Raise an exception on every rank if one rank has an error, so that no rank waits for it later. A collective.
 
     error: this rank's error, which it raises; None if it has none. Ranks without an error raise
         PeerError with another rank's message.

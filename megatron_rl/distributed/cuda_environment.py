@@ -1,7 +1,7 @@
-"""Environment variables that CUDA, NCCL and Transformer Engine read when they start, and torch's switches.
+"""The environment variables that CUDA, NCCL and Transformer Engine read when they start, and torch's global switches.
 
-A run sets them before that. A variable that the user has set is kept. It is an error if
-``run.deterministic`` needs another value.
+A run sets them before these libraries start. A variable that the user has set is kept. It is an
+error if ``run.deterministic`` needs another value.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def added_variables() -> dict[str, str]:
 
 
 def opens_device_memory(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> bool:
-    """Return whether engines on the trainer's GPUs should open its memory, if its allocator lets them."""
+    """Return whether engines on the trainer's GPUs are to read new weights directly from the trainer's GPU memory.
+
+    They can do so only if the trainer's allocator uses no expandable segments (``choose_channel``).
+    """
     channel = weight_sync.channel
     return channel == "cuda_ipc" or (channel == "auto" and rollout.engine == "vllm" and not rollout.servers)
 
@@ -45,7 +48,10 @@ def wanted_variables(
     rollout: RolloutConfig,
     weight_sync: WeightSyncConfig,
 ) -> dict[str, tuple[str, ...]]:
-    """Return the variables that a run wants on a GPU, each with its accepted values; the first value is set."""
+    """Return {name: accepted values} of the environment variables that a run wants on a GPU.
+
+    If the user has not set a variable, it gets the first accepted value.
+    """
     wanted: dict[str, tuple[str, ...]] = {}
     if parallel.tensor > 1 or parallel.context > 1:
         # One hardware queue keeps the order in which Megatron-Core launches a collective and the
@@ -60,12 +66,13 @@ def wanted_variables(
 
 
 def prepare_cuda(wanted: Mapping[str, tuple[str, ...]], *, deterministic: bool) -> None:
-    """Set the variables that a run wants before CUDA starts, and torch's switches; may be called again.
+    """Set a run's environment variables before CUDA starts, and torch's global switches. It may be called again.
 
-    wanted: the result of ``wanted_variables``. deterministic: ``run.deterministic``.
+    wanted: the result of ``wanted_variables``.
+    deterministic: ``run.deterministic``.
 
-    Raises ConfigError if ``run.deterministic`` needs another value than the user's, or a variable
-    that is missing although CUDA has started.
+    Raises ConfigError if the user's value of a variable is not one that ``run.deterministic``
+    needs. The same error is raised if such a variable is missing and CUDA has started already.
     """
     if os.path.exists(DRIVER):
         set_variables(wanted, os.environ, has_started=torch.cuda.is_initialized())
@@ -80,8 +87,9 @@ def prepare_cuda(wanted: Mapping[str, tuple[str, ...]], *, deterministic: bool) 
 
 
 def set_variables(wanted: Mapping[str, tuple[str, ...]], environment: dict[str, str], *, has_started: bool) -> None:
-    """Add the wanted variables that are not set.
+    """Add the wanted variables that ``environment`` lacks.
 
+    wanted: the result of ``wanted_variables``.
     has_started: whether CUDA has started; it would not read new variables.
 
     Raises ConfigError as ``prepare_cuda`` does.

@@ -20,7 +20,7 @@ DTYPES = ("int16", "int32", "int64", "float32")
 
 
 class Closed(ConnectionError):
-    """Reports that the other side has closed the connection."""
+    """Raised if the other side has closed the connection."""
 
 
 def encode(header: Mapping[str, object], arrays: Mapping[str, np.ndarray] | None = None) -> bytes:
@@ -39,7 +39,7 @@ def _number(value: object) -> object:
 
 
 def is_json(value: object) -> bool:
-    """Return whether ``value`` arrives unchanged: it has no tuple, no key other than str, and nothing of numpy."""
+    """Return whether ``value`` stays the same through JSON: no tuple, no key other than str, nothing of numpy."""
     if value is None or type(value) in (bool, int, float, str):
         return True
     if type(value) is list:
@@ -50,19 +50,26 @@ def is_json(value: object) -> bool:
 def send(
     connection: socket.socket, header: Mapping[str, object], arrays: Mapping[str, np.ndarray] | None = None
 ) -> None:
-    """Send one frame, whole."""
+    """Send one frame; return when all of it was handed to the socket.
+
+    header: JSON-able values.
+    arrays: name → array, of a dtype in DTYPES.
+    """
     connection.sendall(encode(header, arrays))
 
 
 def receive(connection: socket.socket) -> tuple[dict, dict[str, np.ndarray]]:
-    """Return the next frame. Raises Closed if the stream ends, ValueError for bytes that are no frame."""
+    """Return the header and the arrays of the next frame.
+
+    Raises Closed if the stream ends, ValueError for bytes that are no frame.
+    """
     text_bytes, body_bytes = _lengths(_exactly(connection, _LENGTHS.size))
     text = _exactly(connection, text_bytes)
     return _decode(text, _exactly(connection, body_bytes))
 
 
 class Inbox:
-    """Cuts a stream into frames; the stream may arrive in any pieces."""
+    """Cuts a stream of bytes into frames; the bytes may arrive in pieces of any size."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -83,7 +90,7 @@ class Inbox:
 
 
 def _lengths(start: bytes | bytearray) -> tuple[int, int]:
-    """Return the lengths of a frame's header and body, in bytes."""
+    """Return the lengths of a frame's header and body, in bytes. Raises ValueError for a length above MAX_BYTES."""
     text_bytes, body_bytes = _LENGTHS.unpack_from(start)
     if max(text_bytes, body_bytes) > MAX_BYTES:
         raise ValueError(f"a frame of {text_bytes} + {body_bytes} bytes is above the limit: the stream holds no frames")

@@ -27,7 +27,7 @@ def keys_in(variable: str | None, *, setting: str) -> tuple[str, ...]:
 
 
 def is_known(key: str, keys: Sequence[str]) -> bool:
-    """Return whether a client's key is one of ``keys``; without keys every client is accepted."""
+    """Return whether a client's key is one of ``keys``. If ``keys`` is empty, every client is accepted."""
     given = key.encode(errors="surrogateescape")
     return not keys or any(hmac.compare_digest(given, known.encode(errors="surrogateescape")) for known in keys)
 

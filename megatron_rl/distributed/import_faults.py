@@ -1,4 +1,4 @@
-"""The causes of a failed import, told apart by its error. This module imports only the standard library."""
+"""The causes of a failed import, found from its error's text. This module imports only the standard library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WHEELS = {"libnccl": "nvidia-nccl", "libcudnn": "nvidia-cudnn"}  # the packages'
 
 
 class Cause(enum.Enum):
-    """Names the cause: a missing package, a library that is missing or does not load, or the package itself."""
+    """Names why an import failed: a missing package, a missing or broken library, or the imported package itself."""
 
     PACKAGE_MISSING = enum.auto()
     LIBRARY_MISSING = enum.auto()
@@ -27,7 +27,7 @@ class Fault(NamedTuple):
     """Describes why an import failed.
 
     state: words for a message, after the package's name.
-    mend: the step that mends it; "" if the package itself must be installed again.
+    mend: the command or step that repairs it; "" if the package itself must be installed again.
     """
 
     cause: Cause
@@ -43,9 +43,9 @@ def error_text(error: BaseException) -> str:
 def fault_of(error: str, package: str, cuda: str | None = None) -> Fault:
     """Return the fault behind a failed import.
 
-    error: "Type: message".
+    error: the import's error as "Type: message" (``error_text``).
     package: the beginning of the names of the package's own modules.
-    cuda: the CUDA version that torch is built for.
+    cuda: the CUDA version that torch is built for; None for a CPU build.
     """
     if (matched := MODULE.match(error)) and not matched[1].startswith(package):
         top, dot, _ = matched[1].partition(".")

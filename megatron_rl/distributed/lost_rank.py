@@ -1,8 +1,8 @@
 """The names of ranks that end while no watchdog is open: during a run's start (imports, groups, weights) or end.
 
-Each rank writes its process id to the job's store as soon as it has met the others. If a collective
-or the store fails, a rank looks up the ranks of its own host there, and names the ranks whose
-process is gone. It cannot see other hosts' processes.
+Each rank writes its process id to the job's key-value store as soon as it has met the others. If a
+collective or the store fails, a rank looks up the processes of its own host's ranks there. It names
+the ranks whose process is gone. It cannot see other hosts' processes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _met: list[tuple[dist.Store, int]] = []  # the job's store and this process's ra
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Return whether ``error`` means that a collective missed another rank; gloo raises plain RuntimeErrors."""
+    """Return whether ``error`` says that a collective failed because of another rank.
+
+    The plain RuntimeErrors of gloo count too.
+    """
     return isinstance(error, dist.DistError | PeerError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
@@ -46,7 +49,10 @@ def note_process(store: dist.Store, rank: int) -> None:
 
 
 def _host() -> str:
-    """Return a name of this host and of its namespace of process ids: containers on one host may differ in it."""
+    """Return a name of this host and of its namespace of process ids.
+
+    Containers on one host may have different namespaces.
+    """
     numbers = os.readlink(NAMESPACE) if os.path.exists(NAMESPACE) else "one"
     return f"{socket.gethostname()}/{uuid.getnode()}/{numbers}"
 
@@ -57,10 +63,12 @@ def group_timeout(backend: str, deadline_s: float) -> datetime.timedelta:
 
 
 def joining(backend: str, deadline_s: float) -> contextlib.AbstractContextManager[None]:
-    """Return a block that ends this process if the groups within it are not built in time.
+    """Return a context manager that ends this process if the groups within its block are not built in time.
 
-    gloo itself would take longer: it tries five times, each for the group's time-out, to reach a
-    rank that met the others and then ended (torch 2.13).
+    gloo itself would take longer to reach a rank that met the others and then ended. It tries five
+    times, each for the group's time-out (torch 2.13).
+
+    deadline_s: seconds for the block; a grace period is added.
     """
     grace_s = group_timeout(backend, GRACE_S).total_seconds()
     return time_limit("joining the other ranks' process groups", deadline_s, grace_s=grace_s, way_out=NO_ANSWER)
@@ -90,9 +98,10 @@ def _loss(error: RuntimeError) -> PeerError:
 
 
 def gone() -> str:
-    """Return the names of this host's ranks whose process has ended, or words for an unnamed rank.
+    """Return the names of this host's ranks whose process has ended, as words for a message.
 
-    Do not call it while another thread waits for the store, which answers one thread at a time.
+    If no ended rank is found, the words say so. Do not call it while another thread waits for the
+    store, which answers one thread at a time.
     """
     if not _met:
         return UNNAMED

@@ -70,7 +70,7 @@ class Host:
         return next((flops for part, flops in BF16_PEAK_FLOPS.items() if part in name), None)
 
     def peak_memory_bytes(self) -> int:
-        """Return the largest device memory held so far; on a CPU host, the process's largest resident set."""
+        """Return the largest amount of device memory held so far; on a CPU host, the process's largest resident set."""
         if self.is_cuda:
             return max(_largest_taken[0], torch.cuda.max_memory_allocated())
         import resource
@@ -78,7 +78,7 @@ class Host:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def take_peak_memory_bytes(self) -> int:
-        """Return the largest device memory held since the last call.
+        """Return the largest amount of device memory held since the last call of this method.
 
         A CPU host's peak cannot be reset; there the current resident set is returned.
         """
@@ -146,7 +146,10 @@ def _on_cpu(factory):
 
 
 def _with_listed_splits(all_to_all_single):
-    """Let gloo's all-to-all take split sizes as tensors, which Megatron-Core's token dispatcher passes."""
+    """Return gloo's all-to-all, extended to split sizes given as tensors.
+
+    Megatron-Core's token dispatcher passes them so.
+    """
 
     @functools.wraps(all_to_all_single)
     def exchange(output, input, output_split_sizes=None, input_split_sizes=None, *args, **kwargs):
@@ -157,7 +160,7 @@ def _with_listed_splits(all_to_all_single):
 
 
 def _all_gather_uneven(all_gather):
-    """Let gloo's all-gather take parts of unequal sizes, as NCCL's does.
+    """Return gloo's all-gather, extended to parts of unequal sizes, which NCCL's takes.
 
     Experts that are split over tensor ranks gather a different number of tokens from each rank.
     """
@@ -174,7 +177,10 @@ def _all_gather_uneven(all_gather):
 
 
 def _reduce_scatter_uneven(reduce_scatter):
-    """Let gloo's reduce-scatter take parts of unequal sizes: rank r gets all ranks' parts r, added in rank order."""
+    """Return gloo's reduce-scatter, extended to parts of unequal sizes.
+
+    Rank r gets the sum of all ranks' r-th parts, added in rank order.
+    """
 
     @functools.wraps(reduce_scatter)
     def scatter(output, input_list, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
@@ -192,7 +198,7 @@ def _reduce_scatter_uneven(reduce_scatter):
 
 
 def _exchange_parts(received, sent, group) -> None:
-    """Send part i of ``sent`` to rank i and fill ``received`` in rank order.
+    """Send part i of ``sent`` to rank i, and fill ``received`` with the parts of all ranks, in rank order.
 
     Parts may differ only in their first dimension.
     """
@@ -236,7 +242,7 @@ def _sharing_devices(process_group_gloo):
 
 @contextlib.contextmanager
 def _one_by_one(group=None, device=None, async_ops=False):
-    """Replace ``torch.distributed._coalescing_manager``: issue the collected collectives one at a time.
+    """Take the place of ``torch.distributed._coalescing_manager``: issue the block's collectives one at a time.
 
     gloo's coalesced all-gather corrupts the heap. With torch 2.13 and two ranks, a loop of nothing
     else dies within 5000 rounds in ``AsyncAllgatherCoalescedWork``. The plain all-gather does not.
@@ -299,7 +305,8 @@ def choose_device(
     environment: MEGATRON_RL_DEVICE=cpu asks for the CPU. So does CUDA_VISIBLE_DEVICES, if it is
         empty or -1.
     driver_loaded: whether the host has NVIDIA's driver.
-    reason: returns torch's message about why CUDA does not work.
+    is_available: a function that returns whether CUDA works in torch.
+    reason: a function that returns torch's message about why CUDA does not work.
 
     Raises ConfigError if the host has a GPU but CUDA does not work: a run must not silently use the
     CPU instead.
@@ -362,8 +369,8 @@ def check_transformer_engine() -> None:
     """Raise ImportError if the installed Transformer Engine would make Megatron-Core's import fail.
 
     If ``import transformer_engine`` raises ImportError, Megatron-Core (0.16.1 and 0.19.2,
-    ``fp8_utils.py``) does without it. If that import passes, Megatron-Core imports its torch part
-    next, and fails if the torch part does.
+    ``fp8_utils.py``) does without it. If that import passes, Megatron-Core imports
+    ``transformer_engine.pytorch`` next. If this raises, Megatron-Core's own import fails.
     """
     try:
         import transformer_engine.pytorch  # noqa: F401

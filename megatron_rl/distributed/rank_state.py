@@ -1,4 +1,4 @@
-"""The watchdog's knowledge of a rank: its stage, and whether its main thread waits there for other ranks."""
+"""The watchdog's knowledge of a rank: its stage, and whether its main thread waits in it for other ranks."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ class Cause:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RankState:
-    """Holds the server's knowledge of one rank.
+    """Holds what the watchdog's server on rank 0 knows of one rank.
 
+    who: the rank's name for messages.
+    stage: what its main thread does now.
     number: the number of outermost stages that the rank has entered.
     since: the entry into ``stage``, in seconds of the server's monotonic clock.
-    lost: the error of the rank's failed collective, if one failed.
+    lost: the error of the rank's failed collective; None if none failed.
     ended: True after the rank's good-bye, or after its connection closed.
-    answer: the main thread's position, once the rank has answered: "at", "waits", and "left" (it has
-        failed too).
+    answer: the main thread's position as "at", whether it waits for others as "waits", and whether
+        the rank has failed too as "left". None before the rank has answered.
     """
 
     rank: int
@@ -69,7 +71,7 @@ class SlowStages:
     """Reports every rank's stage, once one rank's stage has taken ``after_s`` seconds, then 2, 4, 8, … times as long.
 
     after_s: 0 never reports.
-    say: takes the line of text, in the watch's thread.
+    say: a function that takes the report, one line of text, in the watch thread.
     """
 
     def __init__(self, after_s: float, say: Callable[[str], None]) -> None:
@@ -77,7 +79,10 @@ class SlowStages:
         self._next_s = after_s
 
     def look(self, ranks: Collection[RankState], now: float) -> None:
-        """Report the stages if a report is due at ``now``, in seconds of the clock of ``RankState.since``."""
+        """Report the stages of ``ranks`` if a report is due.
+
+        now: seconds of the same clock as ``RankState.since``.
+        """
         running = [rank for rank in ranks if not rank.ended]
         longest_s = max((now - rank.since for rank in running), default=0.0)
         if longest_s < self._after_s:
@@ -107,10 +112,13 @@ def _ranks(ranks: Collection[RankState]) -> str:
 
 
 def where_is(thread: int, *, in_own_code: bool = False) -> tuple[str, bool]:
-    """Return a thread's position ("file:line function" outside torch), and whether it waits there for other ranks.
+    """Return (position, whether the thread waits there for other ranks). The position is "file:line function".
 
-    in_own_code: whether the thread is in a user's function. Lines of the user's own files then do not
-        count as waits, even if they look like waits.
+    The position is outside torch's files, if the thread's stack leads out of them.
+
+    thread: the thread's identifier.
+    in_own_code: whether the thread is in a user's function. Lines of the user's own files then do
+        not count as waits, even if they look like waits.
     """
     frame = sys._current_frames().get(thread)
     if frame is None:
@@ -125,10 +133,10 @@ def where_is(thread: int, *, in_own_code: bool = False) -> tuple[str, bool]:
 
 
 class LongWait:
-    """Finds a wait of a thread that lasts ``after_s`` seconds: every look meets the same call.
+    """Finds a wait of a thread that lasts ``after_s`` seconds: each ``look`` in that time finds it in the same call.
 
-    Looks are ``look_s`` apart. A loop of many short waits is told apart: each of its waits is in
-    another frame, at another instruction or after another gather.
+    ``look`` must be called every ``look_s`` seconds. A loop of many short waits is told apart: each
+    of its waits is in another frame, at another instruction or after another ``gather_json``.
     """
 
     def __init__(self, thread: int, after_s: float) -> None:
@@ -137,7 +145,10 @@ class LongWait:
         self._since = 0.0
 
     def look(self, now: float, *, in_own_code: bool = False) -> str | None:
-        """Return the position of a wait that has lasted ``after_s`` at ``now`` (monotonic seconds); else None."""
+        """Return the position of a wait that has lasted ``after_s`` seconds at ``now`` (monotonic seconds); else None.
+
+        in_own_code: whether the thread is in a user's function, as for ``where_is``.
+        """
         frame = sys._current_frames().get(self.thread)
         call = None if frame is None else (id(frame), frame.f_lasti, num_gathers())
         del frame

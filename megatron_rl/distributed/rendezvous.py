@@ -17,8 +17,9 @@ from megatron_rl.errors import PeerError
 
 
 def meet(deadline_s: float, url: str = "env://") -> tuple[dist.Store, int, int]:
-    """Return the job's store, this process's rank, and the number of ranks. Every rank calls it.
+    """Return the job's key-value store, this process's rank, and the number of ranks. Every rank calls it.
 
+    deadline_s: seconds for all ranks to come.
     url: the address for torch's rendezvous; ``env://`` takes the launcher's MASTER_ADDR,
         MASTER_PORT, RANK and WORLD_SIZE.
 
@@ -50,7 +51,7 @@ def meet(deadline_s: float, url: str = "env://") -> tuple[dist.Store, int, int]:
 
 
 def _wait_for_listener(deadline_s: float) -> None:
-    """Return when a program listens at MASTER_PORT; raise TimeoutError after ``deadline_s``.
+    """Return when a program listens at MASTER_PORT; raise TimeoutError after ``deadline_s`` seconds.
 
     Torch itself would try for twice its time-out, and print stacks meanwhile. Rank 0 does not wait
     if it will listen itself, which it does unless torchrun listens.
@@ -72,11 +73,12 @@ def _wait_for_listener(deadline_s: float) -> None:
 
 
 def join_world(backend: str, store: dist.Store, rank: int, world_size: int, deadline_s: float) -> None:
-    """Make the default process group of ``world_size`` ranks, and its group for host tensors.
+    """Make the default process group of ``world_size`` ranks, and the gloo group for host tensors.
 
     backend: "nccl" or "gloo".
+    deadline_s: seconds for the ranks to reach one another.
 
-    Raises PeerError if the ranks do not reach one another.
+    Raises PeerError if they do not.
     """
     try:
         with joining(backend, deadline_s):

@@ -29,7 +29,7 @@ def older(version: str, bound: str) -> bool:
 
 
 def unsupported_megatron_core(version: str) -> str:
-    """Return the message against a release of megatron-core outside the supported range; "" for a supported one."""
+    """Return an error message for a version of megatron-core outside the supported range; "" for a supported one."""
     if not older(version, MEGATRON_LEAST) and older(version, MEGATRON_BELOW):
         return ""
     return (
@@ -56,7 +56,7 @@ def check_megatron_core() -> None:
 def compiler_fault() -> str:
     """Return what Triton lacks here to build a kernel's launcher; "" if it lacks nothing.
 
-    Triton compiles C code with Python's headers (read in Triton 3.6 and 3.7, runtime/build.py);
+    Triton compiles C code with Python's headers (read in Triton 3.6 and 3.7, runtime/build.py).
     torch.compile does so too.
     """
     if importlib.util.find_spec("triton") is None:

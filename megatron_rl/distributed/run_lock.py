@@ -1,17 +1,19 @@
 """A lock on a run's folder: one run at a time, on one host or on several hosts that share the file system.
 
-The lock is a small JSON file that names its holder: host, machine (the host's current boot, and the
-namespace of its process ids), process id, the process's start in clock ticks since boot, and a
-random token. The holder touches the file every BEAT_S. A process that finds a lock decides:
+The lock is a small JSON file that names its holder by host, machine, process id and a random token.
+The machine is the host's current boot and its namespace of process ids. The file also holds the
+process's start, in clock ticks since boot. The holder touches the file every BEAT_S seconds. A
+process that finds a lock decides:
 
 1. The holder is on the same machine: the lock is stale if no process of that id and start lives. So
    a crash is seen at once.
-2. The holder is on another machine: the lock is stale if nothing touches it for STALE_S. Clocks are
-   not compared; only changes of the file count.
+2. The holder is on another machine: the lock is stale if nothing touches it for STALE_S seconds.
+   Clocks are not compared; only changes of the file count.
 
 A stale lock is replaced. If two processes replace it at once, the last one holds it: each reads the
-lock again after SETTLE_S. A holder that was stopped for longer than STALE_S may lose its lock. It
-learns so at its next beat, and ends. So two runs write side by side for one beat at most.
+lock again after SETTLE_S seconds. A holder that was stopped for longer than STALE_S may lose its
+lock. It learns so at its next touch of the file, and ends. So two runs write side by side for at
+most BEAT_S seconds.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def machine() -> str | None:
 
 
 def started_ticks(pid: int) -> int | None:
-    """Return the start of a process of this machine, in clock ticks since boot; None if it does not live."""
+    """Return when a process of this machine started, in clock ticks since boot; None if the process does not live."""
     try:
         # the process's name, in parentheses, may itself hold spaces and parentheses
         after_name = pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -55,7 +57,7 @@ def started_ticks(pid: int) -> int | None:
 
 
 class RunLock:
-    """Holds the lock of one folder from ``acquire`` to ``release``. Not a collective: the main rank holds it.
+    """Holds the lock of one folder from ``acquire`` to ``release``. Not a collective: only the main rank has a lock.
 
     key: the setting that names the folder, for messages.
 
@@ -65,7 +67,11 @@ class RunLock:
     key = "run.dir"
 
     def __init__(self, folder: pathlib.Path, *, lost: Callable[[str], None] | None = None) -> None:
-        """Take the folder; if another run replaces the lock, ``lost`` is called with a message, in a thread."""
+        """Make the lock of ``folder`` without taking it.
+
+        lost: a function that is called with a message, in a thread, if another run replaces the
+            lock. None ends the process instead.
+        """
         self.path = folder / LOCK
         self.token = secrets.token_hex(16)
         self._lost = lost or _end_process
@@ -74,7 +80,7 @@ class RunLock:
     # ---- taking it -------------------------------------------------------------------------------------------------
 
     def acquire(self) -> None:
-        """Take the lock, or raise ConfigError with its holder's name. Raises OSError if it cannot be written."""
+        """Take the lock, or raise ConfigError naming the run that holds it. Raises OSError if it cannot be written."""
         while not self._created():
             holder, touched = self._read()
             if holder is None and touched is None:  # released meanwhile
@@ -119,10 +125,10 @@ class RunLock:
         return True
 
     def _read(self) -> tuple[dict | None, int | None]:
-        """Return (the holder, the file's last touch in ns); the holder is None if the text is not a lock's.
+        """Return (holder, time of the file's last touch in ns); the holder is None if the text is not a lock's.
 
-        Both are None if there is no file. The file is opened each time, so that a network file system
-        asks its server.
+        Both are None if there is no file. The file is opened each time, so that a network file
+        system asks its server.
         """
         try:
             with self.path.open("rb") as file:
@@ -177,7 +183,7 @@ class RunLock:
                 log.warning("%s cannot be touched: %s", self.path, error)
 
     def beat(self) -> None:
-        """Touch the lock; create it again if it was removed, and call ``lost`` if it is another run's."""
+        """Touch the lock file. Create it again if it was removed, and call ``lost`` if another run has replaced it."""
         holder, touched = self._read()
         if self._released.is_set():
             return
@@ -193,7 +199,7 @@ class RunLock:
         os.utime(self.path)
 
     def release(self) -> None:
-        """Remove the lock if it is still this process's."""
+        """Remove the lock file, unless another run has replaced it."""
         self._released.set()
         try:
             if self._is_mine():
@@ -205,7 +211,8 @@ class RunLock:
 class LockReader:
     """Tells from a folder's lock whether the folder's run lives, without waiting and without taking the lock.
 
-    clock: monotonic seconds, to measure the lock's silence. wall: seconds since 1970.
+    clock: returns monotonic seconds, to measure how long the lock was not touched.
+    wall: returns seconds since 1970.
     """
 
     def __init__(
@@ -220,10 +227,10 @@ class LockReader:
         self._silent_since: float | None = None
 
     def look(self) -> tuple[bool, float] | None:
-        """Return whether the holder lives, and its last touch in seconds since 1970; None if there is no lock.
+        """Return (whether the holder lives, its last touch in seconds since 1970); None if there is no lock.
 
-        A holder on another machine lives if it has touched its lock within STALE_S. The first look
-        compares the clocks of both machines; later looks count only changes.
+        A holder on another machine lives if it has touched its lock within STALE_S. The first call
+        compares the clocks of both machines; later calls count only changes of the file.
         """
         holder, touched = self._lock._read()
         if touched is None:
@@ -239,7 +246,7 @@ class LockReader:
 
 
 def _lives_here(holder: dict | None) -> bool | None:
-    """Return whether a holder on this machine lives; None if it is on another machine or names no machine."""
+    """Return whether a lock's holder on this machine lives; None if it is on another machine or names no machine."""
     if holder is None or holder.get("machine") is None or holder["machine"] != machine():
         return None
     ticks = started_ticks(holder["pid"])

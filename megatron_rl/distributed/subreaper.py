@@ -64,7 +64,10 @@ def _keep(worker: int) -> NoReturn:
 
 
 def _reap(ended: dict[int, int]) -> bool:
-    """Note the wait status of every child that has ended, by process id; return whether a child is left."""
+    """Collect every child that has ended; return whether another child is left.
+
+    ended: process id → wait status; the ended children are added to it.
+    """
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

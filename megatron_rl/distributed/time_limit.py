@@ -1,4 +1,4 @@
-"""A time limit for work before the watchdog is open: a user's code, and the building of process groups."""
+"""A time limit for work before the watchdog is open: calls of a user's code, and the building of process groups."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ OWN = "mend the function that does not return, or raise run.deadline_s"
 def time_limit(what: str, deadline_s: float | None, *, grace_s: float = 0.0, way_out: str = OWN) -> Iterator[None]:
     """End this process, with a message, if the block takes longer than ``deadline_s + grace_s``.
 
-    what: names the block in the message.
+    what: the block's name for the message.
     deadline_s: ``run.deadline_s``, in seconds; None sets no limit.
-    grace_s: seconds beyond it, so that a time-out within the block comes first.
-    way_out: the advice in the message. After the default advice, for a user's code, the message
-        shows the code's stack.
+    grace_s: seconds beyond the deadline, so that a time-out within the block comes first.
+    way_out: the advice in the message. With the default advice, for a user's code, the message
+        shows the code's stack too.
 
     The process ends because nothing can interrupt a user's function. A call that never releases the
     interpreter's lock is not ended.

@@ -27,15 +27,17 @@ ALONE = ParallelConfig()  # one process
 class Topology:
     """Holds this process's ranks and groups. Sizes are degrees of parallelism; ranks count from 0 in their group.
 
-    data_group: the replicas of this shard, without context ranks (``data_size`` counts replicas,
-        not processes).
-    expert_group: the ranks that together hold all experts of a layer; ranks of one expert's tensor
-        group are neighbours.
+    data_group: the ranks that hold this rank's shard in the replicas of the model, without other
+        context ranks. ``data_size`` counts replicas, not processes.
+    expert_group: the ranks that together hold all experts of a layer. Ranks that share one expert
+        are neighbours in it.
     expert_tensor_group: the ranks that share one expert's matrices.
-    expert_data_rank: this rank's number among the ranks that hold the same shard of the same experts.
+    expert_data_rank: this rank's number among the ranks that hold the same shard of the same
+        experts.
+    model_group: the tensor ranks of all pipeline stages, at this rank's context rank and replica.
 
     Example: world 4, TP=1, PP=2, DP=2: global ranks 0, 1 are stage 0 of replicas 0, 1; ranks 2, 3
-    their stage 1.
+    are stage 1.
     """
 
     rank: int
@@ -92,13 +94,13 @@ class Topology:
 
     @property
     def lockstep_replicas(self) -> int:
-        """Return the number of neighbouring replicas that split experts among them and join the same all-to-alls."""
+        """Return the number of neighbouring replicas that split the experts, and so join the same all-to-alls."""
         return max(1, self.expert_size * self.expert_tensor_size // (self.tensor_size * self.context_size))
 
     def data_rank_of(self, rank: int) -> int:
-        """Return a global rank's data-parallel rank in Megatron's default order.
+        """Return a global rank's data-parallel rank in Megatron's default order of ranks.
 
-        The order is tensor, context, expert, data, pipeline.
+        In that order tensor ranks vary fastest, then context, expert, data and pipeline ranks.
         """
         return (rank // (self.tensor_size * self.context_size)) % self.data_size
 
@@ -122,13 +124,15 @@ def initialize(
     seed: int = 0,
     init_method: str | None = None,
 ) -> Topology:
-    """Join the world if this process has not done so, and build Megatron-Core's groups.
+    """Join the default process group if this process has not done so, and build Megatron-Core's groups.
 
     parallel: the degrees of parallelism.
     deadline_s: the time-out of every group, in seconds.
+    seed: the seed of Megatron-Core's random generators on a GPU.
+    init_method: the address for torch's rendezvous; None takes the launcher's variables.
 
-    Raises ConfigError if the degrees do not divide the world or one another, PeerError if the ranks
-    do not meet.
+    Raises ConfigError if the degrees do not fit the number of ranks, PeerError if the ranks do not
+    meet.
     """
     if not dist.is_initialized():
         _make_world(init_method, deadline_s)
@@ -168,7 +172,11 @@ def initialize(
 
 
 def _make_world(init_method: str | None, deadline_s: float) -> None:
-    """Make the world's process group; without a launcher it holds this process alone."""
+    """Make the default process group of all ranks. Without a launcher it holds this process alone.
+
+    init_method: the address for torch's rendezvous; None takes the launcher's variables.
+    deadline_s: the group's time-out in seconds.
+    """
     if "RANK" not in os.environ and init_method is None:
         dist.init_process_group(
             HOST.backend,
@@ -185,9 +193,9 @@ def _make_world(init_method: str | None, deadline_s: float) -> None:
 
 
 def _record() -> dict[str, object]:
-    """Return parallel_state's record of the grid of ranks, by name.
+    """Return {name: value} of the variables in which Megatron-Core's parallel_state keeps its process groups.
 
-    In 0.16.1 and 0.19.2 the record is the module's globals that begin with an underscore.
+    In megatron-core 0.16.1 and 0.19.2 they are the module's globals that begin with one underscore.
     """
     code = (types.FunctionType, types.ModuleType, type)
     return {
@@ -198,15 +206,19 @@ def _record() -> dict[str, object]:
 
 
 def _no_grid() -> dict[str, object]:
-    """Return parallel_state's record before a grid exists: None and empty dictionaries (0.16.1 and 0.19.2)."""
+    """Return {name: value} of parallel_state's variables as they are before any groups exist.
+
+    Each value is None or an empty dictionary (megatron-core 0.16.1 and 0.19.2).
+    """
     return {name: {} if isinstance(value, dict) else None for name, value in _record().items()}
 
 
 @contextlib.contextmanager
 def undone_on_failure() -> Iterator[None]:
-    """If the block raises, undo what ``initialize`` did in it: the groups, parallel_state's record, the world.
+    """If the block raises, undo what ``initialize`` did in it. Not a collective.
 
-    Not a collective. A world that existed before the block stays.
+    New process groups are destroyed, and parallel_state's variables get their values from before. A
+    default process group that existed before the block stays.
     """
     had_world = dist.is_initialized()
     record = {name: value.copy() if isinstance(value, dict | list) else value for name, value in _record().items()}
@@ -224,16 +236,17 @@ def undone_on_failure() -> Iterator[None]:
 
 
 class Grid:
-    """Keeps a second grid of the same ranks, with other degrees than parallel_state's current grid."""
+    """Keeps a second set of Megatron-Core's process groups over the same ranks, with other degrees of parallelism."""
 
     def __init__(self) -> None:
         self._own = _no_grid()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Give parallel_state this grid within the block. Not a collective.
+        """Make Megatron-Core use this set of process groups within the block. Not a collective.
 
-        ``initialize`` in a block builds the grid; Megatron-Core's code in later blocks uses it.
+        Call ``initialize`` in the first block to build the groups. Megatron-Core's code in later
+        blocks uses them.
         """
         outer = _record()
         vars(parallel_state).update(self._own)
@@ -245,7 +258,11 @@ class Grid:
 
 
 def check_degrees(world: int, tensor: int, context: int, pipeline: int, expert: int, expert_tensor: int) -> None:
-    """Raise ConfigError if the dense or the experts' grid does not divide the world, or neither divides the other."""
+    """Raise ConfigError if the degrees of parallelism do not fit ``world``, the number of ranks.
+
+    tensor · context · pipeline and expert · expert_tensor · pipeline must each divide ``world``. Of
+    tensor · context and expert · expert_tensor one must divide the other.
+    """
     dense, sparse = tensor * context, expert * expert_tensor
     if world % (dense * pipeline):
         names = f"parallel.tensor={tensor} x parallel.context={context} x parallel.pipeline={pipeline}"
@@ -268,7 +285,7 @@ def check_degrees(world: int, tensor: int, context: int, pipeline: int, expert: 
 
 
 def current() -> Topology:
-    """Return the topology that Megatron-Core's parallel_state holds now."""
+    """Return the Topology of the process groups that Megatron-Core's parallel_state holds now."""
     return Topology(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -297,7 +314,7 @@ def current() -> Topology:
 
 
 def destroy(*, leave_world: bool = False) -> None:
-    """Destroy Megatron-Core's groups one by one, and with ``leave_world`` the world's group too.
+    """Destroy Megatron-Core's groups one by one. With ``leave_world`` destroy the default process group too.
 
     ``destroy_model_parallel`` alone leaks 84 file descriptors and 51 threads per call.
     """

@@ -1,26 +1,28 @@
 """The watchdog: every rank reports its stage, and a failure on any rank ends the run on all with a named cause.
 
-Each rank has a watch thread, with a connection to rank 0's server thread. Why not torch's TCPStore: a
-closed connection reports a killed process at once, without a heartbeat that a busy interpreter would
-miss. TCP keepalive reports a lost host after about 25 s. A broken TCPStore would print C++ stacks
-before the named error.
+Each rank has a watch thread, with a connection to rank 0's server thread. torch's TCPStore is not
+used, for three reasons. A closed connection reports a killed process at once, without a heartbeat
+that a busy interpreter would miss. TCP keepalive reports a lost host after about 25 s. A broken
+TCPStore would print C++ stacks before the named error.
 
 How a failure is found and told:
 
 1. A rank that raises reports its error and its stage before its process groups close.
-2. A rank whose connection closes without a good-bye was killed. If it is rank 0, every rank sees the
-   closed connection itself.
+2. A rank whose connection closes without a good-bye was killed. If it is rank 0, every rank sees
+   the closed connection itself.
 3. A rank whose collective fails, or has not ended after ``run.deadline_s``, asks the server thread
-   which rank is the cause. If no rank raised or died within SETTLE_S, the server asks every rank for
-   its main thread's position. The guilty rank is one that does not wait for others, else one that is
-   behind. gloo raises at the deadline, so the main thread asks. NCCL ends the process without an
-   error, so its groups have NCCL_GRACE_S more, and the watch thread asks at the deadline.
+   which rank is the cause. If no rank raised or died within SETTLE_S, the server asks every rank
+   for its main thread's position. The guilty rank is a rank that does not wait for others, else a
+   rank that is stages behind. gloo raises at the deadline, so the main thread asks. NCCL ends the
+   process without an error. So NCCL's groups have NCCL_GRACE_S more, and the watch thread asks at
+   the deadline.
 4. A user's function in a rank's main thread (``own_code``, ``own_call``) may take
-   ``run.deadline_s``. If it takes longer, the rank's watch thread reports it as the cause, in a world
-   of one too. A function that waits for other ranks is not blamed: its collective has a deadline.
-5. The first cause is sent to all ranks, once. A rank's main thread then has END_S to end. If it does
-   not (it sleeps, or waits in a collective that nothing will end), the watch thread ends the process
-   with ``os._exit``: Python cannot interrupt a thread that is in C.
+   ``run.deadline_s``. If it takes longer, the rank's watch thread reports it as the cause, in a
+   world of one too. A function that waits for other ranks is not blamed: its collective has a
+   deadline.
+5. The first cause is sent to all ranks, once. A rank's main thread then has END_S to end. It may
+   not, if it sleeps, or waits in a collective that nothing will end. Then the watch thread ends the
+   process with ``os._exit``: Python cannot interrupt a thread that is in C.
 6. Once a stage has taken ``run.slow_stage_s``, rank 0 reports each rank's stage and its duration.
 
 The time before ``open_watchdog`` (building groups, loading weights) is not watched;
@@ -80,14 +82,16 @@ KNOWN_EVERYWHERE = (CheckpointError, ConfigError, EngineError, LockstepError, No
 
 
 class Watchdog:
-    """Watches this rank: ``stage`` notes its main thread's work, and a thread keeps the connection to rank 0.
+    """Watches this rank: the main thread reports its stages, and a watch thread keeps the connection to rank 0.
 
-    In a world of one there is no connection, and the thread itself reports slow stages.
+    In a world of one there is no connection, and the watch thread itself reports slow stages.
 
+    who, server_who: this rank's and rank 0's names for messages.
     deadline_s: seconds that a user's function may take in the main thread.
-    slow_stages: reports slow stages in a world of one; None in a larger world, whose rank 0 does so.
-    times_waits: whether a wait of ``deadline_s`` in one place counts as a failed collective (rule 3,
-        NCCL).
+    slow_stages: reports slow stages in a world of one; None in a larger world, whose rank 0 does
+        so.
+    times_waits: whether a wait of ``deadline_s`` at one position counts as a failed collective, as
+        is needed under NCCL (rule 3).
     """
 
     def __init__(
@@ -119,7 +123,11 @@ class Watchdog:
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def join(self, line: JsonConnection, token: str) -> None:
-        """Join rank 0's watch and return when every rank has joined; raise PeerError after ``deadline_s``."""
+        """Join rank 0's watch and return when every rank has joined; raise PeerError after ``deadline_s``.
+
+        line: this rank's connection to rank 0's server.
+        token: the run's secret, by which the server knows its ranks.
+        """
         self._line = line
         self._line.send(**{"is": "hello", "rank": self.rank, "who": self.who, "token": token})
         self.start()
@@ -133,7 +141,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Name the main thread's stage within the block. After an error the name stays, for the report."""
+        """Name what the main thread does within the block. After an error the name stays, for the report."""
         outer = self._stage
         self._enter(name)
         yield
@@ -141,18 +149,19 @@ class Watchdog:
 
     @contextlib.contextmanager
     def own_code(self, name: str) -> Iterator[None]:
-        """Name the main thread's stage within a call of a user's function, which ``run.deadline_s`` bounds.
+        """Name the main thread's stage within a call of a user's function, and end the rank if it takes too long.
 
-        Nothing can interrupt the function. If it takes longer, this rank ends, and the run with it.
+        It may take ``run.deadline_s``. Nothing can interrupt the function, so this rank ends, and
+        the run with it.
         """
         with self.stage(name), self.own_call(name):
             yield
 
     @contextlib.contextmanager
     def own_call(self, name: str) -> Iterator[None]:
-        """Bound a call as ``own_code`` does, without naming a stage; it costs microseconds.
+        """End the rank if the block takes too long, as ``own_code`` does, but name no stage. It costs microseconds.
 
-        Other ranks hear of the call only if it takes too long.
+        Other ranks hear of the block only if it takes too long.
         """
         outer, self._own = self._own, (name, time.monotonic())
         try:
@@ -167,7 +176,10 @@ class Watchdog:
             self._line.send(**{"is": "stage", "stage": name, "number": self._number})
 
     def failed(self, error: BaseException) -> None:
-        """Report this rank's error to the other ranks; raise PeerError from it if another rank caused it."""
+        """Report this rank's error to the other ranks; raise PeerError from it if another rank caused it.
+
+        error: the exception that ended the watched block.
+        """
         self._left.set()
         if self._line is None:
             return
@@ -213,7 +225,7 @@ class Watchdog:
         self._end()
 
     def _look(self) -> None:
-        """Check how long the main thread's stage, and a user's function within it, have taken."""
+        """Report a slow stage, and a user's function in the main thread that takes longer than ``deadline_s``."""
         now, own = time.monotonic(), self._own
         if self._slow_stages is not None and self._cause is None:
             state = RankState(rank=self.rank, who=self.who, stage=self._stage, number=self._number, since=self._since)
@@ -235,7 +247,7 @@ class Watchdog:
         self._learn(Cause(rank=self.rank, text=text))
 
     def _time_wait(self, now: float) -> None:
-        """Ask the server for the failed rank, once, if the main thread has waited in one place for ``deadline_s``."""
+        """Ask the server for the failed rank, once, if the main thread has waited in one call for ``deadline_s``."""
         if self._long_wait is None or self._line is None or self._cause is not None or self._left.is_set():
             return
         if position := self._long_wait.look(now, in_own_code=self._own is not None):
@@ -279,14 +291,15 @@ class Watchdog:
 def open_watchdog(
     topology: Topology, deadline_s: float, *, slow_stage_s: float = 0.0, say: Callable[[str], None] = log.warning
 ) -> Iterator[Watchdog]:
-    """Watch the block on every rank. A collective over the world.
+    """Run the block under a watchdog on every rank, and yield the watchdog. A collective over the world.
 
     deadline_s: seconds for every rank to join, and for a user's function in a main thread.
-    slow_stage_s: after this many seconds in one stage ``say`` gets every rank's stage, on rank 0; 0
-        never reports.
+    slow_stage_s: seconds in one stage after which rank 0 reports every rank's stage; 0 never
+        reports.
+    say: a function that takes the text of such a report.
 
-    An error in any rank's block ends all ranks' blocks. A rank that did not cause the error raises a
-    PeerError that names the guilty rank, its position and its stage.
+    An error in any rank's block ends all ranks' blocks. A rank that did not cause the error raises
+    a PeerError that names the guilty rank, its position and its stage.
     """
     who = topology.who(topology.rank)
     server: WatchdogServer | None = None

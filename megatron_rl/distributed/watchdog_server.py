@@ -62,8 +62,8 @@ class JsonConnection:
     def receive(self, wait_s: float = 0.0) -> list[dict] | None:
         """Return the messages that arrive within ``wait_s`` seconds; [] if no whole line arrives.
 
-        Returns None if the other side is gone, or sends something else than messages of at most
-        ``most_bytes``.
+        Returns None if the other side is gone, or sends something other than messages of at most
+        ``most_bytes`` bytes.
         """
         ready = select.poll()  # not select.select, which refuses a descriptor above 1023
         try:
@@ -91,8 +91,11 @@ class JsonConnection:
 def find_culprit(peers: Mapping[int, RankState]) -> Cause:
     """Return the cause of a failed collective if no rank raised or died: a rank that kept the others waiting.
 
-    It is a rank whose watch thread does not answer. If all answer, it is a rank that is busy outside
-    any collective. If none is busy, it is a rank that is stages behind. Otherwise no rank is named.
+    It is a rank whose watch thread does not answer. If all answer, it is a rank that is busy
+    outside any collective. If none is busy, it is a rank that has entered fewer stages than
+    another. Otherwise no rank is named.
+
+    peers: rank → what is known of it.
     """
     error_note = "".join([f" ({peer.who} met {peer.lost})" for peer in peers.values() if peer.lost][:1])
     running = [peer for _, peer in sorted(peers.items()) if peer.lost is None and not peer.ended]
@@ -115,7 +118,13 @@ def find_culprit(peers: Mapping[int, RankState]) -> Cause:
 
 
 class WatchdogServer:
-    """Hears every rank, finds the first cause and tells all. All methods but ``close`` run in its thread."""
+    """Hears every rank, finds the first cause of a failure and tells it to all ranks.
+
+    All methods but ``close`` run in the server's own thread.
+
+    listener: the socket at which ranks connect.
+    token: the run's secret, which a rank must send.
+    """
 
     def __init__(self, listener: socket.socket, token: str, world_size: int, slow_stages: SlowStages):
         self.world_size = world_size
@@ -279,9 +288,9 @@ class WatchdogServer:
 def own_address() -> str:
     """Return this host's address on the network that the ranks use; 127.0.0.1 if it has no other.
 
-    It is the address of the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, by its
-    beginning as for NCCL. Otherwise it is the address from which this host reaches MASTER_ADDR,
-    otherwise the address of the host's name.
+    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME may give the beginning of an interface's name. Then it
+    is that interface's address. Otherwise it is the address from which this host reaches
+    MASTER_ADDR, otherwise the address of the host's name.
     """
     names = [
         name.lstrip("=")
@@ -315,7 +324,10 @@ def listen(address: str, backlog: int) -> socket.socket:
 
 
 def connect(address: str, port: int, who: str, deadline_s: float) -> JsonConnection:
-    """Return this rank's connection to rank 0's server; raise PeerError if it cannot be reached."""
+    """Return this rank's connection to rank 0's server; raise PeerError if the server cannot be reached.
+
+    who: this rank's name for the message.
+    """
     try:
         return JsonConnection(socket.create_connection((address, port), timeout=min(deadline_s, 10.0)))
     except OSError as error:

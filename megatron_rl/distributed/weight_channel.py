@@ -1,7 +1,7 @@
 """The choice of the channel by which the policy's weights reach the engines.
 
-The trainer's allocator depends on it (distributed/cuda_environment.py): another process needs more
-rights to open memory in expandable segments.
+The trainer's memory allocator is set up by this choice too (distributed/cuda_environment.py).
+Another process needs more rights to open GPU memory that was allocated in expandable segments.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 def choose_channel(
     rollout: RolloutConfig, weight_sync: WeightSyncConfig, *, on_gpu: bool, environment: Mapping[str, str]
 ) -> tuple[str, str]:
-    """Return the channel, and "" or the reason why ``auto`` did not choose cuda_ipc on the trainer's GPUs.
+    """Return (channel, reason) for sending weights from the trainer to its engines.
 
-    environment: the trainer's environment variables, which decide how torch allocates.
+    The reason says why ``auto`` did not choose cuda_ipc for engines on the trainer's GPUs; "" in
+    any other case.
+
+    on_gpu: whether the trainer runs on GPUs.
+    environment: the trainer's environment variables, which decide how torch allocates memory.
 
     Raises ConfigError for a channel that the engines cannot use.
     """

@@ -30,11 +30,11 @@ NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 def evaluate(expression: str) -> str:
-    """Return the value of an expression as text: an integer if it is one, else a decimal of 10 significant digits.
+    """Return the value of an expression as text: a whole number if it is one, else a decimal of 10 significant digits.
 
     Raises ValueError for anything that is not arithmetic, and for a division by zero.
 
-    Example: ``evaluate("12*(3+4)")`` is "84", ``evaluate("1/3")`` "0.3333333333".
+    Example: ``evaluate("12*(3+4)")`` is "84", ``evaluate("1/3")`` is "0.3333333333".
     """
     if len(expression) > MAX_EXPRESSION:
         raise ValueError(f"{len(expression)} characters, at most {MAX_EXPRESSION} are read")
@@ -67,19 +67,21 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def last_number(text: str) -> Fraction | None:
-    """Return the last number in a text; None without one. Example: "so it is 1,408." → 1408."""
+    """Return the last number in a text; None if there is none. Example: "so it is 1,408." → 1408."""
     matches = NUMBER.findall(text)
     return Fraction(matches[-1].replace(",", "")) if matches else None
 
 
 class Calculator:
-    """Evaluates the last call ``<opening>…<closing>`` of a turn; the value is the observation.
+    """Evaluates the last call ``<opening>…<closing>`` of a turn. The value is the observation.
 
     A turn without a call is the answer. It earns 1.0 if its last number equals the number in column
     ``answer_key``, else 0.0.
 
-    opening, closing: the marks around a call.
-    observation: the text that the policy reads; ``{result}`` is the value or ``error``.
+    opening, closing: the texts that begin and end a call.
+    observation: the text that the policy reads; ``{result}`` is replaced by the value, or by the
+        word "error".
+    answer_key: the dataset's column with the right answer.
 
     Example: prompt "12*34=", turns "<calc>12*34</calc>" → observation "408" and "408" → reward 1.0.
     """
@@ -100,7 +102,7 @@ class Calculator:
         self.answer: Fraction | None = None
 
     def reset(self, prompt: Prompt) -> None:
-        """Read the answer from the prompt's row. Raises ValueError if it holds no number."""
+        """Read the right answer from the prompt's row. Raises ValueError if it holds no number."""
         answer = prompt.columns.get(self.answer_key)
         self.answer = last_number(str(answer))
         if self.answer is None:

@@ -20,12 +20,12 @@ class GymnasiumAdapter:
     """Plays one episode of a gymnasium environment. The prompt holds the first observation: ``rows`` writes prompts.
 
     env: an id that gymnasium knows, or ``module:Class``.
-    arguments: arguments for making the environment, by name.
+    arguments: the keyword arguments that the environment is made with.
     action: ``module:function`` that turns a turn's text into an action, or raises ValueError. None:
-        the text itself for an action space of texts, else the last whole number in the text.
+        the text itself if the actions are texts, otherwise the last whole number in the text.
     observation: ``module:function`` that turns an observation into text; None: ``str``.
-    invalid: the answer to a text that is no action; ``{error}`` is replaced by the fault. The
-        environment takes no step then.
+    invalid: the observation after a text that is no action; ``{error}`` is replaced by the fault.
+        The environment takes no step then.
 
     Example: ``environment: {name: gymnasium, arguments: {env: FrozenLake-v1, arguments:
     {is_slippery: false}}}``.
@@ -45,7 +45,7 @@ class GymnasiumAdapter:
         self.invalid = invalid
 
     def reset(self, prompt: Prompt) -> None:
-        """Begin the episode of the row's ``seed``. Raises ValueError if its first observation is not the row's."""
+        """Begin the episode with the row's ``seed``. Raises ValueError if its first observation is not the row's."""
         row, name = prompt.columns, f"prompt {prompt.prompt_id}"
         if "seed" not in row:
             raise ValueError(f"{name} has no column 'seed', which its episode begins from; rows() writes it")
@@ -76,9 +76,9 @@ class GymnasiumAdapter:
 
 
 def rows(env: str, seeds: Iterable[int], **settings) -> list[dict]:
-    """Return a row for each seed, whose prompt is the first observation.
+    """Return one dataset row for each seed. Its prompt is the first observation of the episode with that seed.
 
-    settings: further arguments of GymnasiumAdapter, as the run has them.
+    settings: the other arguments of GymnasiumAdapter, with the values that the run uses.
     """
     game = GymnasiumAdapter(env, **settings)
     firsts = ((seed, game.to_text(game.env.reset(seed=seed)[0])) for seed in seeds)

@@ -23,11 +23,12 @@ class Step:
     """Holds an environment's reply to one turn of the policy.
 
     observation: a text, or under ``data.template=chat`` chat messages ``{"role": ..., "content":
-                 ...}``. The policy reads it before its next turn. It never carries loss.
-    reward:      a number that is added to the sample's reward; None: nothing.
-    done:        True if the episode is over; the observation is then not read.
+        ...}``. The policy reads it before its next turn. It never carries loss.
+    reward: a number that is added to the sample's reward; None: nothing.
+    done: True if the episode is over. Then the observation is ignored.
 
-    Example: ``Step(observation="408")`` goes on, ``Step(reward=1.0, done=True)`` ends.
+    Example: ``Step(observation="408")`` continues the episode, ``Step(reward=1.0, done=True)`` ends
+    it.
     """
 
     observation: str | Sequence[Mapping[str, str]] = ""
@@ -54,11 +55,11 @@ class Environment(Protocol):
     """
 
     def reset(self, prompt: Prompt) -> None:
-        """Begin the episode. It is called once, before the first turn; ``prompt.columns`` is the dataset's row."""
+        """Begin the episode. It is called once, before the first turn. ``prompt.columns`` is the dataset's row."""
         ...
 
     def step(self, action: str) -> Step:
-        """Reply to a turn. It is called after every turn that the token limit did not cut off.
+        """Return the reply to a turn. It is called after every turn that the token limit did not cut off.
 
         action: the turn's text, without special tokens.
         """
@@ -66,7 +67,7 @@ class Environment(Protocol):
 
 
 def fault_of(step: object) -> str | None:
-    """Return the fault, in words, of a value that an environment's ``step`` returned; None without one."""
+    """Return in words what is wrong with a value that an environment's ``step`` returned; None if nothing is."""
     if not isinstance(step, Step):
         return f"it returned a {type(step).__name__}; return a megatron_rl.environment.Step"
     reward = step.reward

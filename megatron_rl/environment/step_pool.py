@@ -4,7 +4,7 @@
    threads is free.
 2. A call that takes longer than ``deadline_s`` is given up at once, by a thread for this purpose.
    The call's own thread is replaced by a new one, so that other samples have a thread.
-3. So a call with n calls before it begins within ⌈n / num_threads⌉ deadlines, and has ended one
+3. So a call that waits behind n calls begins within ⌈n / num_threads⌉ deadlines, and has ended one
    deadline later.
 4. After PATIENCE · ``num_threads`` late calls in a row, the waiting calls are not tried. So an
    environment that is down costs a few deadlines, not one for every ``num_threads`` samples.
@@ -31,13 +31,14 @@ PATIENCE = 2  # late calls in a row, per thread, after which waiting calls are n
 
 
 class Overdue(TimeoutError):
-    """Reports a call that took longer than its deadline; the message carries its stack."""
+    """Signals that a call took longer than its deadline. The message has the stack of the call's thread."""
 
 
 class Ticket:
-    """Holds one call, and after its end its value or its error.
+    """Holds one call. After the call's end, holds its value or its error too.
 
-    subject: an object of the caller's, by which it knows the call.
+    act: the callable that is called without arguments.
+    subject: an object of the caller's, by which it recognises the call.
     """
 
     __slots__ = ("act", "ends_at", "ended", "error", "forgotten", "subject", "thread", "value")
@@ -52,8 +53,8 @@ class Ticket:
     def result(self) -> object:
         """Return the value of a call that has ended, or raise its error.
 
-        Raises Overdue for a call that was late, and RuntimeError for a call that ``sys.exit`` or
-        ``os._exit`` ended or that was forgotten before it began.
+        Raises Overdue for a call that was late. Raises RuntimeError for a call that ``sys.exit`` or
+        ``os._exit`` ended, or that was given up before it began.
         """
         if self.error is None:
             return self.value
@@ -68,7 +69,7 @@ class StepPool:
     """Runs calls on up to ``num_threads`` threads, each call with a deadline.
 
     stops: whether the first call that fails ends every wait.
-    key: the setting of the deadline, for messages.
+    key: the name of the setting of ``deadline_s``, for messages.
 
     Example: ``pool.wait(pool.submit(lambda: 6 * 7)).result()`` is 42.
     """
@@ -87,7 +88,7 @@ class StepPool:
         self._watched = self._closed = False
 
     def submit(self, act: Callable[[], object], subject: object = None) -> Ticket:
-        """Hand in a call and return its ticket. subject: kept in the ticket."""
+        """Hand in a call and return its ticket. ``subject``: an object that is kept in the ticket."""
         ticket = Ticket(act, subject)
         with self._change:
             if self._closed:
@@ -101,7 +102,7 @@ class StepPool:
         return ticket
 
     def _staff(self) -> None:
-        """Start as many threads as the calls need. The caller holds ``_change``."""
+        """Start as many threads as the waiting calls need, up to ``num_threads``. The caller holds ``_change``."""
         while self._num_threads < self.num_threads and self._num_threads - len(self._running) < len(self._waiting):
             self._num_threads += 1
             threading.Thread(target=self._work, daemon=True, name="environments").start()
@@ -138,11 +139,15 @@ class StepPool:
 
     @property
     def failed(self) -> Ticket | None:
-        """Return the first call that failed, with ``stops``; None without a failure or without ``stops``."""
+        """Return the first call that failed. None if no call failed, or without ``stops``."""
         return self._failed
 
     def wait(self, ticket: Ticket) -> Ticket:
-        """Wait until the call has ended and return its ticket, or with ``stops`` the ticket of a call that failed."""
+        """Wait until the call has ended, and return its ticket.
+
+        With ``stops`` the wait also ends if another call failed. Then that call's ticket is
+        returned.
+        """
         with self._change:
             self._change.wait_for(lambda: ticket.ended or self._failed is not None)
             return self._failed or ticket
@@ -184,7 +189,7 @@ class StepPool:
         self._change.notify_all()
 
     def forget(self) -> None:
-        """Give up every call that has not begun, and ignore failures of calls that have."""
+        """Give up every call that has not begun, and ignore failures of calls that have begun."""
         with self._change:
             self._failed = None
             for ticket in self._running:
@@ -192,7 +197,7 @@ class StepPool:
             self._give_up_waiting(RuntimeError("a step of an environment was given up before it began"))
 
     def close(self) -> None:
-        """End idle threads. May be called again."""
+        """End idle threads. A second call does nothing."""
         self.forget()
         with self._change:
             self._closed = True

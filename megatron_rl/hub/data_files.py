@@ -1,8 +1,8 @@
-"""The files of a data set on the hub: a configuration's and a split's files, linked in order in one folder.
+"""The files of a data set on the hub: those of one configuration and split, linked in order in one folder.
 
 `datasets` reads the repository's card and file names, and knows the files of each split.
-data/rows.py reads the rows, as in any file. The links lie in the assets of the hub's cache, one
-folder for each commit and split.
+data/rows.py reads the rows, as in any file. The links lie in the assets folder of the hub's cache,
+with one folder for each commit and split.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ CHOICES = "choices.json"
 
 
 def fetch_data(name: HubName, key: str) -> str:
-    """Return a pattern for the files of a data set at ``name.revision``, in the order of their names.
+    """Return a glob pattern for the local files of a data set at ``name.revision``, in the order of their names.
 
-    Raises ConfigError for a configuration or split that is not named although there are several,
+    key: the setting that names the data set, for messages.
+
+    Raises ConfigError if the name leaves out a configuration or split although there are several,
     and for a file of an unreadable form.
     """
     known = _known(name, key)
@@ -49,7 +51,11 @@ def fetch_data(name: HubName, key: str) -> str:
 
 
 def choose_files(name: HubName, key: str) -> tuple[str, str, list[str]]:
-    """Return the configuration, the split and its files, as datasets knows them. Raises ConfigError."""
+    """Return (configuration, split, its files) of a data set, as datasets knows them. Raises ConfigError.
+
+    key: the setting that names the data set; under ``data.train`` the split "train" is chosen if
+        none is named.
+    """
     if offline_by(Kind.DATA) is not None:
         raise in_words(FileNotFoundError("the split's files are not known"), Kind.DATA, name, key)
     builders = _Builders(name, key)
@@ -77,7 +83,7 @@ def choose_files(name: HubName, key: str) -> tuple[str, str, list[str]]:
 
 
 class _Builders:
-    """Asks `datasets` about a repository at a commit, and turns its errors into words."""
+    """Asks `datasets` about a repository at a commit, and raises its errors as ConfigError."""
 
     def __init__(self, name: HubName, key: str) -> None:
         self._name, self._key = name, key
@@ -95,7 +101,7 @@ class _Builders:
         self.default = only or self._asked(datasets.get_dataset_default_config_name, **given)
 
     def files(self, subset: str) -> Mapping[str, list[str]]:
-        """Return the files of each split, by their names in the repository."""
+        """Return {split: names of its files in the repository} of configuration ``subset``."""
         given = {"path": self._name.repo, "name": subset, "revision": self._name.revision}
         builder = self._asked(self._datasets.load_dataset_builder, **given)
         root = f"hf://datasets/{self._name.repo}@{self._name.revision}/"
@@ -130,7 +136,7 @@ def _folder(name: HubName) -> pathlib.Path:
 
 
 def _known(name: HubName, key: str) -> str | None:
-    """Return the pattern of a data set's files if they are whole in the cache; None if the hub must be asked."""
+    """Return the pattern of a data set's files if all of them are in the cache; None if the hub must be asked."""
     chosen = _choices(name).get(_asked_for(name, key))
     if not isinstance(chosen, list) or len(chosen) != 2:
         return None
@@ -140,18 +146,24 @@ def _known(name: HubName, key: str) -> str | None:
 
 
 def _choices(name: HubName) -> dict[str, object]:
-    """Return the configuration and split that each form of the name has led to, for this commit."""
+    """Return {key of ``_asked_for``: [configuration, split]}, the choices made before for this data set and commit."""
     file = _folder(name) / CHOICES
     return read_object(file) if file.is_file() else {}
 
 
 def _asked_for(name: HubName, key: str) -> str:
-    """Return the key of a choice: the given names, and whether it is for training."""
+    """Return the key of a choice in ``_choices``: configuration and split as the name gives them, and the use.
+
+    The use is training (``data.train``) or not; without a split, training reads the split "train".
+    """
     return f"{name.subset or ''}/{name.split or ''}{' of data.train' if key.startswith(TRAIN) else ''}"
 
 
 def _linked(name: HubName, paths: Sequence[pathlib.Path]) -> str:
-    """Link files in their order, and return the pattern; another node that shares the cache may do so too."""
+    """Link a data set's files in order in one folder, and return the pattern that matches the links.
+
+    Another node that shares the cache may make the folder first; its links are then used.
+    """
     folder = _folder(name) / name.subset / name.split
     partial = folder.with_name(f"{folder.name}.{os.getpid()}")
     partial.mkdir(parents=True, exist_ok=True)

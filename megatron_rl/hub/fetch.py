@@ -1,9 +1,9 @@
 """The fetching of the hub's files into its cache, by huggingface_hub: configs, tokenizers, safetensors and data files.
 
 No code and no pickle is fetched. The hub's own variables apply: HF_HOME and HF_HUB_CACHE (the
-cache), HF_ENDPOINT, HF_TOKEN, and HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE and HF_DATASETS_OFFLINE,
-under which only the cache is read. Files in the cache are not fetched again, and an interrupted
-download continues.
+cache), HF_ENDPOINT and HF_TOKEN. Under HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE and HF_DATASETS_OFFLINE
+only the cache is read. Files in the cache are not fetched again, and an interrupted download
+continues.
 """
 
 from __future__ import annotations
@@ -29,23 +29,27 @@ OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def offline_by(kind: Kind) -> str | None:
-    """Return the variable that forbids the network for files of ``kind``; None if none does."""
+    """Return the environment variable that forbids the network for files of ``kind``; None if no variable does."""
     names = (*OFFLINE, "HF_DATASETS_OFFLINE") if kind is Kind.DATA else OFFLINE
     return next((name for name in names if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
 
 
 def commit_of(kind: Kind, name: HubName, key: str) -> str:
-    """Return the commit that a name stands for, after fetching its small files into the cache.
+    """Return the commit that a name stands for, after fetching the repository's small files into the cache.
 
-    Without a network it is the commit that the cache knows under that revision. Raises ConfigError.
+    Without a network it is the commit that the cache knows for the name's revision. Raises
+    ConfigError.
+
+    key: the setting that holds the name, for messages.
     """
     wanted, left_out = (CARD, None) if kind is Kind.DATA else (SMALL, [*NESTED, INDEX])
     return _snapshot(kind, name, key, wanted, left_out).name
 
 
 def fetch_model(kind: Kind, name: HubName, key: str, *, weights: bool) -> pathlib.Path:
-    """Return the folder of a model at ``name.revision``; raise ConfigError for a model without safetensors.
+    """Return the local folder of a model at ``name.revision``. Raises ConfigError for a model without safetensors.
 
+    key: the setting that holds the name, for messages.
     weights: whether the weights are fetched beside config and tokenizer.
     """
     if not weights or kind is not Kind.MODEL:
@@ -66,12 +70,15 @@ def fetch_model(kind: Kind, name: HubName, key: str, *, weights: bool) -> pathli
 
 
 def fetch_files(name: HubName, key: str, files: Sequence[str]) -> list[pathlib.Path]:
-    """Return the files of a data set at ``name.revision``, in the cache and in the given order."""
+    """Return the paths in the cache of a data set's files at ``name.revision``, in the order of ``files``.
+
+    key: the setting that holds the name, for messages.
+    """
     return _whole(Kind.DATA, name, key, list(files))
 
 
 def lacks_weights(path: str | pathlib.Path) -> bool:
-    """Return whether a folder is a copy, of the hub or a URL, whose weights were not fetched, as for a dry run."""
+    """Return whether a folder is a copy, from the hub or a URL, whose weights were not fetched, as in a dry run."""
     folder = pathlib.Path(path)
     if name_of_path(str(path)) is None and url_of_path(str(path)) is None:
         return False
@@ -80,7 +87,7 @@ def lacks_weights(path: str | pathlib.Path) -> bool:
 
 
 def _parts(folder: pathlib.Path) -> list[str]:
-    """Return the files of weights that an index names; its reader refuses anything else in it."""
+    """Return the names of the safetensors files in a folder's index; weights/reader.py refuses other names in it."""
     mapped = read_object(folder / INDEX).get("weight_map")
     named = set(mapped.values()) if isinstance(mapped, dict) else set()
     return sorted(
@@ -89,7 +96,10 @@ def _parts(folder: pathlib.Path) -> list[str]:
 
 
 def _whole(kind: Kind, name: HubName, key: str, files: list[str]) -> list[pathlib.Path]:
-    """Return files by their names in the repository; raise if one of them is missing afterwards."""
+    """Return the paths of a repository's files, after fetching them.
+
+    Raises ConfigError if one is missing afterwards.
+    """
     folder = _snapshot(kind, name, key, files, shown=True)
     lost = next((file for file in files if not (folder / file).is_file()), None)
     if lost is not None:
@@ -106,8 +116,9 @@ def _snapshot(
     *,
     shown: bool = False,
 ) -> pathlib.Path:
-    """Return the folder of a commit, after fetching the files in it that match.
+    """Return the folder of a commit in the cache, after fetching the repository's files that match.
 
+    wanted, left_out: patterns of files to fetch, and of files among them to leave out.
     shown: whether a progress bar is shown.
     """
     from huggingface_hub import snapshot_download
@@ -134,7 +145,10 @@ def _snapshot(
 
 
 def in_words(error: Exception, kind: Kind, name: HubName, key: str) -> Exception:
-    """Return a ConfigError with the cause of a failure and the way out; the error itself for a failure of the disk."""
+    """Return a ConfigError with the cause of a failed download and the way out; for a disk error, the error itself.
+
+    key: the setting that holds the name.
+    """
     from huggingface_hub import constants, errors
 
     what, hub = f"{key}={quoted(str(name), 300)}", constants.ENDPOINT
@@ -171,7 +185,7 @@ def in_words(error: Exception, kind: Kind, name: HubName, key: str) -> Exception
 
 
 def _said(error: Exception) -> str:
-    """Return an error's class and first line, without the token."""
+    """Return an error's class and first line as text, without the token."""
     line = next(iter(str(error).splitlines()), "")
     token = os.environ.get("HF_TOKEN", "")
     return shortened(f"{type(error).__name__}: {line.replace(token, '***') if token else line}", 200)

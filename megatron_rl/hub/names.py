@@ -1,7 +1,7 @@
 """The names on the hub: ``owner/name@revision`` for a model, ``owner/name:config/split@revision`` for a data set.
 
-A path that exists on this host is no name; neither is a text with the ending of a data file, such
-as ``data/train.jsonl``.
+A path that exists on this host is not taken for a name. Nor is a text with the ending of a data
+file, such as ``data/train.jsonl``.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _DATA = re.compile(rf".*/{LINKS}/([\w.-]+?)--([\w.-]+)/([0-9a-f]{{40}})/([\w.+-]
 
 
 class Kind(enum.Enum):
-    """Names the kind of a repository, in the hub's words.
+    """Names what a repository on the hub is used for; the values are the hub's own terms.
 
-    TOKENIZER is a model's repository of which only the tokenizer is wanted.
+    TOKENIZER is a model's repository from which only the tokenizer is wanted.
     """
 
     MODEL = "model"
@@ -45,11 +45,12 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubName:
-    """Holds a name on the hub.
+    """Holds a name on the hub, taken apart.
 
     repo: ``owner/name``.
-    subset: a data set's configuration.
-    revision: a branch, a tag or a commit; None: ``main``.
+    subset: a data set's configuration; None if not named.
+    split: a data set's split; None if not named.
+    revision: a branch, a tag or a commit; None for ``main``.
 
     Example: ``openai/gsm8k:main/test@e53f048`` has the subset ``main`` and the split ``test``.
     """
@@ -66,10 +67,12 @@ class HubName:
 
 
 def name_of(value: str, kind: Kind, key: str) -> HubName | None:
-    """Return a setting's value as a name on the hub; None for a path. Raises ConfigError for a model with parts.
+    """Return a setting's value as a name on the hub; None if it is a path.
 
-    key: the setting. An existing path takes precedence over a name of the same form, and the log
-        says so.
+    An existing path takes precedence over a name of the same form, and the log says so. Raises
+    ConfigError for a model's name with a configuration or split.
+
+    key: the setting, for messages.
     """
     match = _NAME.fullmatch(value)
     if match is None or (kind is Kind.DATA and value.lower().endswith((*READ, ".txt"))):
@@ -87,13 +90,16 @@ def name_of(value: str, kind: Kind, key: str) -> HubName | None:
 
 
 def repo_of(path: str) -> str:
-    """Return the repository's name for a folder that `fetched` returned; any other path unchanged."""
+    """Return ``owner/name`` of the model or data set in a folder that `fetched` returned; any other path unchanged."""
     name = name_of_path(path)
     return path if name is None else name.repo
 
 
 def url_of_path(path: str) -> str | None:
-    """Return the URL that a local path is a copy of; None for any other path, and for the copy of a very long URL."""
+    """Return the URL that a local path is a copy of; None for any other path.
+
+    None also for the copy of a very long URL, whose folder is named by a digest.
+    """
     match = _URL.fullmatch(pathlib.PurePath(path).as_posix())
     return unquote(match[1]) if match else None
 

@@ -1,9 +1,10 @@
-"""The local folders of the hub's names in a configuration: one rank decides the commits, one rank per node fetches.
+"""The local folders for a configuration's names on the hub: one rank decides the commits, one rank per node fetches.
 
-``hub.json`` in the run's folder holds the commits, by kind and name as written, so that a resumed
-run reads the same files even if a branch has moved. Not a collective of the run's world, which does
-not exist yet: ranks communicate through the job's store (distributed/agreement.py), and an error is
-raised on all of them.
+``hub.json`` in the run's folder holds the commits, by kind and name as written. So a resumed run
+reads the same files even if a branch has moved.
+
+No collective is used, since the run's process groups do not exist yet. Ranks communicate through
+the job's store (distributed/agreement.py), and one rank's error is raised on all of them.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ Names = Mapping[str, tuple[Kind, HubName]]
 def local_paths(
     names: Names, run: RunConfig, *, without_weights: Collection[str], resumes: bool, pins: bool
 ) -> dict[str, str]:
-    """Return the local path of each name, by its setting's key.
+    """Return {setting: local path} for the settings in ``names``, which hold names on the hub.
 
-    without_weights: the keys of models of which only config and tokenizer are wanted.
-    resumes: whether the commits in the run's folder are used; pins: whether the commits are written
-        there.
+    names: {setting: (kind, name)}.
+    without_weights: the settings of models whose config and tokenizer alone are fetched.
+    resumes: whether the commits in the run's ``hub.json`` are used.
+    pins: whether the commits are written to ``hub.json``.
 
     Raises ConfigError on every rank for a name that cannot be fetched, and if the other ranks do
     not answer in time.
@@ -60,7 +62,10 @@ def local_paths(
 def local_copies(
     urls: Mapping[str, tuple[Kind, str]], run: RunConfig, *, without_weights: Collection[str]
 ) -> dict[str, str]:
-    """Return the local path of each URL's copy, by its setting's key; the first rank of a node copies.
+    """Return {setting: path of the local copy} for the settings in ``urls``; the first rank of a node copies.
+
+    urls: {setting: (kind, URL)}.
+    without_weights: the settings of models whose config and tokenizer alone are copied.
 
     Raises ConfigError on every rank if a copy fails, and if the other ranks do not answer in time.
     """
@@ -75,9 +80,10 @@ def local_copies(
 
 
 def fetched_folder(path: pathlib.Path | RemotePath, key: str, *, weights: bool = True) -> pathlib.Path:
-    """Return the local folder of a model that a command names by a path, by a URL or as on the hub.
+    """Return the local folder of a model that a command names by a path, a URL or a name on the hub.
 
-    weights: whether its weights are fetched too.
+    key: the command's argument, for messages.
+    weights: whether the model's weights are fetched too.
     """
     if "://" in str(path):
         from megatron_rl.hub.urls import copy_of  # only a command with a URL needs it
@@ -95,7 +101,12 @@ def _pin(kind: Kind, name: HubName) -> str:
 
 
 def _commits(names: Names, file: pathlib.Path, *, resumes: bool, pins: bool) -> dict[str, str]:
-    """Return the commit of each name: from the run's folder, else the hub's current one, which is then kept there."""
+    """Return {kind and name: commit}, each from the run's ``hub.json`` if it is there, else the hub's current commit.
+
+    file: the path of ``hub.json``.
+    resumes: whether the file is read.
+    pins: whether new commits are written to it.
+    """
     known = read_object(file) if resumes and file.is_file() else {}
     commits = {}
     for key, (kind, name) in names.items():
@@ -131,7 +142,12 @@ def _fetch(names: Names, without_weights: Collection[str]) -> dict[str, str]:
 
 
 def _shared(job: Job, what: str, is_mine: bool, make: Callable[[], dict], wait_s: float) -> dict[str, str]:
-    """Return one rank's result on every rank, or raise its ConfigError on every rank; the others wait for it."""
+    """Return the result of one rank's ``make`` on every rank; if it fails, raise an error on every rank.
+
+    what: a name for the result in the job's store.
+    is_mine: whether this rank calls ``make``; the other ranks wait for it.
+    wait_s: the seconds that they wait before they raise ConfigError.
+    """
     if is_mine or job.store is None:
         try:
             made = make()

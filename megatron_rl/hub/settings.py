@@ -1,6 +1,6 @@
-"""The settings that may hold a name on the hub: a configuration with paths in place of names, and back.
+"""The replacement of the hub's names and of URLs in a configuration's settings by local paths, and the reverse.
 
-The modules that fetch are imported only if a setting holds a name.
+The modules that fetch are imported only if a setting holds a name or a URL.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ _SETTINGS = {
 
 
 def fetched(config: Config, *, weights: bool = True, pins: bool = True) -> Config:
-    """Return the configuration with a local path in place of each URL and name of the hub; unchanged if it has none.
+    """Return the configuration with a local path in place of each URL and each name on the hub, after fetching them.
 
-    weights: whether the policy's, critic's and teacher's weights are fetched; a dry run reads only
+    A configuration without URLs and names is returned unchanged.
+
+    weights: whether the weights of policy, critic and teacher are fetched; a dry run reads only
         config and tokenizer.
     pins: whether the commits are written to the run's folder.
 
@@ -63,7 +65,10 @@ def with_names(config: Config) -> Config:
 
 
 def _values(sections: Mapping[str, Any]) -> dict[str, tuple[Kind, str]]:
-    """Return the kind and value of every setting that names a model or data, by key, as ``data.train[0]``."""
+    """Return {key: (kind, value)} of every setting that names a model or data, with keys such as ``data.train[0]``.
+
+    sections: {name: section} of the configuration.
+    """
     values = {}
     for (section, field), kind in _SETTINGS.items():
         value = vars(sections[section])[field]
@@ -74,7 +79,10 @@ def _values(sections: Mapping[str, Any]) -> dict[str, tuple[Kind, str]]:
 
 
 def _changed(sections: Mapping[str, Any], of: Callable[[str, str], str]) -> dict[str, Any]:
-    """Return the changed sections by name: each value of a model or data setting is replaced by ``of``(key, value)."""
+    """Return {name: section} of the sections in which each value that names a model or data is replaced by ``of``.
+
+    of: called with (key, value); returns the new value.
+    """
     changed: dict[str, dict[str, object]] = {}
     for key, (_, value) in _values(sections).items():
         section, _, field = key.partition(".")

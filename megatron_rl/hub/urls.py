@@ -1,8 +1,9 @@
-"""The models and data named by a URL, as ``s3://bucket/model``: copied once a node into the hub's assets on its disk.
+"""The models and data named by a URL, such as ``s3://bucket/model``: each node copies them once to its disk.
 
-A copy lies under the URL and a digest of its objects' names, sizes and version tags in the store.
-So a changed object is copied again, and a copy is whole or absent. Of a model only configs,
-tokenizer and safetensors are copied, as from the hub: no pickle and no code.
+The copies lie in the assets folder of the hub's cache, under the URL and a digest of the objects'
+names, sizes and version tags in the store. So a changed object is copied again. A copy is whole or
+absent. Of a model only configs, tokenizer and safetensors are copied, as from the hub: no pickle
+and no code.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ COPY_BYTES = 1 << 22
 
 
 def copy_of(kind: Kind, url: str, key: str, *, weights: bool) -> str:
-    """Return the local path of a URL's copy, after copying it if it is absent.
+    """Return the local path of a URL's copy, after copying if there is no copy yet.
 
-    For a pattern it is a pattern of the copies, in the order of their names.
+    If the URL is a glob pattern, the result is a pattern that matches the copies in the order of
+    their names.
 
+    key: the setting that holds the URL, for messages.
     weights: whether a model's weights are copied beside config and tokenizer.
 
     Raises ConfigError, naming the setting, if an object is missing, refused or does not answer.
@@ -62,7 +65,7 @@ def _lacking(kind: Kind) -> str:
 
 
 def _objects(kind: Kind, url: str, key: str, *, weights: bool) -> tuple[dict[str, tuple[RemotePath, str]], bool]:
-    """Return the objects to copy by their local names, each with its version, and whether the URL is one of them."""
+    """Return ({local name: (object, version text)} of the objects to copy, whether the URL names a single object)."""
     if kind is Kind.DATA and glob.has_magic(url):
         place = location(url, key)
         matched = place.matches()
@@ -80,7 +83,12 @@ def _objects(kind: Kind, url: str, key: str, *, weights: bool) -> tuple[dict[str
 
 
 def _folder(url: str, found: Mapping[str, tuple[RemotePath, str]]) -> pathlib.Path:
-    """Return the folder of a copy; its parent's name is the URL, or a digest of a long one."""
+    """Return the folder of a copy, named by a digest of the objects, in a folder named by the URL.
+
+    A long URL's folder is named by the URL's digest.
+
+    found: {local name: (object, version text)}.
+    """
     from huggingface_hub import cached_assets_path
 
     facts = json.dumps([[name, str(path), tag] for name, (path, tag) in found.items()])
@@ -91,7 +99,10 @@ def _folder(url: str, found: Mapping[str, tuple[RemotePath, str]]) -> pathlib.Pa
 
 
 def _copy(found: Mapping[str, tuple[RemotePath, str]], folder: pathlib.Path) -> None:
-    """Copy every object, and move the folder to its place at once; another process may have done so before."""
+    """Copy every object to a new folder, and rename it to ``folder``; another process may have made ``folder`` first.
+
+    found: {local name: (object, version text)}.
+    """
     partial = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.partial")
     try:
         for name, (path, _) in found.items():

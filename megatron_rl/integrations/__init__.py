@@ -1,1 +1,1 @@
-"""The zero-advantage skip for other trainers: for verl's own Megatron engine, and for slime and miles."""
+"""The zero-advantage skip inside other trainers: verl's own Megatron engine, slime and miles."""

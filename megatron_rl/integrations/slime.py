@@ -1,10 +1,11 @@
 """The zero-advantage skip inside slime and miles: samples without signal reach their trainer as stubs of two tokens.
 
-``--custom-convert-samples-to-train-data-path`` names ``convert_samples``. It calls the trainer's
-own conversion and shortens the result. No sample is taken out of the batch. slime cuts steps by
-counting rollouts, divides by that count, and needs a sample for each rank and micro-batch. A batch
-with samples missing would be cut elsewhere, divided by less, or refused. Read in slime 0.3.1
-(624b824, 2026-08-21) and miles 0.1.0 (31f1ca9, 2026-08-21).
+A sample has signal if its advantage is not 0 and it has a loss token.
+``--custom-convert-samples-to-train-data-path`` names ``convert_samples``, which calls the trainer's
+own conversion and shortens samples in its result. No sample is taken out of the batch: slime
+divides the batch into steps by counting rollouts, averages over that count, and needs a sample for
+each rank and micro-batch. Read in slime 0.3.1 (624b824, 2026-08-21) and miles 0.1.0 (31f1ca9,
+2026-08-21).
 
 Invariants (tests/unit/integrations/test_slime_stubs.py, tests/oracles/test_slime_plugin.py):
 
@@ -90,13 +91,17 @@ CUT_FIELDS: frozenset[str] = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stubbed:
-    """Counts the savings in one rollout. Example: 2 of 4 groups, 17 of 32 samples, 6,000 of 11,000 tokens.
+    """Counts the savings in one rollout.
 
     dead_groups:     groups of which every sample became a stub.
-    equal_groups:    groups of equal rewards that train nevertheless. If rewards are normalised, a
-                     float32 mean's rounding gives them advantages: 8 or more rewards of 0.1, not of
-                     0 or 1.
-    executed_tokens: prompt and response tokens that run, stubs included, of ``dense_tokens``.
+    equal_groups:    groups whose rewards are equal and of which no sample became a stub. Normalised
+        rewards can do this: rounding of a float32 mean leaves advantages that are not 0, for
+        example with 8 or more rewards of 0.1.
+    samples, stubs:  the numbers of all samples and of stubs.
+    dense_tokens:    prompt and response tokens of the whole batch.
+    executed_tokens: prompt and response tokens that run, stubs included.
+
+    Example: 2 of 4 groups, 17 of 32 samples, 6,000 of 11,000 tokens.
     """
 
     groups: int
@@ -109,14 +114,14 @@ class Stubbed:
 
 
 def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
-    """Return the trainer's own train data of a rollout, with samples without signal cut to stubs.
+    """Return the train data that the trainer itself makes of a rollout, with samples without signal cut to stubs.
 
     args: slime's or miles' parsed arguments.
-    samples: the trainer's samples as a flat list, each of its class ``Sample``.
+    samples: the rollout's samples as a flat list, each of the trainer's class ``Sample``.
 
-    Raises ConfigError for samples of another class, and for settings of miles whose facts it does
-    not pass to a custom conversion. If a setting allows no skip, the train data stay whole, and a
-    warning names the setting.
+    If a setting gives samples of advantage 0 a gradient, the train data stay whole, and a warning
+    names the setting. Raises ConfigError for samples of another class, and for settings under which
+    miles passes too little to a custom conversion.
     """
     train_data = _own_conversion(args, samples)
     obstacles = tuple(obstacles_of(args) + field_obstacles(train_data))
@@ -130,7 +135,7 @@ def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
 
 
 def _own_conversion(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
-    """Return the train data that the samples' own trainer would make without a custom conversion."""
+    """Return the train data that slime or miles would make of the samples without a custom conversion."""
     owners = {base.__module__.partition(".")[0] for base in type(samples[0]).__mro__}
     # slime's conversion is a method of its rollout manager.
     if "slime" in owners:
@@ -172,7 +177,7 @@ def _own_rewards(args: Any, package: str) -> Callable | None:
 
 
 def obstacles_of(args: Any) -> list[str]:
-    """Return the arguments, each as ``key=value``, that keep samples without advantage from being cut."""
+    """Return the arguments, each as ``key=value``, under which samples of advantage 0 may not be cut; [] if none."""
     arguments = vars(args)
     obstacles = (
         [] if args.advantage_estimator in EXACT_ESTIMATORS else [f"advantage_estimator={args.advantage_estimator}"]
@@ -190,7 +195,7 @@ def obstacles_of(args: Any) -> list[str]:
 
 
 def field_obstacles(train_data: Mapping[str, Any]) -> list[str]:
-    """Return the fields that cannot be cut here: pictures, routed experts, a later version's fields."""
+    """Return a sentence for each field of the train data that cannot be cut here, such as pictures; [] if none."""
     return [f"the field {name} (not tried)" for name in sorted(train_data.keys() - KEPT_FIELDS - CUT_FIELDS)]
 
 
@@ -209,10 +214,10 @@ def _say(obstacles: tuple[str, ...]) -> None:
 def with_stubs(
     train_data: Mapping[str, Any], groups: Sequence[Any], *, per_token: bool
 ) -> tuple[dict[str, Any], Stubbed]:
-    """Return the train data with every sample without signal cut to two tokens, and counts of what that saved.
+    """Return the train data with every sample without signal cut to two tokens, and counts of the savings.
 
-    groups: for each sample a key of its prompt; only the counts read it.
-    per_token: whether the trainer sums over tokens (``--calculate-per-token-loss``).
+    groups: the key of each sample's prompt group; only the counts use it.
+    per_token: whether the trainer sums the loss over tokens (``--calculate-per-token-loss``).
 
     A cut sample (a stub) has the prompt's last token and the response's first token. The loss mask
     of the response token keeps the trainer's denominator:
@@ -249,7 +254,12 @@ def with_stubs(
 
 
 def _shorten(cut: dict[str, Any], row: int, prompt: int, mask: int) -> None:
-    """Cut one sample in place to the last token of a prompt of ``prompt`` tokens and the token after it."""
+    """Cut one sample in place to the last token of its prompt and the first token of its response.
+
+    cut: the train data; ``row`` is the sample's index in them.
+    prompt: the number of the prompt's tokens.
+    mask: the loss mask of the remaining response token.
+    """
     cut["tokens"][row] = cut["tokens"][row][prompt - 1 : prompt + 1]
     cut["response_lengths"][row] = 1
     cut["loss_masks"][row] = [mask]

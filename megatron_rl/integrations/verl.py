@@ -1,14 +1,14 @@
 """The registration of the zero-advantage skip with verl, which loads this module by the entry point ``verl.plugins``.
 
-Importing this module puts ``SkippingEngine`` (verl_engine.py) before verl's own Megatron engine,
-for language models on NVIDIA devices and an unchanged ``actor.strategy=megatron``. verl looks up
-(device, vendor) before the device alone (0.9.1, workers/engine/base.py). So a registration for
-"nvidia" precedes verl's own and removes nothing.
+Importing this module makes verl use ``SkippingEngine`` (verl_engine.py) in place of its own
+Megatron engine. This holds for language models on NVIDIA devices; ``actor.strategy=megatron`` stays
+as it is. verl looks up an engine by (device, vendor) before the device alone (0.9.1,
+workers/engine/base.py). So a registration for "nvidia" is found first and removes nothing.
 
-verl imports its engines late, in the workers that train. A plug-in that imported them here would
-bring Megatron-Core into every process that imports verl. So the engine registers itself right after
-verl's own module has been imported. verl swallows a plug-in's errors while it loads it; an error at
-that later place ends the import, and is seen.
+verl imports its engines late, in the workers that train. A plug-in that imported them at once would
+load Megatron-Core into every process that imports verl. So the engine registers itself right after
+verl's engine module has been imported. An error there ends that import and is seen. verl would hide
+an error of a plug-in that it is loading.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 def register_engine() -> bool:
-    """Register ``SkippingEngine``; return whether it is now verl's choice. If it is not, a warning gives the reason."""
+    """Register ``SkippingEngine`` with verl; return whether verl now uses it.
+
+    If it does not, a warning in the log gives the reason.
+    """
     version = importlib.metadata.version("verl")
     if version != TRIED_VERSION:
         logger.warning(
@@ -58,7 +61,7 @@ def register_engine() -> bool:
 
 
 class _RegisterAfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds verl's engine module once, imports it unchanged, and registers ours."""
+    """Imports verl's engine module unchanged when it is first asked for, and then registers ``SkippingEngine``."""
 
     def find_spec(self, fullname, path, target=None) -> importlib.machinery.ModuleSpec | None:
         if fullname != ENGINE_MODULE:

@@ -1,8 +1,9 @@
-"""verl's Megatron engine with the zero-advantage skip inside its training batch. Written for verl 0.9.1.
+"""A subclass of verl's Megatron engine that leaves samples without gradient out of training. Written for verl 0.9.1.
 
-Everything but ``forward_backward_batch`` in training is verl's own. Rows without signal leave the
-mini-batch before verl cuts it into micro-batches. verl then packs, schedules and reduces the
-remaining rows. The loss keeps the counts of the whole mini-batch.
+Only ``forward_backward_batch`` in training differs from verl's. Rows (samples, in verl's words)
+without signal leave the mini-batch before verl splits it into micro-batches. verl then packs,
+schedules and reduces the remaining rows. The loss still divides by the token count of the whole
+mini-batch.
 """
 
 from __future__ import annotations
@@ -29,22 +30,28 @@ logger = logging.getLogger(__name__)
 
 
 class SkippingEngine(MegatronEngineWithLMHead):
-    """Trains verl's language models under Megatron-Core, without the rows that give no gradient.
+    """Trains verl's language models on Megatron-Core, without the rows (samples) that give no gradient.
 
-    A mini-batch without signal on any data-parallel rank is a ghost step: no forward, no backward,
-    no reduction, and verl's ``optimizer_step`` on zero gradients. If only some ranks have no
-    signal, these ranks are silent: they run fillers of weight zero, as many micro-batches as the
-    others.
+    If no row of a mini-batch on any data-parallel rank has signal, the step is a ghost step. It has
+    no forward, no backward and no reduction, and verl's ``optimizer_step`` runs on zero gradients.
+    If only some ranks have no signal, they run fillers, rows of weight zero, in as many
+    micro-batches as the other ranks.
     """
 
     _said: tuple[str, ...] | None = None  # the obstacles that the log has named
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Callable, forward_only: bool = False) -> Any:
-        """Run one mini-batch, like verl's method of this name; in training, without its rows of weight zero.
+        """Run forward and backward of one mini-batch, like verl's method of this name.
 
-        Each rank gives its own rows. The metrics of the last stage hold the savings, over all
-        data-parallel ranks. Raises ConfigError on every rank if a row of any rank is longer than a
-        micro-batch may be; verl's own method raises AssertionError on that rank alone.
+        In training, rows that have no signal are left out.
+
+        data: this rank's rows.
+
+        Returns what verl's method returns. The metrics of the last pipeline stage also hold the
+        savings, summed over the data-parallel ranks.
+
+        Raises ConfigError on every rank if a row of any rank exceeds a micro-batch's token limit.
+        verl's own method raises AssertionError on that rank alone.
         """
         if forward_only:
             return super().forward_backward_batch(data, loss_function, forward_only)
@@ -77,7 +84,7 @@ class SkippingEngine(MegatronEngineWithLMHead):
         return output
 
     def _obstacles(self, data: TensorDict, loss_function: Callable) -> list[str]:
-        """Return the reasons why this mini-batch stays whole, each as ``key=value``; the same on every rank."""
+        """Return the reasons why no row of this mini-batch may be left out, the same on every rank; [] if none."""
         obstacles = loss_obstacles(loss_function, ppo_loss, data, get_policy_loss_fn)
         obstacles += model_obstacles(vars(self.tf_config))
         untried = {
@@ -112,7 +119,7 @@ class SkippingEngine(MegatronEngineWithLMHead):
 
     @property
     def _overlaps(self) -> bool:
-        """Return whether a step must run a schedule for the collectives that overlap it."""
+        """Return whether collectives overlap the passes, so that even a step without signal must run passes."""
         config = self.module[0].ddp_config
         return config.overlap_grad_reduce or config.overlap_param_gather
 
@@ -122,18 +129,20 @@ class SkippingEngine(MegatronEngineWithLMHead):
         return found.tolist()
 
     def _limit(self, data: TensorDict) -> int | None:
-        """Return the tokens that a micro-batch may hold; None if verl cuts micro-batches by rows."""
+        """Return the most tokens of a micro-batch; None if verl limits a micro-batch's number of rows instead."""
         if not tu.get_non_tensor_data(data, key="use_dynamic_bsz", default=True):
             return None
         return data["max_token_len_per_gpu"] * self.engine_config.context_parallel_size
 
     def _choose(self, rows: Rows, data: TensorDict, limit: int | None) -> list[int] | None:
-        """Return this rank's rows to run, fillers last, so that verl cuts every rank's into as many micro-batches.
+        """Return the indices of the rows that this rank runs: rows with signal, then fillers.
 
-        Returns None on every rank if one lacks rows to fill up with. It tries the numbers that verl
-        will try (utils/seqlen_balancing.py ``rearrange_micro_batches``), so verl cannot miss the
-        number found here. The search ends, since no row is longer than the limit: one micro-batch
-        per row fits.
+        With them verl makes the same number of micro-batches on every rank. Returns None on every
+        rank if one has no row of weight zero to use as a filler.
+
+        The numbers of micro-batches are tried in verl's own order (utils/seqlen_balancing.py
+        ``rearrange_micro_batches``), so verl arrives at the number found here. The search ends: no
+        row exceeds the limit, so one micro-batch per row fits.
         """
         step = self.tf_config.microbatch_group_size_per_vp_stage if len(self.module) > 1 else 1
         if limit is not None:
@@ -155,9 +164,9 @@ class SkippingEngine(MegatronEngineWithLMHead):
             number += step
 
     def _ghost(self, dense_tokens: int) -> dict[str, Any]:
-        """Return the result of verl's method for a mini-batch that did not run.
+        """Return what verl's method returns, for a mini-batch that did not run.
 
-        Only the ranks on which verl reads metrics return them.
+        It is {} on ranks whose metrics verl does not read.
         """
         if not self.is_mp_src_rank_with_outputs():
             return {}
@@ -167,14 +176,20 @@ class SkippingEngine(MegatronEngineWithLMHead):
 
 
 def _fits(lengths: list[int], number: int, limit: int) -> bool:
-    """Return whether verl's cut of rows into ``number`` micro-batches keeps each within ``limit`` tokens."""
+    """Return whether verl's division of rows into ``number`` micro-batches keeps each within ``limit`` tokens.
+
+    lengths: the tokens of each row.
+    """
     work = calculate_workload(torch.tensor(lengths, dtype=torch.int64)).tolist()
     parts = get_seqlen_balanced_partitions(work, number, equal_size=False)
     return all(sum(lengths[row] for row in part) <= limit for part in parts)
 
 
 def _counting(loss_function: Callable, loss_tokens: int) -> Callable:
-    """Return the loss with ``batch_num_tokens`` of the whole mini-batch; verl counts only the rows that it is given."""
+    """Return the loss function with ``batch_num_tokens`` set to ``loss_tokens``, the count of the whole mini-batch.
+
+    verl would count only the rows that it is given.
+    """
 
     def counted(model_output: dict, data: TensorDict, dp_group: Any = None) -> Any:
         tu.assign_non_tensor(data, batch_num_tokens=loss_tokens)
@@ -184,7 +199,11 @@ def _counting(loss_function: Callable, loss_tokens: int) -> Callable:
 
 
 def _metrics(executed: int, dense: int, *, ghost: bool) -> dict[str, Metric]:
-    """Return the metrics of a mini-batch, the same on every rank; tokens over all data-parallel ranks."""
+    """Return the metrics of a mini-batch's savings, equal on every rank.
+
+    executed, dense: the tokens that ran and the tokens of the whole mini-batch, over all
+        data-parallel ranks.
+    """
     values = {
         "skip/executed_tokens": executed,
         "skip/dense_tokens": dense,

@@ -1,14 +1,14 @@
-"""The choice of the rows of verl's training batch that run, and the reasons to drop none. Pure but for torch's tensors.
+"""The choice of the rows of verl's training batch that run, and the reasons why none may be left out.
 
-verl's terms: a row is a sample, and a mini-batch is trained by one optimizer step. Every
-data-parallel rank holds its own rows.
+Pure but for torch's tensors. In verl's terms a row is a sample, and a mini-batch is trained by one
+optimizer step. Every data-parallel rank holds its own rows.
 
 Invariants:
 
 1. Only a row whose every advantage × mask is 0 is left out or used as a filler; NaN and infinity
    are not 0.
 2. All data-parallel ranks run the same number of micro-batches.
-3. A filler is a row of weight zero of its own rank, the shortest one, as often as it is needed.
+3. A filler is a row of weight zero of its own rank: the shortest one, repeated as often as needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ EXACT_LOSS_MODES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Holds one rank's rows: the tokens of each, whether each has signal, and the loss tokens of all.
+    """Holds the facts of one rank's rows (samples) that decide which of them run.
+
+    lengths: the number of tokens of each row.
+    has_signal: whether each row has a token with advantage × mask other than 0.
+    loss_tokens: the number of loss tokens of all rows together.
 
     Example: two rows of 7 and 5 tokens have ``lengths=(7, 5)``.
     """
@@ -45,7 +49,10 @@ class Rows:
         return [row for row, kept in enumerate(self.has_signal) if kept]
 
     def with_fillers(self, num_rows: int) -> list[int] | None:
-        """Return the rows with signal, filled up to ``num_rows``; None if there is no row of weight zero to repeat."""
+        """Return the indices of the rows with signal, and the shortest row without signal repeated up to ``num_rows``.
+
+        Returns None if fillers are needed and every row has signal.
+        """
         rows_kept = self.kept
         missing = num_rows - len(rows_kept)
         if missing <= 0:
@@ -58,9 +65,10 @@ class Rows:
 
 
 def rows_of(batch: Mapping[str, torch.Tensor]) -> Rows:
-    """Return the facts of a batch with verl's ``input_ids`` [S, j] jagged, ``advantages`` and ``response_mask`` [S, T].
+    """Return the facts of one rank's batch.
 
-    The last two may be padded or jagged. verl counts tokens by ``loss_mask``.
+    batch: verl's batch with ``input_ids`` [S, j] jagged, and with ``advantages``, ``response_mask``
+        and ``loss_mask``, padded [S, T] or jagged. verl counts loss tokens by ``loss_mask``.
     """
     advantages, mask, counted = (batch[key] for key in ("advantages", "response_mask", "loss_mask"))
     moving = _padded(advantages) * _padded(mask).to(advantages.dtype) != 0
@@ -76,11 +84,12 @@ def _padded(values: torch.Tensor) -> torch.Tensor:
 
 
 def loss_obstacles(loss_function: Callable, own_loss: Callable, batch: Any, policy_loss: Callable) -> list[str]:
-    """Return the settings of the loss, each as ``key=value``, that keep a row without advantage from being dropped.
+    """Return the settings of the loss, each as ``key=value``, under which a row of advantage 0 may not be left out.
 
-    own_loss: verl's ppo_loss.
+    loss_function: the loss of this mini-batch.
+    own_loss: verl's function ``ppo_loss``.
     batch: verl's TensorDict.
-    policy_loss: verl's own function of a loss mode's name.
+    policy_loss: verl's function that returns the loss of a mode's name.
     """
     if not isinstance(loss_function, functools.partial) or loss_function.func is not own_loss:
         return [f"the loss function {loss_function!r:.80} (only verl's ppo_loss is known)"]
@@ -102,7 +111,10 @@ def loss_obstacles(loss_function: Callable, own_loss: Callable, batch: Any, poli
 
 
 def model_obstacles(transformer: Mapping[str, Any]) -> list[str]:
-    """Return the TransformerConfig fields that ``skip.mode=exact`` refuses, each as ``key=value``."""
+    """Return the TransformerConfig fields that ``skip.mode=exact`` refuses, each as ``key=value``; [] if none.
+
+    transformer: {field: value}.
+    """
     obstacles = [
         f"{field}={transformer[field]}"
         for field, harmless in COUPLING_FIELDS.items()

@@ -1,7 +1,8 @@
 """GPTModel from a Hugging Face config: shapes from the config, parallelism from the topology, the rest from the user.
 
-The user may not set a field of Megatron-Core's TransformerConfig that the token-sum seam owns or
-that the Hugging Face config settles.
+The user may not set every field of Megatron-Core's TransformerConfig. Refused are the fields on
+which the token-sum loss (a sum over tokens that nothing divides) depends, and the fields that the
+Hugging Face config decides.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 def transformer_config(
     shape: ModelShape, hf_config: Any, settings: ModelSettings, topology: Topology
 ) -> TransformerConfig:
-    """Return Megatron-Core's TransformerConfig: the seam's fields, the model's, then ``megatron.transformer``'s."""
+    """Return Megatron-Core's TransformerConfig of a model that this package describes (``model.provider=native``).
+
+    Its fields come from the token-sum loss, the topology, the model's shape, and the user's
+    ``megatron.transformer``. Raises ConfigError for a user's field that is refused.
+    """
     # the user's fields
     extra = users_fields(settings.megatron.transformer, lora_rank=settings.lora.rank)
     if shape.router_bias and "moe_router_enable_expert_bias" in settings.megatron.transformer:
@@ -86,16 +91,20 @@ def transformer_config(
 
 
 def _scale(shape: ModelShape, hf_config: Any) -> float | None:
-    """Return ``softmax_scale`` for all layers; None if kinds of layers, or latent attention, set their own."""
+    """Return the factor on attention scores for all layers; None for Megatron-Core's default, 1 / sqrt(head_dim).
+
+    It is also None if latent attention, or each kind of layer, sets a factor of its own.
+    """
     if shape.kv_lora_rank or None not in angle_kinds(hf_config):
         return None
     return softmax_scale(hf_config, shape.head_dim)
 
 
 def _window_fields(shape: ModelShape, topology: Topology) -> dict[str, Any]:
-    """Return the fields that give each layer's window to ``attention/packed.py`` and to Transformer Engine.
+    """Return {field: value} of TransformerConfig that gives each layer its sliding window; {} without windows.
 
-    Raises ConfigError for windows with Transformer Engine's context parallelism, which has none.
+    ``attention/packed.py`` and Transformer Engine read these fields. Raises ConfigError for windows
+    under Transformer Engine's context parallelism, which does not support them.
     """
     if not any(shape.windows):
         return {}
@@ -112,11 +121,13 @@ def _window_fields(shape: ModelShape, topology: Topology) -> dict[str, Any]:
 def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelShape) -> TransformerConfig:
     """Build the TransformerConfig; raise ConfigError if Megatron-Core refuses its fields.
 
+    fields: the fields that the model needs.
     extra: the user's fields.
 
-    ``moe_router_pre_softmax`` is set after Megatron-Core's check. With one expert per token a
-    checkpoint may ask for the weight p / p = 1, as transformers computes it. Megatron-Core refuses
-    that, since it leaves the router without a gradient (0.16.1 ``transformer_config.py:1641``).
+    ``moe_router_pre_softmax`` is set after Megatron-Core's check. With one expert per token, a
+    checkpoint may ask for the expert's weight p / p = 1, as transformers computes it. Megatron-Core
+    refuses that, since it leaves the router without a gradient (0.16.1
+    ``transformer_config.py:1641``).
     """
     cls = MLATransformerConfig if shape.kv_lora_rank else TransformerConfig
     transformer = build_config(cls, fields, extra, shape.family)
@@ -125,21 +136,24 @@ def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelSha
 
 
 def _fusions(shape: ModelShape, extra: dict[str, Any], *, half: bool, shares: bool) -> dict[str, bool]:
-    """Return which of Megatron-Core's fused functions run.
+    """Return {field: whether it is on} for the fields of TransformerConfig that choose fused functions.
 
     extra: the user's fields.
     half: whether torch's layers take fused kernels (``half_on_gpu``).
-    shares: whether Transformer Engine's layers may share prompts.
+    shares: whether Transformer Engine's layers may get samples that share one copy of their prompt.
+
+    The fields are set for these reasons:
 
     - Rotary angles: over packed sequences Megatron-Core's plain code asks the device for the
       lengths four times in every layer (0.16.1 and 0.19.2
       ``models/common/embeddings/rope_utils.py``). The fused kernel does not, and rounds neither cos
-      nor sin. If prompts may be shared, model/attention/transformer_engine.py applies it instead.
+      nor sin. If samples may share prompts, model/attention/transformer_engine.py applies that
+      kernel instead.
     - SwiGLU: compiled by torch, it keeps only its input for backward. Megatron-Core refuses it
       beside Transformer Engine's own activation.
     - Weight gradients: model/weight_gradients.py fuses them; Megatron-Core's field needs Apex.
 
-    docs/evidence/status.md says why the others are off.
+    docs/evidence/status.md says why the other fields are off.
     """
     engine, plain = shape.layer_spec == "transformer_engine", not (shape.gelu or shape.swiglu_limit)
     compiles = engine or (half and plain and not compiler_fault())
@@ -155,7 +169,10 @@ def _fusions(shape: ModelShape, extra: dict[str, Any], *, half: bool, shares: bo
 def settled_shape(
     settings: ModelSettings, hf_config: Any, topology: Topology, *, value_head: bool = False
 ) -> ModelShape:
-    """Return the shape that ``build_model``'s model would have, without building it."""
+    """Return the shape that ``build_model``'s model would have, without building it.
+
+    Raises ConfigError for settings, or a Hugging Face config, with which it cannot be built here.
+    """
     check_kernel(settings.model.logprob_kernel)
     parts = parts_of(settings)
     layer_spec = parts.layer_spec
@@ -166,10 +183,10 @@ def settled_shape(
 
 
 class Provider(Protocol):
-    """Makes Megatron-Core's config and the model's chunks; ``model.provider`` names one."""
+    """Makes a model's TransformerConfig and its chunks; the setting ``model.provider`` chooses the implementation."""
 
     transformer_config: Callable[[ModelShape, Any, ModelSettings, Topology], TransformerConfig]
-    """(shape, Hugging Face config, settings, topology) → the config, with the seam's, model's and user's fields."""
+    """Called with (shape, Hugging Face config, settings, topology); returns the TransformerConfig of a model."""
 
     def chunk(
         self,
@@ -181,14 +198,16 @@ class Provider(Protocol):
         last: bool,
         number: int | None,
     ) -> GPTModel:
-        """Build one chunk of a stage, with the layers ``spec``.
+        """Build and return one chunk of a pipeline stage.
 
-        first: whether the chunk holds the embedding. last: whether it holds the output layer.
+        spec: the spec of the chunk's layers.
+        first: whether the chunk holds the embedding.
+        last: whether the chunk holds the output layer.
         number: the chunk's number on its stage under the interleaved schedule, else None.
         """
 
     def check_angles(self, model: GPTModel, angles: Angles) -> None:
-        """Raise ConfigError if the rotary angles that the provider made are not ``angles``."""
+        """Raise ConfigError if the rotary frequencies of the built model are not ``angles``."""
 
 
 class NativeProvider:
@@ -224,7 +243,7 @@ class NativeProvider:
 
 
 def provider_of(name: str) -> Provider:
-    """Return the provider that ``model.provider`` names."""
+    """Return the provider that ``model.provider`` names ("native" or "bridge")."""
     match name:
         case "bridge":
             from megatron_rl.model.bridge.build import BridgeProvider
@@ -239,8 +258,10 @@ def build_model(
 ) -> tuple[list[GPTModel], ModelShape]:
     """Build this rank's chunks of the model and return them with the model's shape.
 
-    There is one chunk, or ``parallel.virtual_pipeline`` under the interleaved schedule. The weights
-    are not set: weights/export.py loads them.
+    There is one chunk, or ``parallel.virtual_pipeline`` chunks under the interleaved schedule. The
+    weights are not loaded here; weights/export.py loads them.
+
+    value_head: whether the model has a value head in place of the LM head, as a critic has.
     """
     # Values that all chunks share.
     shape = settled_shape(settings, hf_config, topology, value_head=value_head)
@@ -281,9 +302,12 @@ def _make_chunk(
     chunk: int,
     extra: Mapping[str, Any],
 ) -> GPTModel:
-    """Build one chunk of this rank's stage.
+    """Build and return chunk number ``chunk`` of this rank.
 
-    extra: the user's fields. Raises ConfigError if Megatron-Core's layers refuse them.
+    spec: the spec of the chunk's layers.
+    extra: the user's ``megatron.transformer`` fields.
+
+    Raises ConfigError if Megatron-Core's layers refuse the user's fields.
     """
     first = topology.is_first_stage and chunk == 0
     last = topology.is_last_stage and chunk == topology.virtual_size - 1
@@ -302,12 +326,13 @@ def _make_chunk(
 
 
 def _freeze_router_bias(transformer: TransformerConfig, chunks: list[GPTModel]) -> None:
-    """Keep the routers' correction bias at the checkpoint's values; the routers go on choosing by it.
+    """Keep the routers' correction bias at the checkpoint's values; the routers still choose experts by it.
 
     With ``moe_router_enable_expert_bias`` the routers count a step's tokens, and Megatron-Core's
-    finalize moves the bias by the counts (0.16.1 ``moe/router.py``,
-    ``distributed/finalize_model_grads.py``). Dropped samples, fillers and shared prompts would change
-    the counts, and the engine would not get the new bias. So the setting is off here.
+    ``finalize_model_grads`` moves the bias by the counts (0.16.1 ``moe/router.py``,
+    ``distributed/finalize_model_grads.py``). Dropped samples, fillers (samples without a loss) and
+    shared prompts would change the counts. The rollout engine would not get the new bias either. So
+    the setting is off here.
     """
     transformer.moe_router_enable_expert_bias = False
     for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):
@@ -315,11 +340,11 @@ def _freeze_router_bias(transformer: TransformerConfig, chunks: list[GPTModel]) 
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:
-    """Mark the weights that are split over tensor ranks.
+    """Set Megatron-Core's attribute ``tensor_model_parallel`` on the weights that are split over tensor ranks.
 
-    Megatron-Core (0.16.1 ``tensor_parallel/layers.py``) marks them in its initialisation of
-    weights, which is skipped here. Without the mark the gradient norm would count tensor rank 0's
-    shards alone, and clipping would scale by a wrong norm.
+    Megatron-Core (0.16.1 ``tensor_parallel/layers.py``) sets it in its initialisation of weights,
+    which is skipped here. Without it the gradient norm would count tensor rank 0's shards alone,
+    and clipping would scale by a wrong norm.
     """
     dimensions = {
         tensor_parallel.ColumnParallelLinear: 0,
@@ -339,13 +364,13 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
 
 
 def _mark_experts(model: GPTModel) -> None:
-    """Mark experts' parameters, so that their gradients are reduced over the ranks that hold the same expert.
+    """Set ``allreduce=False`` on experts' parameters, so that gradients are reduced over the ranks of the same expert.
 
-    Unmarked weights' gradients are reduced over the data-parallel ranks. Megatron-Core 0.16.1
-    (``tensor_parallel/layers.py``) marks experts only under expert parallelism. Without it, experts
-    may be split over fewer tensor ranks than the dense weights. Then several tensor ranks hold the
-    same expert, and each copy would keep the gradient of its own tokens. 0.19.2 sets this mark
-    itself.
+    Without this attribute a gradient is reduced over the data-parallel ranks. Megatron-Core 0.16.1
+    (``tensor_parallel/layers.py``) sets it only under expert parallelism. Without expert
+    parallelism, experts may still be split over fewer tensor ranks than the dense weights. Then
+    several tensor ranks hold the same expert, and each copy would keep the gradient of its own
+    tokens. 0.19.2 sets the attribute itself.
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:

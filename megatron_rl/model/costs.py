@@ -1,4 +1,4 @@
-"""The costs of a model: FLOPs of a token, and the division of its layers over pipeline stages by their costs."""
+"""A model's cost per token in FLOPs, and the division of its layers over pipeline stages by these costs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from megatron_rl.weights.model_shape import ModelShape
 
 
 def layout_of(shape: ModelShape, settings: ModelSettings, hf_config: Any) -> tuple[int, ...]:
-    """Return the number of layers of each stage, in the order of the layers; each chunk is a stage.
+    """Return the number of layers of each pipeline stage, in the order of the layers.
 
-    Samples are assumed to be half as long as the limits allow. The LM head runs only at loss
-    positions. Raises ConfigError if planning/pipeline_layout.py ``stage_layers`` does, for example
-    for more stages than layers, and if LoRA would have nothing to train on a stage.
+    Each chunk of a rank (``parallel.virtual_pipeline``) counts as a stage. Samples are assumed to
+    be half as long as the limits allow. The LM head runs only at loss positions.
+
+    Raises ConfigError if planning/pipeline_layout.py ``stage_layers`` does, for example for more
+    stages than layers. Under LoRA it also raises ConfigError for a stage without layers, which
+    would have nothing to train.
     """
     prompt, response = settings.max_prompt_tokens, settings.max_response_tokens
     # logits are computed twice, in forward and in backward; under full recompute so are the layers
@@ -39,14 +42,19 @@ def layout_of(shape: ModelShape, settings: ModelSettings, hf_config: Any) -> tup
 
 
 def full_recompute(transformer: Mapping[str, Any]) -> bool:
-    """Return whether backward computes every layer again. transformer: ``megatron.transformer``."""
+    """Return whether backward recomputes the forward pass of every layer.
+
+    transformer: the user's ``megatron.transformer`` fields.
+    """
     return transformer.get("recompute_granularity") == "full"
 
 
 def layer_cost(shape: ModelShape, tokens: float, layer: int) -> int:
-    """Return a layer's cost per token: the weights that the token passes, and attention's in a sample of ``tokens``.
+    """Return the cost of the model's layer ``layer`` per token, in units of 6 FLOPs, rounded to an integer.
 
-    The unit is 6 FLOPs, forward and backward, as in simulator/machine.py.
+    The cost is the number of weights that a token is multiplied with, plus the cost of a token's
+    attention in a sample of ``tokens`` tokens. One weight's forward and backward are 6 FLOPs, as in
+    simulator/machine.py.
     """
     seen = shape.windows[layer] if shape.windows else 0
     if shape.chunked is not None and layer in shape.chunked.chunked_layers:
@@ -55,9 +63,10 @@ def layer_cost(shape: ModelShape, tokens: float, layer: int) -> int:
 
 
 def adapter_parameters(shape: ModelShape) -> int:
-    """Return the number of adapter parameters that a token passes in all layers; 0 if every weight is trained.
+    """Return the number of adapter weights that one token is multiplied with, added up over all layers.
 
-    In a mixture a token passes the adapters of ``experts_per_token`` routed experts.
+    It is 0 without LoRA. In a mixture a token passes the adapters of ``experts_per_token`` routed
+    experts.
     """
     passed = 0
     for layer in range(shape.num_layers):
@@ -68,7 +77,10 @@ def adapter_parameters(shape: ModelShape) -> int:
 
 
 def flops_per_token(shape: ModelShape, mean_context: float) -> float:
-    """Return forward and backward FLOPs of one token: 6 per trained parameter, 4 per frozen one, and attention's.
+    """Return the FLOPs of one token, forward and backward.
+
+    Each trained weight costs 6 FLOPs and each frozen weight 4. The FLOPs of the attention scores
+    are added.
 
     mean_context: the mean number of tokens that a token attends to in a layer with full attention.
     """

@@ -15,14 +15,17 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 def build_frozen(
     settings: ModelSettings, hf_config: Any, topology: Topology
 ) -> tuple[list[DistributedDataParallel], ModelShape]:
-    """Build this rank's frozen chunks in evaluation mode and return them with their shape; a collective.
+    """Build this rank's chunks of a frozen model in evaluation mode; return them and the model's shape. A collective.
 
-    Their weights are not set. Run them under ``torch.no_grad``. The schedule needs wrapped chunks:
-    DistributedDataParallel (0.16.1) makes no buffer, bucket or hook over frozen parameters,
-    whatever ``megatron.ddp`` says. After the wrapping, the parameters that the policy trains require
-    a gradient again, which costs nothing without a graph. Otherwise, for a weight that requires
-    none, ``torch.matmul`` (2.13) computes one product per token if the activations' strides cannot
-    be folded, and rounds differently from the policy.
+    The weights are not loaded here. Call the chunks under ``torch.no_grad``. Each chunk is wrapped
+    in DistributedDataParallel, since the schedule takes only wrapped chunks. Over frozen parameters
+    DistributedDataParallel (0.16.1) makes no buffer, bucket or hook, whatever ``megatron.ddp``
+    says.
+
+    After the wrapping, the parameters that the policy trains require a gradient again, which costs
+    nothing without a graph. For a weight that requires no gradient, ``torch.matmul`` (2.13)
+    computes one product per token if the activations' strides cannot be folded. Those products
+    would round differently from the policy's.
     """
     models, shape = build_model(settings, hf_config, topology)
     if settings.lora.rank is not None:

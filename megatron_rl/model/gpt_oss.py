@@ -1,8 +1,8 @@
-"""The parts of gpt-oss that Megatron-Core lacks: attention with sinks, norms that round once, the gate's activation.
+"""The modules of gpt-oss that Megatron-Core lacks: attention with sinks, norms that round once, the gate's activation.
 
-A sink is a learned logit per head that each query's softmax has in its denominator, beside the
-scores. In transformers 5.19 (``modeling_gpt_oss.py``) it is one more column, whose probability is
-dropped. model/attention/flash.py computes attention with sinks.
+A sink is a learned logit per head. It adds one term to the denominator of each query's softmax,
+beside the terms of the keys. In transformers 5.19 (``modeling_gpt_oss.py``) it is one more column
+of scores, whose probability is dropped. model/attention/flash.py computes attention with sinks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint 
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """Return x · σ(1.702 x). Megatron-Core's own function is compiled, by torch, anew for every shape."""
+    """Return x · sigmoid(1.702 x).
+
+    It replaces Megatron-Core's own function, which torch compiles anew for every input shape.
+    """
     return x * torch.sigmoid(QUICK_GELU * x)
 
 
 class SinkAttention(TorchAttention):
-    """Computes ``TorchAttention`` with sinks.
+    """Computes ``TorchAttention`` with sinks, a learned logit per head in the denominator of each query's softmax.
 
-    softmax_offset: [h], the sinks of this tensor rank's heads. The name is Megatron-Core's (0.16.1
-        ``transformer/dot_product_attention.py``, ``softmax_type="learnable"``).
+    softmax_offset: [h], the sinks of this tensor rank's h heads. The name is Megatron-Core's
+        (0.16.1 ``transformer/dot_product_attention.py``, ``softmax_type="learnable"``).
     """
 
     def __init__(self, config, *rest, **named):
@@ -38,15 +41,19 @@ class SinkAttention(TorchAttention):
         set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Return the sinks under their global shape for ``dist_checkpointing``, so that another layout loads them."""
+        """Return {key: ShardedTensor} of the sinks under their global shape, for ``dist_checkpointing``.
+
+        So another parallel layout can load them.
+        """
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
         )
 
 
 def put_gpt_oss_layers(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
-    """Make a block's layers gpt-oss layers, in place: with sinks, and norms that round once, after the weight.
+    """Turn the specs of a block's layers into gpt-oss layers, in place.
 
+    They have attention with sinks, and norms that round only after the product with the weight.
     Raises ConfigError for Transformer Engine's layers, with which gpt-oss was not tested.
     """
     if layer_spec != "torch":

@@ -1,4 +1,4 @@
-"""The head, taken out of GPTModel's forward: the model returns its output layer's input, the hidden states.
+"""The output layer and the value head of a GPTModel whose forward returns hidden states instead of logits.
 
 Log-probs or values are computed from the hidden states later. So logits exist only for loss
 positions, a chunk at a time (model/logprob/linear.py), and never for a prompt's tokens.
@@ -15,20 +15,21 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 
 
 def _in_token_order(hidden: torch.Tensor) -> torch.Tensor:
-    """Return hidden states [T, 1, H] whose gradient reaches the layers with the strides (H, H, 1).
+    """Return the hidden states [T, 1, H] such that backward gives their gradient the strides (H, H, 1).
 
-    GPTModel transposes its output, so the gradient's strides would be (H, T·H, 1). With these
-    strides and a frozen weight torch.matmul multiplies T rows one by one, and on a CPU copies the
-    weight for each row (0.16.1 ``tensor_parallel/layers.py`` LinearWithFrozenWeight; torch 2.13.0
-    ``LinearAlgebra.cpp`` should_fold).
+    GPTModel transposes its output, so without this function the gradient's strides would be (H,
+    T·H, 1). With those strides and a frozen weight, torch.matmul multiplies T rows one by one. On a
+    CPU it also copies the weight for each row (0.16.1 ``tensor_parallel/layers.py``
+    LinearWithFrozenWeight; torch 2.13.0 ``LinearAlgebra.cpp`` should_fold).
     """
     return hidden.flatten(0, 1).unsqueeze(1)
 
 
 def hand_out_hidden(model: GPTModel) -> None:
-    """Make the output layer of a last stage return its input, whole: [T, 1, H] on every tensor rank.
+    """Make the output layer of a last pipeline stage return its input instead of logits.
 
-    The layer keeps its weight, so names, hooks and tied embeddings do not change.
+    The layer then returns the hidden states [T, 1, H] of all T tokens on every tensor rank. It
+    keeps its weight, so names, hooks and tied embeddings do not change.
     """
     layer = model.output_layer
 
@@ -45,9 +46,9 @@ def hand_out_hidden(model: GPTModel) -> None:
 class ValueHead(torch.nn.Module):
     """Replaces the output layer: holds a weight [1, H], whole on every tensor rank, and returns the hidden states.
 
-    Every tensor rank computes the same values and the same loss, so each has the whole gradient of
-    the weight and of the hidden states. Nothing is summed over tensor ranks. Under sequence
-    parallelism backward keeps the rank's own part of the hidden states' gradient.
+    Every tensor rank computes the same values and the same loss. So each has the whole gradient of
+    the weight and of the hidden states, and nothing is summed over tensor ranks. Under sequence
+    parallelism backward keeps the hidden states' gradient of the rank's own tokens.
     """
 
     def __init__(self, layer) -> None:
@@ -64,17 +65,20 @@ class ValueHead(torch.nn.Module):
 
 
 def put_value_head(model: GPTModel) -> None:
-    """Replace the output layer of a last stage by a value head."""
+    """Replace the output layer of a last pipeline stage by a ``ValueHead`` with zero weights."""
     model.output_layer = ValueHead(model.output_layer)
 
 
 def values_of(hidden: torch.Tensor, model: GPTModel) -> torch.Tensor:
-    """Return float32 [N], the values of hidden states [N, H]."""
+    """Return float32 [N], the value head's values of the hidden states [N, H]."""
     return (hidden @ model.output_layer.weight.t())[:, 0].float()
 
 
 def head_weight(model: GPTModel) -> torch.Tensor:
-    """Return [V/TP, H], this tensor rank's rows of the output weight, which may be the embedding's."""
+    """Return [V/TP, H], this tensor rank's rows of the output layer's weight.
+
+    With tied embeddings it is the embedding's weight.
+    """
     return (
         model.shared_embedding_or_output_weight()
         if model.share_embeddings_and_output_weights

@@ -1,6 +1,6 @@
 """A model's sizes and rotary frequencies, read from a Hugging Face config.
 
-Features that the models here cannot express are refused by name.
+A config with a feature that the models here lack is refused, with a message that names the feature.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ SCALINGS = ("linear", "llama3", "yarn")
 
 
 def _check_divisible(hf_config: Any, shape: ModelShape, parallel: ParallelConfig, topology: Topology) -> None:
-    """Raise ConfigError if a degree of parallelism does not divide the size that it splits."""
+    """Raise ConfigError if a degree of parallelism does not divide the size that it splits.
+
+    Also raises ConfigError for degrees that do not fit the model's experts, or their absence.
+    """
     name, family = hf_config.name_or_path or hf_config.model_type, FAMILIES[shape.family]
     experts, ffn, ffn_name = family.experts is not None, shape.ffn_hidden_size, family.ffn_field
     # (setting, degree, the size's name, the size)
@@ -70,15 +73,16 @@ def _check_divisible(hf_config: Any, shape: ModelShape, parallel: ParallelConfig
 def model_shape(
     hf_config: Any, settings: ModelSettings, topology: Topology, *, layer_spec: str, value_head: bool = False
 ) -> ModelShape:
-    """Return the sizes of a Hugging Face config (see FAMILIES), checked against the degrees of parallelism.
+    """Return the sizes and features of a Hugging Face config, checked against the degrees of parallelism.
 
+    layer_spec: "transformer_engine" or "torch", whose layers are built.
     value_head: whether the model has a value head in place of the LM head, as a critic has.
 
-    A mixture's ``router_aux_loss_coef`` is not read: that loss is no part of the token sum
+    A mixture's ``router_aux_loss_coef`` is ignored: that loss is no term of the token-sum loss
     (algorithm/signal.py). Transformers adds it only under ``output_router_logits``.
 
-    Raises ConfigError that names a feature that cannot be expressed, or a size that cannot be
-    divided.
+    Raises ConfigError for a feature that the models here lack, or for a size that a degree does not
+    divide. The message names it.
     """
     provider = settings.model.provider
     shape = read_shape(hf_config, layer_spec=layer_spec, vocab_multiple=topology.tensor_size, provider=provider)
@@ -91,12 +95,14 @@ def model_shape(
 
 
 def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1, provider: str = "native") -> ModelShape:
-    """Return the shape of a Hugging Face config, before any division over ranks.
+    """Return the sizes and features of a Hugging Face config, before any division over ranks.
 
+    layer_spec: "transformer_engine" or "torch", whose layers are built.
     vocab_multiple: the vocabulary is padded to a multiple of it.
-    provider: ``model.provider``.
+    provider: ``model.provider``, "native" or "bridge".
 
-    Raises ConfigError that names a feature that Megatron-Core, or the model here, cannot express.
+    Raises ConfigError for a feature that Megatron-Core, or the model built here, lacks. The message
+    names it.
     """
     if provider == "bridge":
         from megatron_rl.model.bridge.family import bridged_shape
@@ -127,14 +133,20 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1, prov
 
 
 def angle_kinds(hf_config: Any) -> tuple[str | None, ...]:
-    """Return each layer's kind of rotary parameters (OLMo 3, Gemma 3); None for each layer if all share them."""
+    """Return each layer's key in ``rope_parameters``, which has one entry per kind of layer in OLMo 3 and Gemma 3.
+
+    If all layers share the rotary parameters, each layer's item is None.
+    """
     if FULL in hf_config.rope_parameters:
         return tuple(hf_config.layer_types)
     return (None,) * hf_config.num_hidden_layers
 
 
 def rotary_tables(hf_config: Any, head_dim: int, *, turns_partly: bool = False) -> dict[str | None, torch.Tensor]:
-    """Return the ``inverse_frequencies`` of each of ``angle_kinds``; ConfigError is raised as there."""
+    """Return {kind of layer: rotary inverse frequencies} for the kinds of ``angle_kinds``.
+
+    Raises ConfigError as ``inverse_frequencies`` does.
+    """
     return {
         kind: inverse_frequencies(hf_config, head_dim, kind, turns_partly=turns_partly)
         for kind in dict.fromkeys(angle_kinds(hf_config))
@@ -148,15 +160,17 @@ def _rope(hf_config: Any, kind: str | None) -> dict[str, Any]:
 def inverse_frequencies(
     hf_config: Any, head_dim: int, layer_kind: str | None = None, *, turns_partly: bool = False
 ) -> torch.Tensor:
-    """Return the rotary inverse frequencies, float32, as transformers computes them: one for each pair that turns.
+    """Return float32 rotary inverse frequencies as transformers computes them, one for each rotated pair of columns.
 
-    There are head_dim / 2 of them, or fewer under ``partial_rotary_factor``: the rest of each head
-    does not turn (Megatron-Core 0.16.1 ``rope_utils.py``).
+    There are head_dim / 2 of them, or fewer under ``partial_rotary_factor``. Then the rest of each
+    head is not rotated (Megatron-Core 0.16.1 ``rope_utils.py``).
 
-    layer_kind: one of ``angle_kinds``.
-    turns_partly: whether the model's family, also a bridged one, reads ``partial_rotary_factor``.
+    layer_kind: an item of ``angle_kinds``; None if all layers share the rotary parameters.
+    turns_partly: whether the model's family, a built-in one or one of Megatron-Bridge, reads
+        ``partial_rotary_factor``.
 
-    Raises ConfigError for any scaling but default, linear, llama3 and yarn.
+    Raises ConfigError for any scaling but default, linear, llama3 and yarn, and for a partial
+    factor that is not supported.
     """
     rope = _rope(hf_config, layer_kind)
     kind = rope["rope_type"]
@@ -186,10 +200,10 @@ def _turns_partly(hf_config: Any) -> bool:
 
 
 def _checked(frequencies: torch.Tensor, rope: dict[str, Any], head_dim: int) -> torch.Tensor:
-    """Return transformers' frequencies in float32; raise ConfigError unless they are finite, and one for each pair.
+    """Return rotary frequencies in float32. Raises ConfigError unless they are finite, and head_dim / 2 in number.
 
-    There may be another number of them, since transformers' functions also read ``head_dim`` and
-    ``partial_rotary_factor``.
+    Transformers' functions may compute another number of them, since they also read ``head_dim``
+    and ``partial_rotary_factor`` from the config.
     """
     if not frequencies.isfinite().all():
         raise ConfigError(f"rope_parameters={quoted(dict(rope), 200)} give frequencies that are NaN or infinite")
@@ -202,7 +216,9 @@ def _checked(frequencies: torch.Tensor, rope: dict[str, Any], head_dim: int) -> 
 
 
 def _scaled(hf_config: Any, kind: str | None) -> tuple[torch.Tensor, float]:
-    """Return transformers' inverse frequencies and attention factor of a config with one of ``SCALINGS``.
+    """Return transformers' inverse frequencies and attention factor of a config whose scaling is in ``SCALINGS``.
+
+    kind: an item of ``angle_kinds``.
 
     Raises ConfigError if transformers cannot compute them.
     """
@@ -219,15 +235,18 @@ def _scaled(hf_config: Any, kind: str | None) -> tuple[torch.Tensor, float]:
 
 
 def softmax_scale(hf_config: Any, head_dim: int, kind: str | None = None) -> float | None:
-    """Return the factor on attention's scores; None for 1 / sqrt(head_dim).
+    """Return the factor on the attention scores; None for 1 / sqrt(head_dim).
 
-    kind: one of ``angle_kinds``.
+    kind: an item of ``angle_kinds``.
 
     Gemma's config class has ``query_pre_attn_scalar``, used in place of head_dim; no other family's
     module reads the field. Yarn (Peng et al., 2023, arXiv:2309.00071, section 3.4) multiplies
     cosines and sines of q and of k by its attention factor (default ``0.1 · ln(factor) + 1``). Here
-    the whole head turns, so each score is multiplied by the factor's square. Megatron-Core's fused
-    rotary kernel takes no factor (0.16.1 ``rope_utils.py``), so the scores take it.
+    the whole head is rotated, so each score is multiplied by the factor's square. Megatron-Core's
+    fused rotary kernel takes no such factor (0.16.1 ``rope_utils.py``), so the scores are
+    multiplied by the square instead.
+
+    Raises ConfigError if the attention factor is not a finite number above 0.
     """
     name = "query_pre_attn_scalar"
     scalar = hf_config.to_dict()[name] if name in class_fields(type(hf_config)) else None

@@ -1,16 +1,18 @@
 """Multi-latent attention (DeepSeek-V3) on Megatron-Core's MLASelfAttention, with rotary angles by token positions.
 
 Rotary angles: Megatron-Core (read, 0.16.1 ``transformer/multi_latent_attention.py``) computes them
-within each layer, from a table that begins at position 0. It turns neighbours in pairs, as
-transformers does under ``rope_interleave``. Here each layer's rotary embedding gives the angles of
-the packed tokens' positions (model/rotary.py), so that prompts may be shared.
+within each layer, from a table that begins at position 0. It rotates each pair of neighbouring
+columns, as transformers does under ``rope_interleave``. Here each layer's rotary embedding gives
+the angles of the packed tokens' own positions (model/rotary.py). So samples may share one copy of
+their prompt.
 
-Projections to the latents: Megatron-Core's local spec splits them over tensor ranks and gathers
-their outputs. Backward of the gather keeps only a rank's own columns. But all heads share the turned
-part of k, and each rank's gradient of it covers only its own heads, so the other ranks' share would
-be lost. Here these projections are whole on every rank, as in Transformer Engine's spec. Under
-sequence parallelism each rank projects its own tokens, the gather along the sequence sums gradients,
-and finalize sums the weights' gradients.
+Projections to the latents: Megatron-Core's local spec splits their weights over tensor ranks and
+gathers their outputs. In backward the gather keeps only the gradient of the rank's own columns. But
+all heads share the rotated part of k, and each rank's gradient of that part covers only its own
+heads. So the other ranks' contributions would be lost. Here these weights are whole on every tensor
+rank, as in Transformer Engine's spec. Under sequence parallelism each rank projects its own tokens,
+and backward of the gather along the sequence sums the gradients. Megatron-Core's
+``finalize_model_grads`` then sums the weights' gradients over tensor ranks.
 """
 
 from __future__ import annotations
@@ -57,10 +59,15 @@ _BUILT_BY_SPEC = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_l
 
 
 def latent_fields(shape: ModelShape, hf_config: Any, extra: dict[str, Any]) -> dict[str, Any]:
-    """Return MLATransformerConfig's fields of a shape with latents. extra: the user's fields.
+    """Return {field: value} of Megatron-Core's MLATransformerConfig for a model with multi-latent attention.
 
-    Megatron-Core scales the scores by mscale² / sqrt(width of q); under yarn mscale = 0.1 ·
-    mscale_all_dim · ln(factor) + 1.
+    extra: the user's ``megatron.transformer`` fields.
+
+    Megatron-Core multiplies the attention scores by mscale² / sqrt(width of q). Under yarn mscale =
+    0.1 · mscale_all_dim · ln(factor) + 1.
+
+    Raises ConfigError for ``apply_rope_fusion=true``, and for values wider than keys in Transformer
+    Engine's layers.
     """
     if extra.get("apply_rope_fusion"):
         raise ConfigError(
@@ -92,14 +99,14 @@ def latent_fields(shape: ModelShape, hf_config: Any, extra: dict[str, Any]) -> d
 
 
 class LatentRotary(PackedRotary):
-    """Gives a latent attention its tokens' rotary angles, and the factor on cos and sin."""
+    """Computes the rotary angles of a latent attention's tokens, and returns the factor on cos and sin with them."""
 
     def __init__(self, inv_freq: torch.Tensor, factor: float):
         super().__init__(inv_freq)
         self.factor = factor
 
     def forward(self, position_ids: torch.Tensor, *_, **__) -> tuple[torch.Tensor, float]:
-        """Return [T, 1, rope_head_dim], the angles of tokens at ``position_ids`` [T], and the factor."""
+        """Return the angles [T, 1, rope_head_dim] of tokens at ``position_ids`` [T], and the factor on cos and sin."""
         return super().forward(position_ids), self.factor
 
 
@@ -115,14 +122,15 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 class SpecifiedLatentAttention(MLASelfAttention):
-    """Builds the norms and projections that its spec names, and no others.
+    """Builds multi-latent attention with the norms and projections that its spec names, and no others.
 
-    0.16.1 takes the spec's norms. If queries have no latents, Megatron-Core 0.19.2
-    (``transformer/mla_qk_norm_config.py``) would add a norm before their projection; Moonlight, such
-    a model, has none.
+    Megatron-Core 0.16.1 takes the spec's norms. For queries without latents, 0.19.2
+    (``transformer/mla_qk_norm_config.py``) would add a norm before the projection of the queries.
+    Moonlight, a model without query latents, has no such norm.
 
-    The class is built under ``rope_type="rope"``, since the table of "yarn" needs pinned memory. It
-    computes under "yarn": then the rotary embedding returns angles and a factor on cos and sin.
+    The constructor runs under ``rope_type="rope"``, since Megatron-Core's table for "yarn" needs
+    pinned memory. Afterwards ``rope_type`` is "yarn". Then Megatron-Core's forward expects the
+    rotary embedding to return angles and a factor on cos and sin.
     """
 
     def __init__(self, config: MLATransformerConfig, *args, **kwargs):
@@ -136,7 +144,8 @@ class SpecifiedLatentAttention(MLASelfAttention):
 class EngineLatentAttention(SpecifiedLatentAttention):
     """Computes Megatron-Core's multi-latent attention with Transformer Engine's modules.
 
-    It was run on a stand-in of these modules, not on a GPU. ``give_latent_rotary`` sets its angles.
+    It was tested with a stand-in for these modules, not on a GPU. ``give_latent_rotary`` sets the
+    rotary embedding after construction.
     """
 
     def __init__(self, config: MLATransformerConfig, *args, **kwargs):
@@ -155,9 +164,10 @@ class EngineLatentAttention(SpecifiedLatentAttention):
         packed_seq_params: PackedSequences | None = None,
         **kwargs,
     ):
-        """Return q, k, v and the latents; the sequences' bounds are hidden, so that each token gets its own angles.
+        """Return q, k, v and the latents, with the sequences' bounds (cu_seqlens) hidden from Megatron-Core's method.
 
-        With bounds Megatron-Core would take the angles for a table of positions, and cut it.
+        With bounds that method would take the rotary angles for a table by position, and slice it
+        for each sequence. Without bounds it gives each token the angle computed for that token.
         """
         unbounded = dataclasses.replace(
             packed_seq_params,
@@ -170,7 +180,7 @@ class EngineLatentAttention(SpecifiedLatentAttention):
 
 
 class LatentAttention(SpecifiedLatentAttention):
-    """Computes multi-latent attention with torch's modules: [T, 1, hidden] → the same."""
+    """Computes multi-latent attention with torch's modules; input and output are hidden states [T, 1, hidden]."""
 
     def __init__(self, config: MLATransformerConfig, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
@@ -183,12 +193,18 @@ class LatentAttention(SpecifiedLatentAttention):
             self.q_layernorm.eps = LATENT_NORM_EPS
 
     def _run_core_attention(self, query, key, value, attention_mask, attn_mask_type=None, **given):
-        """Run torch's attention, which pads values itself; Megatron-Core 0.19.2 would cut them to the keys' width."""
+        """Return the output of torch's attention, which itself pads values that are narrower than the keys.
+
+        Megatron-Core 0.19.2's method, overridden here, would cut wider values to the keys' width.
+        """
         return self.core_attention(query, key, value, attention_mask, attn_mask_type=attn_mask_type, **given)
 
 
 def put_latent_attention(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
-    """Give every layer of a block multi-latent attention, in place."""
+    """Replace the attention in the spec of every layer of a block by multi-latent attention, in place.
+
+    layer_spec: "transformer_engine" or "torch", whose modules are taken.
+    """
     for layer in spec.layer_specs:
         parts = layer.submodules
         if layer_spec == "transformer_engine":
@@ -217,7 +233,10 @@ def _torch_attention() -> ModuleSpec:
 
 
 def _engine_parts(plain: ModuleSpec) -> tuple[type, ModuleSpec]:
-    """Return Transformer Engine's norm before attention and its multi-latent attention, with ``plain``'s core."""
+    """Return two modules of Transformer Engine's layer: the norm before attention, and multi-latent attention.
+
+    plain: the attention's spec before the change; its core attention is kept.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     found = get_gpt_layer_with_transformer_engine_spec(multi_latent_attention=True, qk_layernorm=True).submodules
@@ -227,7 +246,11 @@ def _engine_parts(plain: ModuleSpec) -> tuple[type, ModuleSpec]:
 
 
 def give_latent_rotary(model: GPTModel, frequencies: torch.Tensor, factor: float) -> None:
-    """Have every latent attention of a model take its rotary angles by the positions that come with the tokens."""
+    """Make every latent attention of a model compute rotary angles from the tokens' own positions.
+
+    frequencies: float32 [rope_head_dim / 2], the inverse frequencies.
+    factor: multiplies cos and sin.
+    """
     for module in model.modules():
         if isinstance(module, MLASelfAttention):
             module.rotary_pos_emb = LatentRotary(frequencies, factor)

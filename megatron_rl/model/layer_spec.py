@@ -1,4 +1,4 @@
-"""The modules of a transformer layer: Transformer Engine's if they can be built, else torch's."""
+"""The spec of a transformer layer's modules: Transformer Engine's modules if they can be built, else torch's."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Computes the norm in float32 and casts it back, as Hugging Face's Qwen2RMSNorm and LlamaRMSNorm do.
+    """Computes an RMS norm in float32, rounds it to the input's dtype, and multiplies it by the weight.
 
-    Both round before the product with the weight, and after it. On a GPU torch's fused kernel rounds
-    only after it. Megatron-Core's wrapper of torch's norm refuses sequence parallelism. Here the mark
-    on the weight is enough for finalize to sum its gradient.
+    Hugging Face's Qwen2RMSNorm and LlamaRMSNorm do the same, so they round before the product with
+    the weight and after it. On a GPU torch's fused kernel rounds only after the product.
+
+    Megatron-Core's wrapper of torch's norm refuses sequence parallelism. Here the weight has the
+    attribute ``sequence_parallel``. That is enough for Megatron-Core's ``finalize_model_grads`` to
+    sum its gradient over tensor ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
@@ -44,10 +47,11 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def choose_layer_spec(setting: str, dtype: str) -> str:
-    """Return "transformer_engine" or "torch" for ``model.layer_spec``.
+    """Return "transformer_engine" or "torch", the modules that the setting ``model.layer_spec`` means here.
 
-    ``auto`` takes torch for float32: Transformer Engine's attention has kernels for packed sequences in half precision
-    only. Raises ConfigError if Transformer Engine is demanded and cannot be used.
+    ``auto`` is Transformer Engine if it can be used, except in float32. Its attention takes packed
+    sequences only in half precision. Raises ConfigError if the setting demands Transformer Engine
+    and it cannot be used.
     """
     if setting == "torch" or (setting == "auto" and dtype == "float32"):
         return "torch"
@@ -64,15 +68,16 @@ def choose_layer_spec(setting: str, dtype: str) -> str:
 def block_spec(
     config: TransformerConfig, kind: str, layers: Sequence[int], *, share_prompts: bool = False
 ) -> TransformerBlockSubmodules:
-    """Return the submodules of a stage's block: dense layers and mixtures of experts.
+    """Return the spec of a pipeline stage's block of layers, dense ones and mixtures of experts.
 
-    layers: the layers' numbers in the whole model.
-    share_prompts: whether Transformer Engine's layers must take samples that share a prompt;
-        torch's layers always can.
+    kind: "transformer_engine" or "torch", whose modules are taken.
+    layers: the layers' numbers in the whole model, from 0.
+    share_prompts: whether Transformer Engine's layers must take samples that share one copy of
+        their prompt; torch's layers always can.
 
-    Transformer Engine's experts are grouped linears, and the norm before a mixture is a module of
-    its own. Both have run on a stand-in of its modules (tests/equality/test_transformer_engine.py),
-    not on a GPU.
+    With Transformer Engine a layer's experts are grouped linears, and the norm before a mixture is
+    a separate module. Both were tested with a stand-in for its modules
+    (tests/equality/test_transformer_engine.py), not on a GPU.
     """
     mixtures = config.moe_layer_freq  # Megatron-Core's default of 1 is every layer
     is_mixture = [isinstance(mixtures, int) or bool(mixtures[layer]) for layer in layers]
@@ -84,9 +89,10 @@ def block_spec(
 
 
 def _layer_spec(config: TransformerConfig, kind: str, is_mixture: bool, *, share_prompts: bool) -> ModuleSpec:
-    """Return the submodules of one layer.
+    """Return the spec of one layer.
 
-    is_mixture: whether its MLP is a mixture of experts; without experts in the model it is dense anyway.
+    is_mixture: whether the layer's MLP is a mixture of experts. If the model has no experts, the
+        MLP is dense in either case.
     """
     experts = config.num_moe_experts if is_mixture else None
     mixture = dict(num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm)
@@ -109,7 +115,10 @@ def _layer_spec(config: TransformerConfig, kind: str, is_mixture: bool, *, share
 
 
 def mlp_spec(module: type[MLP], linear_fc1: type, linear_fc2: type) -> ModuleSpec | Callable[..., MLP]:
-    """Return an MLP with these linears as a layer's ``mlp`` field takes it: 0.16.1 a ModuleSpec, 0.19.2 a function."""
+    """Return the value of a layer spec's ``mlp`` field for an MLP class and the classes of its two linears.
+
+    Megatron-Core 0.16.1 takes a ModuleSpec, 0.19.2 a function that builds the MLP.
+    """
     parts = MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=linear_fc2)
     if hasattr(module, "as_mlp_submodule"):
         return functools.partial(module.as_mlp_submodule, submodules=parts)
@@ -117,17 +126,17 @@ def mlp_spec(module: type[MLP], linear_fc1: type, linear_fc2: type) -> ModuleSpe
 
 
 def settle_expert_biases(model: torch.nn.Module) -> None:
-    """Mend the biases of the experts' down projections: their product, and their marks.
+    """Correct how Megatron-Core adds and reduces the biases of the experts' down projections.
 
     Experts with biases are whole on every rank (0.16.1 ``transformer_config.py``: expert tensor
     size 1), so a down projection has nothing to reduce. Then Megatron-Core's linear returns a view
-    of the product, and its MLP may not add the bias to a view. ``explicit_expert_comm`` avoids the
-    view. Two marks of the bias are wrong as well:
+    of the product, to which its MLP cannot add the bias in place. ``explicit_expert_comm=True``
+    avoids the view. Two attributes of the bias are wrong as well:
 
-    - ``sequence_parallel`` would sum its gradient over tensor ranks, but an expert's gradient is
-      reduced over the ranks that hold the expert.
-    - Without ``tensor_model_parallel`` the gradient norm would count one tensor rank's bias, but
-      the ranks hold different experts.
+    - ``sequence_parallel=True`` would sum the bias's gradient over tensor ranks. But an expert's
+      gradient is reduced over the ranks that hold the expert.
+    - Without ``tensor_model_parallel=True`` the gradient norm would count the bias of one tensor
+      rank only. But the ranks hold different experts.
     """
     for module in model.modules():
         if isinstance(module, tensor_parallel.RowParallelLinear) and module.is_expert and module.bias is not None:

@@ -1,10 +1,10 @@
-"""``megatron.{transformer,ddp,optimizer}.*``: a user's fields as values of the installed Megatron-Core's classes.
+"""The conversion of a user's ``megatron.{transformer,ddp,optimizer}.*`` to values of Megatron-Core's classes.
 
-Every field of the installed version is accepted, except the fields that the seam owns and the
+Every field of the installed version is accepted, except fields that this package sets itself and
 fields of features that cannot work here. Each refusal gives its reason. YAML has no dtypes and no
-enums, so the field's type decides: "bfloat16" becomes torch.bfloat16, and a name becomes an enum's
-member. A value of another type is refused. A field whose type has no null keeps its default under
-null.
+enums, so the field's declared type decides: "bfloat16" becomes torch.bfloat16, and a name becomes
+an enum's member. A value of another type is refused. If a field's type does not include None, null
+keeps the field's default.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ OFF = (None, False, 0, "", "none")  # values that leave a feature of Megatron-Co
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Refusals:
-    """Holds the fields of one class that may not be set, each with its reason.
+    """Holds the fields of one configuration class that a user may not set, each with the reason.
 
-    owned:       fields that the seam or another key sets; no value is accepted.
-    unsupported: features that do not work here; only values that leave the feature off, and
-                 Megatron-Core's default, are accepted.
+    owned: fields that this package or another setting decides; no value is accepted.
+    unsupported: fields of features that do not work here. Only Megatron-Core's default, and values
+        that leave the feature off, are accepted.
     """
 
     owned: Mapping[str, str]
@@ -38,13 +38,20 @@ class Refusals:
 
     @classmethod
     def of(cls, config: type, *, owned: Mapping[str, str], unsupported: Mapping[str, str]) -> Refusals:
-        """Return the refusals of the fields that ``config`` has: Megatron-Core's releases differ (0.16.1, 0.19.2)."""
+        """Return the refusals of those fields that the class ``config`` has.
+
+        Megatron-Core's releases (0.16.1, 0.19.2) have different fields.
+        """
         known = {field.name for field in dataclasses.fields(config)}
         owned, unsupported = ({x: why for x, why in part.items() if x in known} for part in (owned, unsupported))
         return cls(owned=owned, unsupported=unsupported)
 
     def refuse(self, name: str, value: Any, section: str, default: Any) -> None:
-        """Raise ConfigError if the field may not have this value. default: Megatron-Core's default."""
+        """Raise ConfigError if the field ``name`` may not have the value ``value``.
+
+        section: the setting that holds the field, for the message.
+        default: Megatron-Core's default of the field.
+        """
         off = value in OFF or value in ([], (), default)
         reason = self.owned.get(name) or ("" if off else self.unsupported.get(name))
         if reason:
@@ -52,11 +59,12 @@ class Refusals:
 
 
 def resolve_fields(users: Mapping[str, Any], cls: type, section: str, refusals: Refusals) -> dict[str, Any]:
-    """Return the user's fields with values of the types that ``cls`` declares.
+    """Return the user's fields with their values converted to the types that ``cls`` declares.
 
     users: the user's fields and values.
     cls: a configuration class of the installed Megatron-Core.
-    section: the key of ``users``, for messages.
+    section: the setting that holds ``users``, for messages.
+    refusals: the fields that may not be set.
 
     Raises ConfigError for an unknown field, a refused field, and a value of a wrong type.
     """
@@ -82,7 +90,7 @@ def resolve_fields(users: Mapping[str, Any], cls: type, section: str, refusals: 
 
 
 def _read(value: Any, hint: Any) -> list[Any]:
-    """Return [value], converted to the type that ``hint`` declares; [] if the type has no such value."""
+    """Return [value], with the value converted to the type that ``hint`` declares; [] if the type has no such value."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return next((found for part in parts if (found := _read(value, part))), [])
@@ -104,7 +112,7 @@ def _read(value: Any, hint: Any) -> list[Any]:
 
 
 def _words(hint: Any) -> list[str]:
-    """Return the values that a type hint admits, in words for a message."""
+    """Return descriptions of the values that a type hint admits, for an error message."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return [word for part in parts for word in _words(part)]

@@ -1,4 +1,8 @@
-"""The parts of a model's layers: plain parts here, row-invariant parts under ``rollout.bitwise``."""
+"""The choice of the modules and functions of a model's layers: plain ones, or row-invariant ones.
+
+Row-invariant ones are taken under ``rollout.bitwise`` (model/invariant/parts.py). They give a row
+the same bits whatever other rows are computed with it.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +33,20 @@ class Parts(Protocol):
 
     @property
     def layer_spec(self) -> str:
-        """Return "transformer_engine" or "torch"; raise ConfigError if the wanted layers cannot be built."""
+        """Return "transformer_engine" or "torch", whose modules the layers are made of.
+
+        Raises ConfigError if the setting demands modules that cannot be built here.
+        """
 
     @property
     def logprob_kernel(self) -> AskedKernel:
-        """Return the name of the kernel that computes on the model's logits (logprob/chunks.py)."""
+        """Return the name of the kernel that computes log-probs from logits (logprob/chunks.py)."""
 
     def require_shown(self, shape: ModelShape) -> None:
-        """Raise ConfigError if the parts were not tested with this model, or on such a host."""
+        """Raise ConfigError if these modules were not tested with this model, or not on this kind of host."""
 
     def activation(self, shape: ModelShape) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the gate's activation."""
+        """Return the activation function of the MLP's gate, which takes and returns a tensor."""
 
     def block_spec(
         self,
@@ -50,14 +57,19 @@ class Parts(Protocol):
         *,
         shares: bool,
     ) -> TransformerBlockSubmodules:
-        """Return the submodules of a stage's block of ``layers``. shares: whether prompts may be shared."""
+        """Return the spec of a pipeline stage's block of layers.
+
+        layers: the layers' numbers in the whole model, from 0.
+        angles: the model's rotary frequencies.
+        shares: whether samples may share one copy of their prompt.
+        """
 
     def give_inputs(self, model: GPTModel, shape: ModelShape, hf_config: Any, angles: Angles, *, shares: bool) -> None:
-        """Give a chunk its rotary angles, and its embedding the factor that some families have."""
+        """Set up a chunk's rotary embedding, and the factor by which some families multiply the embeddings."""
 
 
 def parts_of(settings: ModelSettings) -> Parts:
-    """Return the parts of a run's models."""
+    """Return the row-invariant ``Parts`` if ``rollout.bitwise`` is true, else the plain ones."""
     match settings.bitwise:
         case True:
             from megatron_rl.model.invariant.parts import InvariantParts
@@ -72,9 +84,10 @@ def parts_of(settings: ModelSettings) -> Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainParts:
-    """Gives torch's and Transformer Engine's parts, and the parts that some families add.
+    """Gives the modules of torch's or Transformer Engine's layers, and the modules that some families need.
 
-    may_turn: whether a core attention may apply the rotary angles itself.
+    may_turn: whether the core attention may apply the rotary angles itself. It may not if the user
+        sets ``apply_rope_fusion``.
     """
 
     model: ModelConfig
@@ -92,7 +105,7 @@ class PlainParts:
         pass
 
     def activation(self, shape: ModelShape) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return gelu (Gemma), ``quick_gelu`` (gpt-oss, whose gate and up are bounded), else SiLU."""
+        """Return gelu (tanh form) for Gemma, ``quick_gelu`` for gpt-oss, whose gate and up are clamped, else SiLU."""
         if shape.gelu:
             return partial(F.gelu, approximate="tanh")
         if shape.swiglu_limit:
@@ -110,7 +123,11 @@ class PlainParts:
         *,
         shares: bool,
     ) -> TransformerBlockSubmodules:
-        """Return the submodules of a stage's block, changed as the model's family needs."""
+        """Return the spec of a pipeline stage's layers, changed as the model's family needs.
+
+        A family may need other norms, attention sinks, attention within chunks, or latent
+        attention.
+        """
         spec = block_spec(transformer, shape.layer_spec, layers, share_prompts=shares)
         if shape.sinks:
             from megatron_rl.model.gpt_oss import put_gpt_oss_layers
@@ -135,7 +152,7 @@ class PlainParts:
         return spec
 
     def give_inputs(self, model: GPTModel, shape: ModelShape, hf_config: Any, angles: Angles, *, shares: bool) -> None:
-        """Give a chunk its rotary angles and its embedding its factor (model/positions.py ``give_inputs``)."""
+        """Set up a chunk's rotary embedding and its factor on the embeddings (model/positions.py ``give_inputs``)."""
         packed = shape.layer_spec == "torch" or shares
         half = half_on_gpu(self.model.dtype)
         turning = turning_attention(shape, half=half, shares=shares) if self.may_turn else None

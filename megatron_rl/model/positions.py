@@ -1,4 +1,4 @@
-"""A model's rotary angles and its embedding's factor, and the ways in which layers and hosts apply the angles."""
+"""The set-up of a model's rotary angles and of the factor on its embeddings, by family, kind of layers and host."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 
 
 def half_on_gpu(dtype: str) -> bool:
-    """Return whether torch's layers use fused kernels: in bfloat16 on a GPU. In float32 they are the reference."""
+    """Return whether torch's layers use fused kernels: True for bfloat16 on a GPU.
+
+    In float32 torch's layers compute without fused kernels, as the reference.
+    """
     return HOST.is_cuda and dtype == "bfloat16"
 
 
 def angles_of(hf_config: Any, shape: ModelShape) -> Angles:
-    """Return the rotary angles of a Hugging Face config's model."""
+    """Return the rotary inverse frequencies, on this device, of the model that a Hugging Face config describes."""
     if shape.kv_lora_rank:
         frequencies, factor = latent_angles(hf_config, shape)
         return Angles(tables={None: frequencies.to(HOST.device)}, factor=factor)
@@ -33,7 +36,8 @@ def angles_of(hf_config: Any, shape: ModelShape) -> Angles:
 def turning_attention(shape: ModelShape, *, half: bool, shares: bool) -> type[torch.nn.Module] | None:
     """Return the core attention class that applies the rotary angles itself; None if Megatron-Core applies them.
 
-    half: ``half_on_gpu``. shares: whether prompts may be shared.
+    half: whether torch's layers use fused kernels (``half_on_gpu``).
+    shares: whether samples may share one copy of their prompt.
     """
     if shape.layer_spec == "transformer_engine":
         if not shares:
@@ -53,10 +57,10 @@ def give_inputs(
     packed: bool,
     turning: type[torch.nn.Module] | None,
 ) -> None:
-    """Give a model its rotary angles, and a first stage's embedding its factor.
+    """Set up a chunk's rotary embedding, and on a first stage the factor on the embeddings (Gemma).
 
-    packed: whether angles follow the positions that come with the tokens, not Megatron-Core's table;
-        latent attention's angles and angles by kind of layer always do.
+    packed: whether angles come from the tokens' own positions, instead of Megatron-Core's table.
+        With latent attention, or angles by kind of layer, they always do.
     turning: the core attention class that applies the angles; None if Megatron-Core applies them.
     """
     if shape.scaled_embedding and model.pre_process:

@@ -1,10 +1,10 @@
-"""Layers with norms after attention and MLP, made of Megatron-Core's parts: OLMo 2 and 3, Gemma 3.
+"""Layers with norms after attention and MLP, made of Megatron-Core's modules, for OLMo 2, OLMo 3 and Gemma 3.
 
 Megatron-Core 0.16.1 norms the inputs of attention and MLP, and each head of q and k. OLMo norms the
-outputs of attention and MLP instead, before they are added to the residual stream, and norms q and k
+outputs of attention and MLP instead, before they are added to the residual stream. It norms q and k
 over all heads together (OLMo 2, arXiv:2501.00656, section 2; transformers 5.19
-``Olmo2DecoderLayer``). Gemma 3 norms inputs and outputs, and multiplies by 1 + weight (transformers
-5.19 ``Gemma3DecoderLayer``).
+``Olmo2DecoderLayer``). Gemma 3 norms both inputs and outputs, and its norms multiply by 1 + weight
+(transformers 5.19 ``Gemma3DecoderLayer``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint 
 
 
 class WideRMSNorm(torch.nn.RMSNorm):
-    """Computes the norm and its product with the weight in float32 and rounds once.
+    """Computes an RMS norm and its product with the weight in float32, and rounds only the result.
 
     Hugging Face's Olmo2RMSNorm and GptOssRMSNorm do the same.
     """
@@ -45,14 +45,20 @@ class WideRMSNorm(torch.nn.RMSNorm):
         return torch.nn.functional.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Return the weight, the same on all ranks, for ``dist_checkpointing``; MLP's method calls this one."""
+        """Return {key: ShardedTensor} of the weight, which every rank holds whole, for ``dist_checkpointing``.
+
+        Megatron-Core's MLP calls this method of its submodules.
+        """
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets
         )
 
 
 class _SumOverTensorRanks(torch.autograd.Function):
-    """Sums over tensor ranks; backward sums the gradients, since every rank's output depends on the sum."""
+    """Sums a tensor over tensor ranks.
+
+    Backward sums the gradients over tensor ranks too, since every rank's output depends on the sum.
+    """
 
     @staticmethod
     def forward(ctx, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -69,7 +75,9 @@ class _SumOverTensorRanks(torch.autograd.Function):
 
 
 class ProjectionNorm(torch.nn.Module):
-    """Computes an RMS norm over all heads of q or k, on all tensor ranks together: [T, 1, h, d] → the same.
+    """Computes an RMS norm of q or k over all heads of all tensor ranks together.
+
+    Input and output are [T, 1, h, d], with the h heads of this tensor rank.
 
     weight: [h·d], this rank's shard of the norm's weight.
     """
@@ -89,7 +97,10 @@ class ProjectionNorm(torch.nn.Module):
         return (normed * self.weight.float().view(x.shape[-2:])).to(x.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Return the weight under its global shape for ``dist_checkpointing``, so that another layout loads it."""
+        """Return {key: ShardedTensor} of the weight under its global shape, for ``dist_checkpointing``.
+
+        So another parallel layout can load it.
+        """
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -101,7 +112,10 @@ class ProjectionNorm(torch.nn.Module):
 
 
 class ShiftedRMSNorm(WideRMSNorm):
-    """Computes the norm times 1 + weight in float32 and rounds once, as Hugging Face's norms of Gemma 1 and 3 do."""
+    """Computes an RMS norm and its product with 1 + weight in float32, and rounds only the result.
+
+    Hugging Face's norms of Gemma 1 and 3 do the same.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(
@@ -124,7 +138,7 @@ class PostNormAttention(SelfAttention):
 
 
 class ProjectionNormAttention(PostNormAttention):
-    """Computes attention over q and k normed as whole projections, and norms its output [T, 1, hidden]."""
+    """Norms q and k over all heads together, computes attention, and norms its output [T, 1, hidden] (OLMo 2)."""
 
     def __init__(self, config: TransformerConfig, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
@@ -134,7 +148,7 @@ class ProjectionNormAttention(PostNormAttention):
 
 
 class ShiftedPostNormAttention(PostNormAttention):
-    """Computes attention and norms its output times 1 + weight [T, 1, hidden]."""
+    """Computes attention, and norms its output [T, 1, hidden] by a norm that multiplies by 1 + weight (Gemma 3)."""
 
     norm = ShiftedRMSNorm
 
@@ -154,15 +168,17 @@ class PostNormMLP(MLP):
 
 
 class ShiftedPostNormMLP(PostNormMLP):
-    """Computes the MLP and norms its output times 1 + weight [T, 1, hidden]."""
+    """Computes the MLP, and norms its output [T, 1, hidden] by a norm that multiplies by 1 + weight (Gemma 3)."""
 
     norm = ShiftedRMSNorm
 
 
 def put_norms_behind(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
-    """Make a block's layers OLMo 2 layers, in place: norms after attention and MLP, and over all of q and k.
+    """Turn the specs of a block's layers into OLMo 2 layers, in place.
 
-    Raises ConfigError for Transformer Engine's layers, whose linears contain the norms before them.
+    They norm the outputs of attention and MLP but not the inputs, and q and k over all heads
+    together. Raises ConfigError for Transformer Engine's layers, whose linear modules include the
+    norms of their inputs.
     """
     if layer_spec != "torch":
         raise ConfigError(
@@ -178,9 +194,11 @@ def put_norms_behind(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
 
 
 def put_norms_around(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
-    """Make a block's layers Gemma 3 layers, in place: norms before and after, times 1 + weight.
+    """Turn the specs of a block's layers into Gemma 3 layers, in place.
 
-    Raises ConfigError for Transformer Engine's layers, whose linears contain the norms before them.
+    They norm inputs and outputs of attention and MLP, and every norm multiplies by 1 + weight.
+    Raises ConfigError for Transformer Engine's layers, whose linear modules include the norms of
+    their inputs.
     """
     if layer_spec != "torch":
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""Rotary angles of packed tokens, a row for each token, in place of Megatron-Core's table of positions.
+"""Rotary angles of packed tokens: one row of angles for each token, instead of Megatron-Core's table by position.
 
-Megatron-Core (read, 0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``) cuts its table
+Megatron-Core (read, 0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``) slices its table
 for every sequence, twice in every layer, and asks the device for the lengths. If the packed
-parameters hold no bounds (cu_seqlens), it applies the angles that it is given: [T, 1, d] to
-q [T, h, d].
+parameters hold no bounds (cu_seqlens), it applies the angles that it is given: [T, 1, d] to q [T,
+h, d].
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 class Angles:
     """Holds a model's rotary inverse frequencies and the factor on cos and sin.
 
-    tables: float32 [d / 2] on this device, by kind of layer (hf_config.py ``angle_kinds``); the only
-        key is None if all layers share the frequencies.
+    tables: float32 [d / 2] on this device, for each kind of layer (hf_config.py ``angle_kinds``).
+        The only key is None if all layers share the frequencies.
     factor: 1.0 except for latent attention.
     """
 
@@ -34,7 +34,10 @@ class Angles:
 
 
 class NoRotary(torch.nn.Module):
-    """Replaces GPTModel's RotaryEmbedding by nothing: the core attention applies the angles."""
+    """Replaces GPTModel's RotaryEmbedding by a module that returns None.
+
+    It serves core attentions that apply the rotary angles themselves.
+    """
 
     def get_rotary_seq_len(self, *_) -> int:
         return 0
@@ -44,7 +47,9 @@ class NoRotary(torch.nn.Module):
 
 
 class PackedRotary(torch.nn.Module):
-    """Replaces GPTModel's RotaryEmbedding; GPTModel calls the same two methods of it.
+    """Replaces GPTModel's RotaryEmbedding by a module that computes the angles of the tokens' own positions.
+
+    GPTModel calls the two methods below, which RotaryEmbedding has as well.
 
     inv_freq: [d / 2] float32, not a parameter.
     """
@@ -56,7 +61,10 @@ class PackedRotary(torch.nn.Module):
     def get_rotary_seq_len(
         self, inference_context, transformer, transformer_input, transformer_config, packed: PackedSequences
     ):
-        """Return the tokens' positions, which ``forward`` takes; Megatron-Core's method returns a length here."""
+        """Return the tokens' positions, which GPTModel passes to ``forward``.
+
+        Megatron-Core's method of this name returns a length.
+        """
         return packed.position_ids
 
     def forward(self, position_ids: torch.Tensor, *_, **__) -> torch.Tensor:
@@ -66,7 +74,7 @@ class PackedRotary(torch.nn.Module):
 
 
 class RotaryByKind(PackedRotary):
-    """Gives the angles of all kinds of layers; each layer takes the angles of its kind.
+    """Computes the rotary angles of every kind of layer; a hook gives each layer the angles of its own kind.
 
     inv_freq: [kinds, d / 2] float32.
     """
@@ -87,15 +95,15 @@ def give_angles_by_kind(
     tables: Mapping[str, torch.Tensor],
     scales: Mapping[str, float | None],
 ) -> None:
-    """Give each layer its kind's rotary angles and scale of attention scores.
+    """Give each layer the rotary angles and the scale of attention scores of its kind.
 
     kinds: each layer's kind, over all pipeline stages.
     tables: each kind's inverse frequencies [d / 2].
-    scales: each kind's scale; None for 1 / sqrt(d).
+    scales: each kind's scale of attention scores; None for 1 / sqrt(d).
 
     Megatron-Core passes one tensor of angles to all layers, and to attention as the keyword
-    ``rotary_pos_emb`` (0.16.1 and 0.19.2 ``transformer_block.py``). A hook on each attention picks
-    its kind's angles.
+    ``rotary_pos_emb`` (0.16.1 and 0.19.2 ``transformer_block.py``). So a hook on each attention
+    picks the angles of the layer's kind.
     """
     names = list(tables)
     model.rotary_pos_emb = RotaryByKind(torch.stack([tables[name] for name in names]))
@@ -106,9 +114,9 @@ def give_angles_by_kind(
 
 
 def turn_in_attention(model: GPTModel, inv_freq: torch.Tensor, kind: type[torch.nn.Module]) -> None:
-    """Have a model's core attentions of class ``kind`` apply the rotary angles, in place of Megatron-Core.
+    """Make a model's core attentions of class ``kind`` apply the rotary angles; Megatron-Core then applies none.
 
-    inv_freq: [d2 / 2].
+    inv_freq: float32 [d2 / 2], the inverse frequencies of the d2 rotated columns of a head.
     """
     model.rotary_pos_emb = NoRotary()
     for module in model.modules():

@@ -1,14 +1,15 @@
 """Routing replay: a mixture's routers use experts that were chosen elsewhere, weighted by the routers' own logits.
 
 Megatron-Core's router (0.16.1 and 0.19.2, ``transformer/moe/router.py``, TopKRouter.routing) asks
-the object at its attribute ``router_replay`` for top-k scores and experts. It treats them as its own:
-softmax, sigmoid or pre-softmax, normalisation and scaling (``transformer/moe/moe_utils.py``,
-topk_routing_with_score_function). This module sets such an object on each router of a rank. The
-object returns the replayed experts and the router's own scores of these experts. So the gradient
-reaches the router through the gate weights as usual. The choice of experts, which has no gradient,
-is fixed.
+the object at its attribute ``router_replay`` for top-k scores and experts. The router then treats
+them as its own choice: softmax, sigmoid or pre-softmax, normalisation and scaling
+(``transformer/moe/moe_utils.py``, topk_routing_with_score_function).
 
-Method: Rollout Routing Replay (arXiv:2510.11370); replay of the old policy's choice:
+This module sets such an object on each router of a rank. The object returns the replayed experts
+and the router's own scores of these experts. So the gradient reaches the router through the gate
+weights as usual. The choice of experts, which has no gradient, is fixed.
+
+Method: Rollout Routing Replay (arXiv:2510.11370). For replay of the old policy's choice:
 arXiv:2507.18071, section 5.3.
 """
 
@@ -39,9 +40,10 @@ REFUSED_FIELDS: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 def check_routing_replay(replayed: str, transformer: Mapping[str, object], shape: ModelShape) -> None:
-    """Raise ConfigError if the model, or a field of Megatron-Core, does not allow replayed experts.
+    """Raise ConfigError if the model, or a field of Megatron-Core's TransformerConfig, does not allow replayed experts.
 
-    replayed: ``rollout.routing_replay``. transformer: ``megatron.transformer``.
+    replayed: ``rollout.routing_replay``, the source of the experts.
+    transformer: the user's ``megatron.transformer`` fields.
     """
     setting = f"rollout.routing_replay={replayed}"
     if not shape.num_experts:
@@ -64,22 +66,22 @@ def check_routing_replay(replayed: str, transformer: Mapping[str, object], shape
 
 
 Recording = dict[int, tuple[Any, dict[int, torch.Tensor]]]
-"""By ``id``: a micro-batch, and its experts by a layer's index among ``RoutingReplay.layers``, int64 [rows, top_k]."""
+"""Maps a micro-batch's ``id`` to (micro-batch, {index in ``RoutingReplay.layers``: experts, int64 [rows, top_k]})."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _RouterSeam:
-    """Replays experts in one router, as its ``router_replay``.
+    """Gives one router its replayed experts; the router calls it as its ``router_replay``.
 
-    index:    the router's index among the routers of this rank.
-    experts:  int16 [rows, top_k], the experts of the micro-batch in its forward pass; None leaves
-              the choice to the router.
-    waiting:  the experts of micro-batches whose backward pass may recompute the forward pass.
-    is_open:  whether a forward pass is running; a call at another time comes from recomputation.
-    counts:   int64 [2]: how many replayed rows the router would have sent elsewhere, and how many
-              rows were replayed; None does not count.
-    recorded: the router's own choice for the running micro-batch, by ``index``; None does not
-              record.
+    index: the router's index among the routers of this rank.
+    experts: int16 [rows, top_k], the experts of the micro-batch in its forward pass; None leaves
+        the choice to the router.
+    waiting: the experts of micro-batches whose backward pass may recompute the forward pass.
+    is_open: whether a forward pass is running; a call at another time comes from recomputation.
+    counts: int64 [2]: how many replayed rows the router would have sent to other experts, and how
+        many rows were replayed. None if nothing is counted.
+    recorded: receives the router's own choice for the running micro-batch, under ``index``. None if
+        nothing is recorded.
     """
 
     index: int
@@ -97,7 +99,10 @@ class _RouterSeam:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores and experts, [rows, topk] each; name and arguments are Megatron-Core's."""
+        """Return the scores and the indices of the experts that the router is to use, [rows, topk] each.
+
+        Megatron-Core's router calls this method by this name, with these arguments.
+        """
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         experts = self._experts()
         if self.is_open and self.recorded is not None:
@@ -116,10 +121,10 @@ class _RouterSeam:
         return scores.gather(1, chosen), chosen
 
     def _experts(self) -> torch.Tensor | None:
-        """Return the experts of this call's micro-batch.
+        """Return the replayed experts of the micro-batch of this call; None leaves the choice to the router.
 
-        A recomputing call takes the oldest of ``waiting``: in every schedule a chunk's backward
-        passes come in the order of its forward passes.
+        A call from recomputation takes the oldest of ``waiting``. In every schedule a chunk's
+        backward passes come in the order of its forward passes.
         """
         if self.is_open:
             self.waiting.append(self.experts)
@@ -128,15 +133,18 @@ class _RouterSeam:
 
 
 class RoutingReplay:
-    """Gives each micro-batch's experts to the routers of this rank's chunks.
+    """Gives the routers of this rank's chunks each micro-batch's replayed experts.
 
     layers: the number of each router's layer in the whole model, from 0, chunk by chunk.
-    counts: int64 [2] on the device, summed over layers and counted forward passes: how many replayed
-            tokens a router would have sent to other experts, and how many were replayed.
+    counts: int64 [2] on the device, added up over layers and counted forward passes: how many
+        replayed tokens a router would have sent to other experts, and how many were replayed.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Set a ``_RouterSeam`` on every router. Raises ConfigError if Megatron-Core's routers do not take one."""
+        """Set a ``_RouterSeam``, which returns replayed experts, on every router of the chunks.
+
+        Raises ConfigError if Megatron-Core's routers take no such object.
+        """
         self._seams: list[list[_RouterSeam]] = []
         layers: list[int] = []
         for chunk in chunks:
@@ -158,12 +166,12 @@ class RoutingReplay:
 
     @contextlib.contextmanager
     def forward(self, chunk: int, microbatch: Any, experts: torch.Tensor | None, *, counts: bool) -> Iterator[None]:
-        """Have the chunk's routers take a micro-batch's experts within the block.
+        """Make the routers of chunk number ``chunk`` use a micro-batch's experts within the ``with`` block.
 
         microbatch: any object that identifies the micro-batch, the same for all chunks.
-        experts: int16 [layers of this rank, rows, top_k]; −1 leaves a row's choice to the router,
-            None leaves it all choices.
-        counts: whether the pass adds to ``self.counts``.
+        experts: int16 [layers of this rank, rows, top_k]. −1 leaves a row's choice to the router.
+            None leaves all choices to the routers.
+        counts: whether the forward pass adds to ``self.counts``.
         """
         recorded = None
         if self._recorded is not None:
@@ -178,14 +186,14 @@ class RoutingReplay:
                 seam.is_open, seam.experts, seam.recorded = False, None, None
 
     def forget(self) -> None:
-        """Drop the experts that wait for recomputation, at the end of a run of the schedule."""
+        """Discard the experts kept for recomputation; call it when a run of the pipeline schedule ends."""
         for seams in self._seams:
             for seam in seams:
                 seam.waiting.clear()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Recording]:
-        """Record the routers' own choices within the block, in the yielded dict."""
+        """Yield a dict that receives the routers' own choices of experts within the ``with`` block."""
         self._recorded = {}
         try:
             yield self._recorded

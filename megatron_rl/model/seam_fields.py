@@ -1,4 +1,8 @@
-"""The fields of Megatron-Core's TransformerConfig that the token-sum seam and the topology set, for any family."""
+"""The fields of Megatron-Core's TransformerConfig that do not depend on the model's family.
+
+They follow from the token-sum loss (a sum over tokens that nothing divides), from the topology and
+from the user.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ def users_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> dict[str
 
     Raises ConfigError for a setting that this host cannot run. A field of UNCOUNTED_FIELDS, such as
     ``moe_aux_loss_coeff``, may only be 0, false or null (algorithm/signal.py refuses other values).
-    It is then left out, since for Megatron-Core only its default means off.
+    It is then left out, since Megatron-Core takes only the field's default for off.
     """
     extra = transformer_fields(users, lora_rank=lora_rank)
     extra = {name: value for name, value in extra.items() if name not in UNCOUNTED_FIELDS or value}
@@ -38,9 +42,9 @@ def users_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> dict[str
 def seam_fields(
     shape: ModelShape, topology: Topology, *, dtype: str, sequence_parallel: bool, deterministic: bool
 ) -> dict[str, Any]:
-    """Return the fields of parallel sizes, dtypes, the token sum, the schedule and the layers of each stage.
+    """Return {field: value} of TransformerConfig for parallel sizes, dtypes, the token-sum loss and the schedule.
 
-    shape: the model's shape, for the layers of each stage.
+    shape: the model's shape, which holds the number of layers of each stage.
     """
     of_weights = DTYPES[dtype]
     return dict(

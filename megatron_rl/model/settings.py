@@ -12,10 +12,10 @@ from megatron_rl.config import Config, LoraConfig, MegatronConfig, ModelConfig, 
 class ModelSettings:
     """Holds the settings that decide a model's shape, its layers and their division over ranks.
 
-    seed: draws the adapters' initial weights.
-    bitwise: whether log-probs must equal the engine's bit by bit (``rollout.bitwise``).
-    max_prompt_tokens, max_response_tokens: a sample's limits; the division of layers over stages
-        depends on them.
+    seed: the seed of the adapters' initial weights.
+    bitwise: whether log-probs must equal the rollout engine's bit by bit (``rollout.bitwise``).
+    max_prompt_tokens, max_response_tokens: a sample's limits; the division of layers over pipeline
+        stages depends on them.
     """
 
     model: ModelConfig
@@ -31,7 +31,7 @@ class ModelSettings:
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Return the settings of a run's model."""
+        """Return the settings of the model that a run's configuration describes."""
         return cls(
             model=config.model,
             lora=config.lora,

@@ -1,4 +1,4 @@
-"""``megatron.transformer.*``: the user's fields of Megatron-Core's TransformerConfig, and the refused fields."""
+"""The checks of ``megatron.transformer.*``, a user's fields of TransformerConfig, and the fields that are refused."""
 
 from __future__ import annotations
 
@@ -124,9 +124,11 @@ FP8_RECIPES = ("tensorwise", "blockwise", "delayed")
 
 
 def transformer_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> dict[str, Any]:
-    """Return the user's fields with TransformerConfig's types. Raises ConfigError for a refused field or value.
+    """Return the user's fields of TransformerConfig, converted to the types that it declares.
 
     users: ``megatron.transformer``.
+
+    Raises ConfigError for a refused field or value.
     """
     fields = resolve_fields(users, TransformerConfig, "megatron.transformer", REFUSED_TRANSFORMER_FIELDS)
     balancing = fields.get("moe_router_load_balancing_type", "none")
@@ -145,12 +147,14 @@ def transformer_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> di
 
 
 def overruled(settled: Mapping[str, Any], extra: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Return the settled fields, overruled by the user's.
+    """Return {field: value} of TransformerConfig: the settled values, or the user's values in their place where given.
 
-    settled: the fields that the family, the topology and the token-sum seam need.
+    settled: the fields that the family, the topology and the token-sum loss need.
     extra: the user's fields.
+    family: the model's family, for messages.
 
-    Raises ConfigError for a user's value that would change the model.
+    Raises ConfigError for a user's value that would change the model. Only the fields in
+    USERS_CHOICE may differ from ``settled``.
     """
     for name in sorted((settled.keys() & extra.keys()) - USERS_CHOICE):
         if extra[name] != settled[name]:
@@ -162,10 +166,14 @@ def overruled(settled: Mapping[str, Any], extra: Mapping[str, Any], family: str)
 
 
 def build_config(cls: type, settled: dict[str, Any], extra: dict[str, Any], family: str) -> TransformerConfig:
-    """Build Megatron-Core's config from the settled fields, overruled by the user's.
+    """Return Megatron-Core's config, built from the settled fields and the user's fields as ``overruled`` joins them.
 
-    Raises ConfigError if Megatron-Core refuses the fields. The message names the fields that alone
-    cause the same fault, else the fields whose removal mends it, else all of the user's fields.
+    cls: TransformerConfig or a subclass.
+    settled, extra, family: as in ``overruled``.
+
+    Raises ConfigError if Megatron-Core refuses the fields. The message names each user's field that
+    causes the same error without the others. If there is none, it names each field whose removal
+    avoids the error. If there is none either, it names all of the user's fields.
     """
     fields = overruled(settled, extra, family)
     fault = _fault(cls, fields)
@@ -181,7 +189,7 @@ def build_config(cls: type, settled: dict[str, Any], extra: dict[str, Any], fami
 
 
 def _fault(cls: type, fields: Mapping[str, Any]) -> Exception | None:
-    """Return the error of making an object of ``cls`` from the fields; None if there is none."""
+    """Return the error that ``cls(**fields)`` raises; None if it raises none."""
     try:
         cls(**fields)
     except (AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
@@ -192,7 +200,8 @@ def _fault(cls: type, fields: Mapping[str, Any]) -> Exception | None:
 def require_installed(users: Mapping[str, Any], model: ModelConfig, layer_spec: str) -> None:
     """Raise ConfigError if a field of ``megatron.transformer`` needs layers or kernels that this host lacks.
 
-    layer_spec: the spec of the layers that are built.
+    users: ``megatron.transformer``.
+    layer_spec: "transformer_engine" or "torch", whose layers are built.
     """
     wanted = {name: value for name, value in users.items() if value not in OFF}
     for name in _ENGINE_LAYERS:
@@ -219,10 +228,10 @@ def require_installed(users: Mapping[str, Any], model: ModelConfig, layer_spec: 
 def _with_fp8(fields: dict[str, Any], lora_rank: int | None) -> dict[str, Any]:
     """Return the fields with ``tp_only_amax_red=True``, which FP8 needs here.
 
-    Delayed scaling reduces its history of maxima at the end of every micro-batch (Transformer
-    Engine 2.3 to 2.20, pytorch/quantization.py). Data-parallel ranks run different numbers of
-    micro-batches here, and would wait for each other for ever. Tensor and context ranks run the same
-    number, so the reduction is limited to them.
+    Delayed scaling reduces its history of maxima over ranks at the end of every micro-batch
+    (Transformer Engine 2.3 to 2.20, pytorch/quantization.py). Here data-parallel ranks run
+    different numbers of micro-batches, so they would wait for each other for ever. Tensor and
+    context ranks run equal numbers. So the reduction is limited to them.
 
     Raises ConfigError if FP8 cannot work under these settings.
     """

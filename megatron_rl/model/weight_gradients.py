@@ -1,4 +1,7 @@
-"""Weight gradients that the matrix product itself adds to main_grad, in Transformer Engine's and torch's linears."""
+"""Functions that make the backward products of linear layers add weight gradients to main_grad directly.
+
+main_grad is the gradient buffer of Megatron-Core's DistributedDataParallel.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,21 @@ from megatron.core.tensor_parallel import layers as tensor_parallel  # isort: sk
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:
-    """Have the products of Transformer Engine's linears add their weight gradients to main_grad.
+    """Make the backward products of Transformer Engine's linears add their weight gradients to main_grad.
 
-    So each micro-batch's gradient reaches a float32 main_grad without rounding to bfloat16. Read in
-    2.3 and 2.20 (pytorch/module/linear.py, layernorm_linear.py, grouped_linear.py):
+    So each micro-batch's gradient reaches a float32 main_grad without rounding to bfloat16.
+    Transformer Engine was read in 2.3 and 2.20 (pytorch/module/linear.py, layernorm_linear.py,
+    grouped_linear.py):
 
-    - The field is read at each forward.
+    - It reads the field ``fuse_wgrad_accumulation`` at each forward.
     - If a weight has ``grad_added_to_main_grad``, autograd gets memory of any content as its
       gradient, as in model/logprob/linear.py. DistributedDataParallel sets that attribute.
-    - A module's very first micro-batch overwrites main_grad instead of adding
-      (``is_first_microbatch``); main_grad holds zeros then.
+    - The very first micro-batch of a module (``is_first_microbatch``) overwrites main_grad instead
+      of adding to it. At that time main_grad holds zeros.
 
-    Under FP8 Megatron-Core sets ``is_first_microbatch`` at every call of the schedule. A second call
-    before the optimizer's step would overwrite the first call's gradients, so nothing is fused under
-    FP8.
+    Under FP8 Megatron-Core sets ``is_first_microbatch`` at every call of the schedule. A second
+    call before the optimizer's step would overwrite the first call's gradients. So the caller
+    leaves FP8 models unfused.
     """
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
@@ -32,7 +36,7 @@ def fuse_weight_gradients(model: torch.nn.Module) -> None:
 
 
 class WeightGradients:
-    """Stands in for Apex's ``fused_weight_gradient_mlp_cuda``, which Megatron-Core's fusing linears call."""
+    """Replaces Apex's ``fused_weight_gradient_mlp_cuda``, which Megatron-Core's linears call for weight gradients."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -42,12 +46,13 @@ class WeightGradients:
 
 
 def accumulate_weight_gradients(model: torch.nn.Module) -> None:
-    """Have the products of Megatron-Core's own linears add their weight gradients to main_grad.
+    """Make the backward products of Megatron-Core's own linears add their weight gradients to main_grad.
 
     The linears can do so (0.16.1 and 0.19.2 ``tensor_parallel/layers.py``), but their constructor
-    refuses the field without Apex's kernel. So the field is set afterwards; it is read at each
-    forward. In place of Apex's kernel, torch's product writes a float32 output. The output layer is
-    left out: model/logprob/linear.py adds its gradient.
+    refuses the field ``gradient_accumulation_fusion`` without Apex's kernel. So the field is set
+    after construction; Megatron-Core reads it at each forward. In place of Apex's kernel, torch's
+    product writes a float32 output. The output layer is left out, since model/logprob/linear.py
+    adds its gradient.
     """
     if not hasattr(tensor_parallel, "fused_weight_gradient_mlp_cuda"):
         tensor_parallel.fused_weight_gradient_mlp_cuda = WeightGradients

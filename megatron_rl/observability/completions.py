@@ -1,8 +1,8 @@
-"""Sampled completions and their rewards: chosen, cut short, written as JSON lines, shown as text, and read back.
+"""The sampled completions and their rewards: chosen, shortened, written as JSON lines, shown as text, and read back.
 
-A completion is hostile text. In completions.jsonl it stands inside JSON strings. A terminal, a page
-and every other place get ``visible`` text: no character of it can move a cursor, reverse a line or
-pass for another.
+A completion may hold hostile text. In completions.jsonl it stands inside JSON strings. On a
+terminal, a page and elsewhere it is first made ``visible``: no character of it can then move a
+cursor, reverse a line or look like another.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Holds one completion as it is recorded, its texts cut short.
+    """Holds one completion as it is recorded, with long texts shortened.
 
     source:    "train", or the name of the completion's evaluation as in its metrics: "eval/<name>",
-               "eval/<name>_before".
+        "eval/<name>_before".
     sample:    the sample's name, ``<prompt>#<number in its group>``.
     answer:    the column that reward functions get as ``answer``; None if the data have no such
-               column.
-    reward:    the total that the advantage is made of; None if the sample was excluded from its
-               group.
-    rewards:   the reward of each function; None if the function did not apply.
-    advantage: the sample's advantage, or the mean of its loss tokens' if these differ; None at
+        column.
+    reward:    the total reward, from which the advantage is computed; None if the sample was
+        excluded from its group.
+    rewards:   {reward function's name: its reward}; None where the function did not apply.
+    advantage: the sample's advantage, or the mean over its loss tokens if they differ; None at
         evaluation.
     response_tokens: the number of its response tokens.
-    weight_version: the version of the oldest weights that any of its tokens comes from.
+    weight_version: the version of the oldest weights that generated any of its tokens.
     excluded:  the environment's error that excluded the sample from its group; None if there was
-               none.
+        none.
     rollout:   the number of the rollout, from 1; None at evaluation.
-    step:      the step of the row in metrics.jsonl that it was written with.
+    step:      the step of the row of metrics.jsonl with which it was written.
     """
 
     source: str
@@ -82,9 +82,10 @@ _NULLABLE = ("answer", "excluded", "rollout", "reward", "advantage")
 
 
 def cut(value: object, most_chars: int) -> str:
-    """Return a value as text of about ``most_chars`` characters at most; the middle of a longer one is left out.
+    """Return a value as text, with the middle left out if it has more than ``most_chars`` characters.
 
-    Half a surrogate pair, which no strict JSON reader takes, is replaced by U+FFFD.
+    A note in the middle gives the number of characters left out. Half a surrogate pair, which no
+    strict JSON reader takes, is replaced by U+FFFD.
 
     Example: ``cut("abcdefgh", 4)`` is ``"ab […4 characters…] gh"``.
     """
@@ -96,9 +97,9 @@ def cut(value: object, most_chars: int) -> str:
 
 
 def visible(text: str) -> str:
-    r"""Return text whose control, format and other invisible characters are written as escapes.
+    r"""Return the text with control, format and other invisible characters written as escapes.
 
-    Line breaks ("\n") stay; spaces and tabs too.
+    Line breaks ("\n"), spaces and tabs stay.
 
     Example: ``visible("\x1b[2J")`` is ``"\\x1b[2J"``.
     """
@@ -121,10 +122,13 @@ def of_rollout(
     advantage: float | None = None,
     number: int | None = None,
 ) -> Completion:
-    """Make the record of a sample.
+    """Return the record of one sample.
 
-    reward: None or NaN for an excluded sample.
-    number: the rollout's number.
+    rollout: the sample with its prompt and response.
+    source: as in Completion.
+    reward: the total reward; None or NaN for an excluded sample.
+    most_chars: the length to which texts are cut.
+    number: the number of the rollout.
     """
     answer = rollout.prompt.columns.get("answer")
     return Completion(
@@ -145,9 +149,10 @@ def of_rollout(
 
 
 def share_of_groups(num_groups: int, group_size: int, count: int) -> list[int]:
-    """Return the number of completions to take of each group, in order: ``count`` in all, if there are so many.
+    """Return the number of completions to show of each group, ``count`` in all if there are so many.
 
-    Two are taken of a group, its best and its worst; more only if there are too few groups.
+    The first groups give two each, for their best and worst sample. They give more only if there
+    are too few groups.
 
     Example: 3 of 8 groups of 4 samples: ``[2, 1, 0, 0, 0, 0, 0, 0]``.
     """
@@ -156,7 +161,9 @@ def share_of_groups(num_groups: int, group_size: int, count: int) -> list[int]:
 
 
 def best_to_worst(rewards: Sequence[float | None], count: int) -> list[int]:
-    """Return ``count`` samples of a group, evenly from the best to the worst; one without a reward is the worst.
+    """Return the indices of ``count`` samples of a group, spread evenly over the ranking from the best to the worst.
+
+    A sample without a reward ranks as the worst.
 
     Example: ``best_to_worst([0.0, 1.0, None, 0.5], 2)`` is ``[1, 2]``.
     """
@@ -167,12 +174,12 @@ def best_to_worst(rewards: Sequence[float | None], count: int) -> list[int]:
 
 
 def plain(value: float | None) -> float | None:
-    """Return a number rounded to six digits; None for a number that JSON cannot hold."""
+    """Return a number rounded to six digits; None for None and for a number that JSON cannot hold (NaN, infinity)."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
 def to_row(completion: Completion) -> dict[str, object]:
-    """Return a completion as one JSON line's object; a number that JSON cannot hold becomes its name, as "inf"."""
+    """Return a completion as a JSON-able dict; a number that JSON cannot hold becomes text, as "inf"."""
 
     def written(value: object) -> object:
         return str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -183,7 +190,10 @@ def to_row(completion: Completion) -> dict[str, object]:
 
 
 def _from_row(row: Mapping[str, object], where: str) -> Completion:
-    """Return the completion of a JSON line; raise ValueError for a missing, unknown or wrong field."""
+    """Return the completion that ``to_row`` made a dict of; raise ValueError for a missing, unknown or wrong field.
+
+    where: ``<file>:<line>``, for error messages.
+    """
     if row.keys() != _KINDS.keys():
         odd = ", ".join(sorted(map(quoted, row.keys() ^ _KINDS.keys())))
         raise ValueError(f"{where}: fields are missing or unknown: {odd:.200}; delete the line")
@@ -201,7 +211,9 @@ def _from_row(row: Mapping[str, object], where: str) -> Completion:
 
 
 def read_completions(path: str | pathlib.Path) -> Iterator[Completion]:
-    """Yield the completions of a completions.jsonl, in order; a last line that was cut off is left out.
+    """Yield the completions of a completions.jsonl, in order.
+
+    A last line without a newline, which an interrupted write leaves, is left out.
 
     Raises ValueError ``<file>:<line>: ...`` for a malformed line, OSError if the path is no regular
     file.
@@ -222,7 +234,7 @@ def short(value: float | None) -> str:
 
 
 def headline(completion: Completion) -> str:
-    """Return the facts of a completion in one line: its name, reward, advantage, length and end."""
+    """Return one line of text on a completion: its name, rewards, advantage, length and finish reason."""
     facts = [f"reward {short(completion.reward)}"]
     if len(completion.rewards) > 1:
         facts += [f"{name} {short(value)}" for name, value in completion.rewards.items()]
@@ -235,9 +247,11 @@ def headline(completion: Completion) -> str:
 
 
 def as_text(completion: Completion, *, most_chars: int | None = None) -> str:
-    """Return a completion as marked lines of plain text, so that no text in it can pass for another line.
+    """Return a completion as lines of plain text, each of its texts behind a mark.
 
-    most_chars: the most characters of each text; None: as recorded.
+    So no text of the completion can look like another line of the output.
+
+    most_chars: the length to which each text is cut; None to keep it as recorded.
     """
     lines = [headline(completion)]
     for name in ("prompt", "response", "answer"):
@@ -249,10 +263,11 @@ def as_text(completion: Completion, *, most_chars: int | None = None) -> str:
 
 
 def print_some(completions: Sequence[Completion], *, every_rollouts: int) -> None:
-    """Log the best and the worst completion of one prompt, for each evaluation and every ``every_rollouts`` rollouts.
+    """Log the best and the worst completion of one prompt.
 
-    completions: of one source and one row.
-    every_rollouts: 0 logs none.
+    completions: completions of one source, recorded at one step, those of the first prompt first.
+    every_rollouts: completions of evaluations are always logged, and training ones every so many
+        rollouts; 0 logs none.
     """
     first = completions[0]
     if every_rollouts == 0 or (first.rollout is not None and (first.rollout - 1) % every_rollouts):

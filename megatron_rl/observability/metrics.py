@@ -1,7 +1,7 @@
-"""The metrics of a step: divided from its sums, written to metrics.jsonl, and read back, each only here.
+"""The metrics of an optimizer step: computed from its sums, written to metrics.jsonl, and read back.
 
-A step's sums are reduced over all ranks once, and divided here, last. A mean of means never
-appears.
+A step's sums are first reduced over all ranks, and only then divided here. So no metric is a mean
+of means.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def add_sums(*parts: Mapping[str, float]) -> dict[str, float]:
-    """Add the sums of several ranks or micro-batches; for the names in MAXIMA, take the maximum."""
+    """Return the sums of several ranks or micro-batches added up; of the names in MAXIMA, the largest value."""
     total: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -64,12 +64,12 @@ def add_sums(*parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def divide(sums: Mapping[str, float]) -> dict[str, float]:
-    """Divide a step's reduced sums by its loss tokens, to ``train/*`` metrics.
+    """Return a step's ``train/*`` metrics: its reduced sums over its number of loss tokens.
 
-    ``loss`` is a token sum with its weights already inside: it is passed on undivided. All other
-    metrics are per token, in nats or as a share; ``logprob_gap_max`` is a maximum. An absent sum
-    gives no metric. With ``tokens`` 0 there is no mean. Raises ValueError if a sum comes without
-    the ``tokens`` to divide it by.
+    ``loss`` is not divided: its tokens are already weighted. The other metrics are means per token,
+    in nats or as a share, except the maximum ``logprob_gap_max``. A sum that is absent gives no
+    metric. If ``tokens`` is 0, only the loss is returned. Raises ValueError if there are sums to
+    divide and no ``tokens``.
 
     Example: ``divide({"loss": 0.32, "tokens": 1000, "clipped": 50})`` is ``{"train/loss": 0.32,
     "train/clip_ratio": 0.05}``.
@@ -91,9 +91,10 @@ def divide(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def step_metrics(result: StepResult) -> dict[str, float]:
-    """Return one optimizer step's ``train/*`` metrics: its divided sums, gradient norm, learning rate and ``applied``.
+    """Return the ``train/*`` metrics of one optimizer step.
 
-    ``train/applied`` is 0 if the step moved no weight.
+    They are its divided sums, gradient norm, learning rate, and ``train/applied``, which is 0 if
+    the step moved no weight.
     """
     replayed = result.sums.get("replayed", 0.0)
     return {
@@ -110,16 +111,20 @@ def skip_metrics(
 ) -> dict[str, float]:
     """Return the savings of the skip in one optimizer step, as ``skip/*`` metrics.
 
-    signal_S: bool [S], True for each sample of the batch with signal, dropped or not. Under
-    ``skip.mode=off`` the ratio still counts the mini-batch's members without signal.
+    The skip drops samples without signal (an advantage of 0).
 
-    share_prompts: whether a micro-batch runs a prompt once for all of its samples;
-        ``tokens/shared`` are then the prompt tokens that did not run again.
+    signal_S: [S] bool, True for each sample of the batch with signal, whether it is dropped or not.
+        Under ``skip.mode=off`` the ratio still counts the mini-batch's samples without signal.
 
-    Tokens are those that a dense run reads, without pads: a prompt's, and a response's before its
-    last loss token. ``tokens/trailing`` are the later tokens of the samples that run.
-    ``tokens_executed`` counts fillers too. ``speedup_ideal`` is dense over surviving tokens; a
-    ghost step has none. ``skip/ghost_steps`` is counted by MetricsWriter.
+    share_prompts: whether a micro-batch runs a prompt once for all of its samples.
+        ``tokens/shared`` is then the number of prompt tokens that this saved.
+
+    Token counts are of the tokens that a dense run (one that drops no sample) reads, without pads.
+    These are a prompt's tokens and a response's tokens before its last loss token.
+    ``tokens/trailing`` counts the later tokens of the samples that run. ``tokens_executed``
+    includes fillers, rows of weight zero. ``speedup_ideal`` is dense tokens over the tokens that
+    are not dropped. A ghost step, in which no sample has signal, has no ``speedup_ideal``.
+    ``skip/ghost_steps`` is counted by MetricsWriter.
     """
     if signal_S.shape != (facts.num_samples,):
         raise ValueError(
@@ -152,7 +157,10 @@ def skip_metrics(
 
 
 def _plain(key: str, value: object) -> object:
-    """Return ``value`` as strict JSON can hold it; non-finite floats become "nan", "inf", "-inf"."""
+    """Return a row's value as strict JSON can hold it; a float that is not finite becomes "nan", "inf" or "-inf".
+
+    Raises TypeError for a value that is neither a number nor a text.
+    """
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, str):
@@ -172,12 +180,14 @@ def _plain(key: str, value: object) -> object:
 class MetricsWriter:
     """Writes one row per optimizer step to ``<run_dir>/metrics.jsonl``, and sampled completions to a file beside it.
 
-    Sinks get both. On ranks with ``is_main`` False it opens and writes nothing. An earlier run's
-    files in the folder are renamed, unless the run resumes from a checkpoint: then they are
-    appended to, and ``resumed`` is the result of ``state``. Raises ConfigError if a configured sink
-    cannot be imported or does not start.
+    Both also go to the configured sinks, such as TensorBoard. On ranks with ``is_main`` False
+    nothing is opened or written.
 
+    resumed: the result of ``state`` in a checkpoint, if the run resumes from one; the files are
+        then appended to. None for a new run, for which existing files are renamed.
     config: the resolved configuration as plain values, for sinks that show it.
+
+    Raises ConfigError if a configured sink cannot be imported or does not start.
     """
 
     def __init__(
@@ -212,18 +222,20 @@ class MetricsWriter:
             raise
 
     def state(self) -> dict[str, int | None]:
-        """Return the counters from which another writer can resume, JSON-able and the same on every rank."""
+        """Return the counters that a resumed run's writer needs, JSON-able and equal on every rank."""
         return {"ghost_steps": self._num_ghost_steps, "last_step": self._last_step}
 
     def write(self, row: Mapping[str, object], sampled: Sequence[Completion] = ()) -> Row:
-        """Append one step and return the row as written, with ``skip/ghost_steps``, the ghost steps so far.
+        """Append one step; return the row as written, with ``skip/ghost_steps``, the number of ghost steps so far.
+
+        A ghost step is one in which no sample has signal.
 
         row: ``step`` (int, rising), ``step_kind`` (StepKind or its name), ``phase`` (text), and
             metrics by their names.
-        sampled: completions that were sampled since the row before.
+        sampled: completions that were sampled since the previous row.
 
         Raises ValueError for a missing key or a step that does not rise, TypeError for a value that
-        is not a number.
+        is neither a number nor a text.
         """
         missing = [key for key in ROW_KEYS if key not in row]
         if missing:
@@ -242,12 +254,12 @@ class MetricsWriter:
         return _revive(plain)
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Pass an interval of the step's timer (StepTimer.heard) to the sinks, before the step's row."""
+        """Pass one interval of the step's timer (StepTimer.heard) to the sinks, before its step's row is written."""
         for sink in self._sinks:
             sink.measured(stage, started_s, seconds)
 
     def follow(self, live: ReadLive) -> None:
-        """Pass the reader of the run's current values to the sinks (Sink.follow)."""
+        """Pass a function that returns the run's current values to the sinks (Sink.follow)."""
         for sink in self._sinks:
             sink.follow(live)
 
@@ -279,9 +291,9 @@ class MetricsWriter:
             completions.print_some(members, every_rollouts=self._settings.print_completions_every_rollouts)
 
     def _fail(self, name: str, error: OSError) -> NoReturn:
-        """Raise RunError for a file that cannot be written, after closing the metrics' file.
+        """Close metrics.jsonl and raise RunError, since a file cannot be written.
 
-        Left open, that file would try its unwritten end again when it is closed.
+        Left open, metrics.jsonl would try again to write its unwritten end when it is closed.
         """
         with contextlib.suppress(OSError):
             self._file.close()
@@ -292,9 +304,9 @@ class MetricsWriter:
         ) from error
 
     def close(self, *, failed: bool = False) -> None:
-        """Close every sink; a second call does nothing.
+        """Close the file and every sink; a second call does nothing.
 
-        ``failed``: whether the run ended with an error, for the sinks.
+        failed: whether the run ended with an error, which sinks report.
         """
         sinks, self._sinks = self._sinks, []
         names = ("config.yaml", METRICS_FILE, completions.FILE_NAME, "report.html")
@@ -351,10 +363,11 @@ def _parse_line(line: str) -> Row:
 
 
 def read_metrics(path: str | pathlib.Path) -> list[Row]:
-    """Return the rows of a metrics.jsonl, with "nan" and "inf" as floats again.
+    """Return the rows of a metrics.jsonl; metrics that are not finite are floats again.
 
-    Raises ValueError ``<file>:<line>: ...`` for a malformed line. An interrupted write leaves a
-    last line without a newline: that line is left out, with a warning in the log.
+    A malformed last line, which an interrupted write leaves, is left out with a warning in the log.
+
+    Raises ValueError ``<file>:<line>: ...`` for any other malformed line.
     """
     path = pathlib.Path(path)
     with open_regular(path) as file:

@@ -1,4 +1,4 @@
-"""The sink that sends a run's metrics, completions of evaluations, configuration and files to MLflow."""
+"""The sink that sends a run's metrics, evaluation completions, configuration and files to MLflow."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _MLFLOW_PARAM_CHARS = 500  # the smallest limit among its releases
 class MlflowSink:
     """Sends metrics, the resolved configuration and, at the end, the run's files to one MLflow run.
 
-    run_id: the MLflow run to continue; None for a new one. The server is MLflow's own setting
+    experiment: the name of the MLflow experiment, which is created if needed.
+    run_id: the MLflow run to continue; None for a new one. MLflow itself reads the server's address
         (MLFLOW_TRACKING_URI).
 
-    A thread sends the calls. The first failed call is logged as a warning, and the run goes on:
-    metrics.jsonl has everything.
+    A thread sends the calls. If calls fail, only the first is logged as a warning, and the run goes
+    on: metrics.jsonl has every metric.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class MlflowSink:
         self._sent: list[concurrent.futures.Future] = []
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Do nothing: the step's row has its stages' seconds."""
+        """Do nothing: the seconds of a step's stages are metrics of its row."""
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
         if step < self._first_step:
@@ -82,7 +83,7 @@ class MlflowSink:
             self._send(self._client.log_text, self.run_id, text, f"completions/{source}/step_{step:08d}.txt")
 
     def follow(self, live: ReadLive) -> None:
-        """Do nothing: values between two steps are not sent."""
+        """Do nothing: this sink sends no values between steps."""
 
     def close(self, files: Sequence[pathlib.Path], *, failed: bool) -> None:
         for path in files:
@@ -108,7 +109,7 @@ class MlflowSink:
 
 
 def _flat(config: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:
-    """Return (section.key, value as text) of every setting."""
+    """Return (``section.key``, value as text) of every setting of a nested configuration."""
     pairs = []
     for key, value in config.items():
         if isinstance(value, Mapping) and value:

@@ -1,9 +1,9 @@
-"""The exporter of spans to an OpenTelemetry collector, by OTLP over HTTP, as protobuf.
+"""The exporter that posts a run's spans to an OpenTelemetry collector, by OTLP over HTTP, as protobuf.
 
-The exporter of ``opentelemetry-exporter-otlp-proto-http`` draws its waits between tries from
+The exporter of ``opentelemetry-exporter-otlp-proto-http`` draws its waits between retries from
 Python's global random state (1.45, ``_compute_backoff``, at every batch). A run saves and restores
-that state in its checkpoints, so this exporter draws no random number. It reads the same
-environment variables, and tries once.
+that state in its checkpoints. So this exporter draws no random number: it never retries. It reads
+the same environment variables.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _COMPRESSIONS: Mapping[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, 
 def traces_url(endpoint: str | None) -> str:
     """Return the URL that spans are posted to.
 
-    endpoint: the collector's base, to which /v1/traces is added; None:
-        OTEL_EXPORTER_OTLP_TRACES_ENDPOINT unchanged, else OTEL_EXPORTER_OTLP_ENDPOINT as a base,
-        else http://localhost:4318.
+    endpoint: the collector's address, to which /v1/traces is added. If None,
+        OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is returned unchanged. If that is not set either, the
+        address is OTEL_EXPORTER_OTLP_ENDPOINT, or http://localhost:4318 by default.
     """
     if endpoint is None and (whole := os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "").strip()):
         return whole
@@ -44,19 +44,21 @@ def traces_url(endpoint: str | None) -> str:
 
 
 def _setting(name: str) -> str:
-    """Return OTEL_EXPORTER_OTLP_TRACES_<name>, else OTEL_EXPORTER_OTLP_<name>, else ""."""
+    """Return the environment variable OTEL_EXPORTER_OTLP_TRACES_<name>, else OTEL_EXPORTER_OTLP_<name>, else ""."""
     variables = (f"OTEL_EXPORTER_OTLP_TRACES_{name}", f"OTEL_EXPORTER_OTLP_{name}")
     return next((os.environ[key].strip() for key in variables if os.environ.get(key, "").strip()), "")
 
 
 class OtlpExporter(SpanExporter):
-    """Posts batches of spans, each once, and counts those that the collector took.
+    """Posts batches of spans, each once, and counts the spans that the collector accepted.
 
-    The variables OTEL_EXPORTER_OTLP_HEADERS, _TIMEOUT (seconds, 10), _COMPRESSION (gzip, deflate or
-    none), _CERTIFICATE, _CLIENT_CERTIFICATE and _CLIENT_KEY apply; variables with TRACES_ in their
-    names come first.
+    endpoint: as in ``traces_url``.
 
-    The first refused batch is logged as a warning; none raises an error. Raises ValueError for a
+    It applies the variables OTEL_EXPORTER_OTLP_HEADERS, _TIMEOUT (seconds, default 10),
+    _COMPRESSION (gzip, deflate or none), _CERTIFICATE, _CLIENT_CERTIFICATE and _CLIENT_KEY.
+    Variables that begin with OTEL_EXPORTER_OTLP_TRACES_ take precedence.
+
+    A failed post raises no error, and the first one is logged as a warning. Raises ValueError for a
     variable that cannot be read, OSError for a certificate that cannot be read.
     """
 
@@ -86,7 +88,7 @@ class OtlpExporter(SpanExporter):
         self._warned, self.num_taken = False, 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Post one batch, within the timeout."""
+        """Post one batch within the timeout; return SUCCESS or FAILURE."""
         body = encode_spans(spans).SerializeToString()
         request = urllib.request.Request(
             self._url, data=self._compress(body) if self._compress else body, headers=self._headers, method="POST"

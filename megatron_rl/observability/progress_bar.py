@@ -1,4 +1,4 @@
-"""The display of a run's progress: a live bar on a terminal, plain lines in a log, and a table at the end."""
+"""The display of a run's progress: a live bar on a terminal, plain lines in a log, and a final table."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ SHOWN = (
 
 
 class ProgressBar:
-    """Shows the progress of a run over its ``total_steps`` optimizer steps, supervised ones and RL's.
+    """Shows the progress of a run over its optimizer steps, supervised ones and RL's.
 
-    enabled: if false, nothing is printed.
-    untrained_warning_steps: at least so many steps in a row that train nothing are named in the
-        final table; None: never.
-    done_steps, done_ghosts: the steps before the checkpoint, and how many of them were ghosts.
-    console: target of the prints, stdout by default; a live bar if it is a terminal, else plain
+    total_steps: the number of steps that the run is to take.
+    enabled: if False, nothing is printed.
+    untrained_warning_steps: the final table warns if at least so many last steps trained nothing;
+        None for no warning.
+    done_steps, done_ghosts: the steps before the checkpoint of a resumed run, and how many of them
+        were ghosts (without signal).
+    console: where to print, stdout by default. A terminal gets a live bar, anything else plain
         lines at most every 5 s.
-    clock: returns monotonic seconds.
+    clock: a function that returns monotonic seconds.
     """
 
     def __init__(
@@ -75,7 +77,10 @@ class ProgressBar:
             self._bar.start()
 
     def update(self, row: Mapping[str, object]) -> None:
-        """Show one finished step; ``row`` is the result of MetricsWriter.write."""
+        """Show one finished step.
+
+        row: the step's row of metrics, as MetricsWriter.write returns it.
+        """
         if not self._enabled:
             return
         now_s = self._clock()
@@ -105,7 +110,7 @@ class ProgressBar:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _enter(self, phase: object) -> None:
-        """Forget the values and the pace of the last phase when another begins."""
+        """Forget the shown values and the speed of the previous phase if ``phase`` is a new one."""
         if self._phase not in (None, phase):
             self._latest = {}
             self._recent_s = deque([self._recent_s[-1]], maxlen=RECENT_STEPS + 1)
@@ -127,13 +132,17 @@ class ProgressBar:
         return facts
 
     def close(self) -> None:
-        """Remove the live bar, so that no traceback is drawn into it; a second call does nothing."""
+        """Remove the live bar, so that it does not mix with a traceback; a second call does nothing."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
     def finish(self, rows: Sequence[Row], report_path: str | pathlib.Path | None) -> None:
-        """Print the run's table and the path of its report."""
+        """Print the final table of the run and the path of its report.
+
+        rows: all rows of the run's metrics.jsonl.
+        report_path: the report's file; None if there is none.
+        """
         self.close()
         if not self._enabled:
             return
@@ -152,7 +161,10 @@ class ProgressBar:
 
 
 def rl_facts(latest: Mapping[str, float]) -> list[str]:
-    """Return the facts on a line for an RL step, from the last value of each metric."""
+    """Return the texts that a progress line of an RL step shows, such as "reward 0.512".
+
+    latest: the last value of each metric.
+    """
     facts = []
     if "reward/mean" in latest:
         facts.append(f"reward {latest['reward/mean']:.3f}")
@@ -162,7 +174,10 @@ def rl_facts(latest: Mapping[str, float]) -> list[str]:
 
 
 def supervised_facts(latest: Mapping[str, float]) -> list[str]:
-    """Return the facts on a line for a supervised step, from the last value of each metric."""
+    """Return the texts that a progress line of a supervised step shows, such as "loss 1.2".
+
+    latest: the last value of each metric.
+    """
     facts = []
     if "train/loss" in latest:
         facts.append(f"loss {latest['train/loss']:.4g}")
@@ -182,10 +197,12 @@ def supervised_facts(latest: Mapping[str, float]) -> list[str]:
 def summary_table(
     summary: RunSummary, elapsed_s: float, stall: StallCounts | None = None, *, went_on: bool = False
 ) -> Table:
-    """Build the final table, with one line per headline figure that the run has.
+    """Return the final table, with one line for each headline figure that the run has.
 
-    stall: the last steps that trained nothing, if they are to be named.
-    went_on: whether the run resumed, so that ``elapsed_s`` counts from the checkpoint.
+    elapsed_s: the seconds since this process began.
+    stall: counts of the last steps that trained nothing, for a warning; None for no warning.
+    went_on: whether the run resumed from a checkpoint; ``elapsed_s`` is then not the whole run's
+        time.
     """
     table = Table(title="The run", title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
     table.add_column(style="bold", no_wrap=True)

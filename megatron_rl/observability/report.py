@@ -1,6 +1,6 @@
-"""The report of a run: the page of ``megatron-rl watch`` with the run inside, one file that needs no network.
+"""The report of a run: one HTML file that holds the page of ``megatron-rl watch`` and the run's data.
 
-Run it with ``python -m megatron_rl.observability.report RUN_DIR``.
+It needs no network. Write it with ``python -m megatron_rl.observability.report RUN_DIR``.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ _SCRIPTS = re.compile(r'(?:<script src="[a-z]+\.js"></script>\n)+')
 
 
 def completion_of_page(completion: Completion) -> dict[str, object]:
-    """Return a completion's object for the page, with null for each number that JSON cannot hold."""
+    """Return a completion as a JSON-able dict for the page; numbers that JSON cannot hold are None."""
     rewards = {name: plain(value) for name, value in completion.rewards.items()}
     numbers = {"reward": plain(completion.reward), "advantage": plain(completion.advantage)}
     return to_row(completion) | numbers | {"rewards": rewards}
 
 
 def _first_and_last(path: pathlib.Path) -> list[dict[str, object]]:
-    """Return the completions of each source's first and last row, in one pass that keeps no others.
+    """Return, for each source, the completions of its first and of its last step, at most SHOWN of each.
 
-    ``recorded`` is the number of completions that the row has; at most SHOWN of them are returned.
+    The field ``recorded`` is added: the number of completions recorded at that step. The file is
+    read once, and other completions are not kept in memory.
     """
     batches_of: dict[str, list[list[Completion]]] = {}
     for completion in read_completions(path) if path.exists() else ():
@@ -60,16 +61,17 @@ def _first_and_last(path: pathlib.Path) -> list[dict[str, object]]:
 
 
 def _cell(value: object) -> object:
-    """Return a row's value for the page: a float with six digits, or its name if JSON cannot hold it."""
+    """Return a row's value for the page: a float is rounded to six digits, or a text if JSON cannot hold it."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.6g}") if math.isfinite(value) else str(value)
 
 
 def packed_rows(rows: Sequence[Row]) -> str:
-    """Return rows as columns of JSON, compressed by gzip, in base64; "" without rows.
+    """Return the rows of metrics as base64 text: gzipped JSON with one list for each metric; "" without rows.
 
-    10,000 steps take about 1 MB in this form. No step is left out: the page sums over all.
+    10,000 steps take about 1 MB in this form. No step is left out, since the page sums over all of
+    them.
 
     Example: rows ``{"step": 1}`` and ``{"step": 2, "a/b": 0.5}`` are the columns ``[1, 2]`` and
     ``[null, 0.5]``.
@@ -83,7 +85,10 @@ def packed_rows(rows: Sequence[Row]) -> str:
 
 
 def _state(folder: pathlib.Path) -> dict[str, object]:
-    """Return the run's state by its status; for a run that has not ended, the time of this report."""
+    """Return the run's state for the page, read from its status.json.
+
+    A run that has not ended gets the state "written" and the time of this report.
+    """
     try:
         status = read_status(folder)
     except ConfigError as error:
@@ -95,7 +100,10 @@ def _state(folder: pathlib.Path) -> dict[str, object]:
 
 
 def _page(report: dict[str, object]) -> str:
-    """Return the page with its styles, its scripts and ``report`` inside; it can run or load nothing else."""
+    """Return the HTML page with its styles, its scripts and ``report`` inside.
+
+    Its content security policy lets it run or load nothing else.
+    """
     html = (PAGE / "watch.html").read_text(encoding="utf-8")
 
     def read(name: str) -> str:
@@ -116,10 +124,15 @@ def _page(report: dict[str, object]) -> str:
 
 
 def write_report(metrics_path: str | pathlib.Path, config_yaml: str, out_path: str | pathlib.Path) -> None:
-    """Write one self-contained HTML page, headed by the name of the folder that holds ``metrics_path``.
+    """Write a run's report as one HTML file to ``out_path``.
 
-    Completions and the run's status are read from the same folder, if they are there. Raises
-    FileNotFoundError if there are no metrics, ValueError ``file:line`` for a malformed line.
+    The page's title is the name of the folder that holds ``metrics_path``. Completions and the
+    run's status are read from that folder, if they are there.
+
+    config_yaml: the text of the run's configuration, which the page shows.
+
+    Raises FileNotFoundError if there are no metrics, ValueError ``<file>:<line>: ...`` for a
+    malformed line.
     """
     folder = pathlib.Path(metrics_path).parent
     rows = packed_rows(read_metrics(metrics_path))

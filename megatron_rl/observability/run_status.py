@@ -1,7 +1,7 @@
-"""The status.json of a run's folder: the steps that the run is to take, and how it ended.
+"""The status.json of a run's folder: the number of steps that the run is to take, and how it ended.
 
-A killed process writes no end. The lock of the run's folder tells whether a run with the status
-"running" still lives.
+A process that was killed leaves the state "running". Whether such a run is still alive shows in the
+lock of its folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ STATUS_FILE = "status.json"
 class RunState(StrEnum):
     """Names the state of a run, as in its status.json.
 
-    PREEMPTED: told to leave, with a checkpoint saved. STOPPED: by Ctrl-C. FAILED: by an error.
+    PREEMPTED: the run was told to leave, and saved a checkpoint.
+    STOPPED: Ctrl-C ended the run.
+    FAILED: an error ended the run.
     """
 
     RUNNING = "running"
@@ -38,10 +40,11 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """Holds a run's status.
+    """Holds the content of a status.json.
 
-    total_steps: optimizer steps of the whole run; under ``train.epochs`` the least possible number.
-    at: when the status was written, in seconds since 1970.
+    total_steps: the number of optimizer steps of the whole run; under ``train.epochs`` the least
+        possible number.
+    at: when the file was written, in seconds since 1970.
 
     Example: ``{"state": "ended", "total_steps": 940, "at": 1795813200.0}``.
     """
@@ -52,13 +55,13 @@ class RunStatus:
 
 
 def write_status(folder: pathlib.Path, state: RunState, total_steps: int) -> None:
-    """Write the current status. Raises OSError."""
+    """Write status.json with this state and the current time. Raises OSError if it cannot be written."""
     text = json.dumps({"state": state.value, "total_steps": total_steps, "at": time.time()})
     replace_text(folder / STATUS_FILE, text + "\n")
 
 
 def read_status(folder: pathlib.Path) -> RunStatus | None:
-    """Return a folder's status; None if it has none. Raises ConfigError for a malformed file."""
+    """Return the status in a run's folder; None if it has no status.json. Raises ConfigError for a malformed file."""
     path = folder / STATUS_FILE
     if not path.exists():
         return None
@@ -75,9 +78,9 @@ def read_status(folder: pathlib.Path) -> RunStatus | None:
 
 @contextlib.contextmanager
 def kept_status(folder: pathlib.Path, total_steps: int, *, is_main: bool, leaves: Callable[[], bool]) -> Iterator[None]:
-    """Write at the block's end how the run ended; on the main rank alone. Not a collective.
+    """Write status.json at the end of the block, with how the run ended; only on the main rank. Not a collective.
 
-    leaves: returns whether the run was told to leave, with a checkpoint saved.
+    leaves: a function that returns whether the run was told to leave and has saved a checkpoint.
     """
     state = RunState.FAILED
     try:

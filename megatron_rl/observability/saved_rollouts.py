@@ -1,4 +1,4 @@
-"""The files of whole rollouts for later reading (``metrics.save_rollouts``), one gzipped JSON per rollout and rank.
+"""The files of whole rollouts for later reading (``metrics.save_rollouts``): one gzipped JSON per rollout and rank.
 
     {"rollout": 3, "functions": ["score"], "tokens": {"17": "3", ...},
      "groups": [{"prompt": "3+4=", "prompt_id": "17@0", "answer": "7", "samples": [{"sample": 0,
@@ -6,9 +6,9 @@
                  "advantage": 0.7, "advantages": null, "reward": 1.0, "rewards": [1.0],
                  "finish_reason": "stop", "weight_version": 2, "excluded": null}, ...]}, ...]}
 
-``tokens`` holds the bytes of every token id that occurs. Each byte is written as the character of
-its number (Latin-1), since a token may be a part of a character. A number that JSON cannot hold is
-null.
+``tokens`` holds the bytes of every token id that occurs. Each byte is written as the character with
+its number (Latin-1), since a token's bytes may be only a part of a character. A number that JSON
+cannot hold is null.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level() -> dict[str, int]:
-    """Return the byte for each character of a byte-level BPE's alphabet (GPT-2's table)."""
+    """Return {character: byte} of the alphabet in which byte-level BPE writes bytes (GPT-2's table)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def token_texts(tokenizer: object, ids: Iterable[int]) -> dict[int, str]:
-    """Return the bytes of token ids as Latin-1 texts; a response's bytes are its tokens' bytes in a row.
+    """Return {token id: its bytes as a Latin-1 text}; joined, the texts of a response's tokens are its bytes.
 
-    tokenizer: transformers'. Byte-level BPE, bytes as ``<0x0A>`` and word starts as ``▁`` are
-        turned back into bytes.
+    tokenizer: a tokenizer of transformers. Characters of byte-level BPE, bytes written as
+        ``<0x0A>`` and word starts written as ``▁`` are turned back into bytes.
 
     Example: a byte-level tokenizer's ``Ġé`` (a space and é in UTF-8) is ``" \\xc3\\xa9"``.
     """
@@ -62,7 +62,11 @@ def _text_of(name: str | None, table: dict[str, int] | None) -> str:
 
 
 def write_rollout(run_dir: pathlib.Path, number: int, rank: int, document: dict[str, object]) -> pathlib.Path:
-    """Write this rank's part of rollout ``number`` (from 1), whole or not at all, and return the file."""
+    """Write this rank's samples of a rollout to a file, whole or not at all; return the file's path.
+
+    number: the number of the rollout, from 1.
+    document: the fields of the file, without ``rollout``.
+    """
     folder = run_dir / ROLLOUTS_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rollout_{number}.rank{rank}.json.gz"
@@ -74,13 +78,13 @@ def write_rollout(run_dir: pathlib.Path, number: int, rank: int, document: dict[
 
 
 def saved_numbers(run_dir: pathlib.Path) -> list[int]:
-    """Return the numbers of the saved rollouts, in order."""
+    """Return the numbers of the rollouts saved in a run's folder, in order."""
     found = (_NAME.fullmatch(path.name) for path in (run_dir / ROLLOUTS_FOLDER).glob("rollout_*.json.gz"))
     return sorted({int(match[1]) for match in found if match})
 
 
 def read_rollout(run_dir: pathlib.Path, number: int) -> dict[str, object]:
-    """Return rollout ``number`` with the groups of all ranks, sorted by their prompts' ids.
+    """Return one saved rollout with the groups of all ranks, sorted by ``prompt_id``.
 
     Raises ValueError for a file that ``write_rollout`` did not write, FileNotFoundError for a
     rollout that is not saved.
@@ -113,7 +117,7 @@ def read_rollout(run_dir: pathlib.Path, number: int) -> dict[str, object]:
 
 
 def _unpacked(path: pathlib.Path, most_bytes: int) -> bytes:
-    """Return the text of a gzipped file; raise ValueError if it would unpack to more than ``most_bytes``."""
+    """Return the unpacked bytes of a gzipped file; raise ValueError if they are more than ``most_bytes``."""
     content = read_bytes(path, "a gzipped rollout", most_bytes=MOST_BYTES, error=ValueError)
     stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     try:
@@ -128,7 +132,7 @@ def _unpacked(path: pathlib.Path, most_bytes: int) -> bytes:
 
 
 def forget_after(run_dir: pathlib.Path, number: int) -> None:
-    """Delete saved rollouts above ``number``: a run that resumes from a checkpoint generates them again."""
+    """Delete the saved rollouts after ``number``, which a run that resumes from a checkpoint generates again."""
     for path in (run_dir / ROLLOUTS_FOLDER).glob("rollout_*.json.gz"):
         match = _NAME.fullmatch(path.name)
         if match and int(match[1]) > number:
@@ -147,7 +151,10 @@ def sample_row(
     weight_version: int,
     excluded: str | None,
 ) -> dict[str, object]:
-    """Return one sample's object. ``advantages``: of each token of ``ids`` if they differ, else None."""
+    """Return one sample as a dict of the file, with rounded numbers.
+
+    advantages: the advantage of each token of ``ids`` if they differ, else None.
+    """
     return {
         "sample": sample,
         "ids": list(map(int, ids)),

@@ -1,8 +1,8 @@
-"""The receivers of metrics and completions beside the run's own files.
+"""The sinks, which receive a run's metrics and completions beside the run's own files.
 
 They are TensorBoard, Weights & Biases, MLflow, an OpenTelemetry collector, and Prometheus. A
-resumed run continues the same W&B and MLflow run; tracking.json in its folder keeps their ids.
-Steps that it takes again are not sent again: they repeat to the bit.
+resumed run continues the same W&B and MLflow runs, whose ids are kept in tracking.json in the run's
+folder. If a resumed run repeats steps, they are not sent again, since they are equal to the bit.
 """
 
 from __future__ import annotations
@@ -28,25 +28,37 @@ IDS_FILE = "tracking.json"
 
 
 class Sink(Protocol):
-    """Receives a run's metrics. Steps rise."""
+    """Receives a run's metrics, completions and stage times. Steps arrive in rising order."""
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Take an interval of the step's timer (StepTimer.heard); a step's intervals come before its ``write``."""
+        """Receive one interval of the step's timer (StepTimer.heard); a step's intervals come before its ``write``.
+
+        stage: the name of the stage.
+        started_s: the interval's start by ``time.perf_counter``.
+        """
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
-        """Send one step. ``row``: as in metrics.jsonl."""
+        """Receive the metrics of one step.
+
+        scalars: its metrics as floats.
+        row: the row as it is in metrics.jsonl.
+        """
 
     def show(self, step: int, source: str, completions: Sequence[Completion]) -> None:
-        """Send the completions of one source."""
+        """Receive completions of one source ("train" or an evaluation), sampled before ``step``'s row."""
 
     def follow(self, live: ReadLive) -> None:
-        """Take the reader of the run's values between two steps, for a sink that is scraped.
+        """Receive a function that returns the run's current values, for a sink that is read between steps.
 
-        A later call replaces the reader.
+        A later call replaces the function.
         """
 
     def close(self, files: Sequence[pathlib.Path], *, failed: bool) -> None:
-        """Send the rest and end. ``files``: the run's existing files. ``failed``: whether the run raised an error."""
+        """Send what is left and stop.
+
+        files: the run's files that exist.
+        failed: whether the run ended with an error.
+        """
 
 
 def open_sinks(
@@ -57,12 +69,12 @@ def open_sinks(
     last_step: int | None,
     read_earlier: Callable[[], Iterable[Mapping[str, object]]] = tuple,
 ) -> list[Sink]:
-    """Open the configured sinks.
+    """Return the configured sinks, started.
 
     config: the resolved configuration, as plain values.
-    last_step: the last step in the checkpoint from which the run resumes, −1 for none; None if it
-        does not resume.
-    read_earlier: returns the rows of metrics.jsonl up to that step.
+    last_step: the last step in the checkpoint from which the run resumes, −1 if it has none; None
+        if the run does not resume.
+    read_earlier: a function that returns the rows of metrics.jsonl up to that step.
 
     Raises ConfigError for a sink that cannot be imported or does not start.
     """
@@ -79,7 +91,7 @@ def open_sinks(
 def _open_services(
     run_dir: pathlib.Path, settings: MetricsConfig, config: Mapping[str, object], last_step: int | None
 ) -> list[Sink]:
-    """Open the sinks that send metrics themselves; arguments and errors are those of ``open_sinks``."""
+    """Return the configured sinks that send metrics on their own; arguments and errors are those of ``open_sinks``."""
     ids_path = run_dir / IDS_FILE
     ids = read_object(ids_path) if last_step is not None and ids_path.exists() else {}
     sinks: list[Sink] = []
@@ -105,7 +117,10 @@ def _open_services(
 
 
 def _open_spans(run_dir: pathlib.Path, endpoint: str | None) -> Sink:
-    """Open the sink of spans, whose module imports the packages of the extra `otel`."""
+    """Return the sink of spans for OpenTelemetry; its module needs the extra `otel`.
+
+    Raises ConfigError if the extra is missing or a setting is wrong.
+    """
     try:
         from megatron_rl.observability.spans import SpanSink
     except ImportError as error:
@@ -128,7 +143,10 @@ def _open_exporter(
     config: Mapping[str, object],
     earlier: Iterable[Mapping[str, object]],
 ) -> PrometheusSink:
-    """Open the sink that Prometheus scrapes, whose modules import the package of the extra `prometheus`."""
+    """Return the sink that Prometheus reads; its modules need the extra `prometheus`.
+
+    earlier: the rows of a resumed run.
+    """
     require_prometheus(settings.prometheus_port)
     from megatron_rl.observability.prometheus.sink import PrometheusSink
 
@@ -136,7 +154,10 @@ def _open_exporter(
 
 
 def require_prometheus(port: int) -> None:
-    """Raise ConfigError if metrics cannot be served, since a package is missing."""
+    """Raise ConfigError if the package prometheus_client is not installed.
+
+    port: the configured port, for the message.
+    """
     if importlib.util.find_spec("prometheus_client") is None:
         raise ConfigError(
             f"metrics.prometheus_port={port} and prometheus_client cannot be imported; pip install "

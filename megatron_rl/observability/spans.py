@@ -1,8 +1,8 @@
-"""The spans of a run for an OpenTelemetry collector: one span per rollout, with a child span per stage.
+"""The spans of a run for an OpenTelemetry collector: one span per rollout, with a child span for each stage.
 
-The intervals are those of the step's timer (observability/timer.py), so that a stage's spans last
-as long as ``time/<stage>_s`` of metrics.jsonl. Importing this module needs the OpenTelemetry
-packages of the extra `otel`.
+The spans are made of the intervals of the step's timer (observability/timer.py), so that a stage's
+spans last as long as ``time/<stage>_s`` of metrics.jsonl. Importing this module needs the
+OpenTelemetry packages of the extra `otel`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FACTS = {
 
 
 class Interval(NamedTuple):
-    """Holds a stage's seconds, from ``started_s`` of ``time.perf_counter`` on."""
+    """Holds one interval of the timer: a stage, its start by ``time.perf_counter``, and its seconds."""
 
     stage: str
     started_s: float
@@ -57,9 +57,10 @@ class Interval(NamedTuple):
 
 
 class OwnIds(IdGenerator):
-    """Draws ids from the operating system.
+    """Generates the ids of spans and traces from the operating system's random numbers.
 
-    The packages' own generator draws from Python's random state, which belongs to the run.
+    OpenTelemetry's own generator uses Python's global random state, which the run saves and
+    restores.
     """
 
     def generate_span_id(self) -> int:
@@ -75,12 +76,13 @@ class OwnIds(IdGenerator):
 class SpanSink:
     """Makes spans of the timer's intervals and of the rows that follow them; a thread sends them in batches.
 
-    run_name: the attribute ``megatron_rl.run`` of every span's resource.
+    run_name: the attribute ``megatron_rl.run`` of every span.
     endpoint: as in ``otlp.traces_url``.
 
-    A rollout's span is the root of its own trace. It lasts until its last stage ends, evaluation
-    and checkpoint included, and is sent when the next begins or the run ends. A supervised step is
-    a root as well, and so is a stage before the first rollout.
+    Each rollout has a trace of its own, whose root span is the rollout. The root span lasts until
+    the rollout's last stage ends, evaluation and checkpoint included. It is sent when the next
+    rollout begins or the run ends. A supervised step has a trace of its own too, and so has a stage
+    before the first rollout.
 
     Raises ValueError for an environment variable of OpenTelemetry that cannot be read, OSError for
     a certificate.
@@ -101,17 +103,17 @@ class SpanSink:
         self._rollout, self._ended_s, self._num_made = 0, 0.0, 0
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Keep an interval of the timer until its row comes."""
+        """Keep an interval of the timer until the row of its step is written."""
         self._pending.append(Interval(stage, started_s, seconds))
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
-        """Make spans of the stages that were measured since the previous row. Do nothing if no step has ended.
+        """Make spans of the stages measured since the previous row; do nothing if no whole step was measured.
 
         step: the row's optimizer step.
         row: the row of metrics.jsonl.
 
-        The stages get the rollout's root span as parent. A stage that ended before the step began
-        belongs to the root before it.
+        The spans get the rollout's root span as parent. A stage that ended before the step began
+        gets the previous root span.
         """
         whole = next((each for each in reversed(self._pending) if each.stage == STEP), None)
         if whole is None:
@@ -131,15 +133,16 @@ class SpanSink:
         self._add([each for each in stages if each.ended_s > whole.started_s], row)
 
     def show(self, step: int, source: str, completions: Sequence[Completion]) -> None:
-        """Do nothing: a span holds no text of a prompt."""
+        """Do nothing: spans hold no text of a prompt or a completion."""
 
     def follow(self, live: ReadLive) -> None:
-        """Do nothing: values between two steps are not sent."""
+        """Do nothing: this sink sends no values between steps."""
 
     def close(self, files: Sequence[object], *, failed: bool) -> None:
-        """Make the remaining spans, send them within CLOSE_S, and log the number of spans that were not sent.
+        """Make the remaining spans, send them within CLOSE_S, and log how many spans were not sent.
 
-        If a rollout ended the run with an error, its stages get a root span of their own.
+        failed: whether the run ended with an error. Stages of a rollout that has no row yet get a
+            root span of their own.
         """
         stages, self._pending = [each for each in self._pending if each.stage != STEP], []
         first = next((i for i, each in enumerate(stages) if each.stage not in BETWEEN), len(stages))
@@ -159,7 +162,10 @@ class SpanSink:
             log.warning("%d of %d spans did not reach %s", missing, self._num_made, self._exporter.shown)
 
     def _add(self, stages: Sequence[Interval], row: Mapping[str, object]) -> None:
-        """Make a span of each stage, under the open root if there is one."""
+        """Make a span of each interval, as a child of the open root span if there is one.
+
+        row: the row whose metrics become attributes of the spans.
+        """
         parent = Context() if self._root is None else trace.set_span_in_context(self._root, Context())
         for each in stages:
             facts = {key: row[key] for key in FACTS.get(each.stage, ()) if key in row}
@@ -180,5 +186,5 @@ class SpanSink:
             self._root = None
 
     def _at_ns(self, host_s: float) -> int:
-        """Return a time of the timer in nanoseconds of Unix time."""
+        """Return a moment of ``time.perf_counter`` as nanoseconds of Unix time."""
         return self._unix_ns + round(host_s * 1e9)

@@ -1,7 +1,8 @@
-"""The warning of a stalled run: optimizer steps in a row without a gradient that moves a weight.
+"""The warning of a stalled run: many optimizer steps in a row that moved no weight.
 
-Such a step is a ghost, or its gradient is zero or not finite (``optimizer.on_nonfinite=skip``). A
-held step of a critic's warm-up is counted neither as stalled nor as training.
+A step moves no weight if it is a ghost (no sample has signal), or if its gradient is zero or not
+finite (``optimizer.on_nonfinite=skip``). A step in which a critic's warm-up holds the policy is not
+counted at all.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ WAY_OUT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallCounts:
-    """Counts the last steps in a row that trained nothing, by their causes.
+    """Counts the last steps in a row that trained nothing, by cause.
 
-    steps: all steps so far, except held ones.
+    steps: the number of all steps so far, without held ones (a critic's warm-up).
+    ghosts: of the last steps in a row, those in which no sample had signal.
+    zero_gradients: of the last steps in a row, those with a gradient of zero.
+    not_finite: of the last steps in a row, those with a gradient that is not finite.
     """
 
     steps: int = 0
@@ -36,11 +40,14 @@ class StallCounts:
 
     @property
     def in_a_row(self) -> int:
-        """Return the number of the last steps that trained nothing."""
+        """Return the number of steps since the last one that trained something."""
         return self.ghosts + self.zero_gradients + self.not_finite
 
     def after(self, row: Mapping[str, object]) -> StallCounts:
-        """Return the counts after one more step. ``row``: as MetricsWriter.write and read_metrics return it."""
+        """Return the counts after one more step.
+
+        row: the step's row of metrics, as MetricsWriter.write returns it.
+        """
         kind = StepKind(row["step_kind"])
         if kind is StepKind.HELD:
             return self
@@ -55,7 +62,7 @@ class StallCounts:
         return StallCounts(steps=counted.steps)
 
     def is_worth_saying(self, warning_steps: int | None) -> bool:
-        """Return whether the last ``warning_steps`` steps trained nothing, or all steps of a shorter run."""
+        """Return whether the last ``warning_steps`` steps trained nothing, or all steps of a run that is shorter."""
         return warning_steps is not None and self.in_a_row > 0 and self.in_a_row >= min(warning_steps, self.steps)
 
     def __str__(self) -> str:
@@ -70,7 +77,10 @@ class StallCounts:
 
 
 def stall_counts(rows: Iterable[Mapping[str, object]]) -> StallCounts:
-    """Return the counts after all rows of a metrics.jsonl."""
+    """Return the counts at the end of a run.
+
+    rows: all rows of its metrics.jsonl, in order.
+    """
     counts = StallCounts()
     for row in rows:
         counts = counts.after(row)
@@ -80,24 +90,33 @@ def stall_counts(rows: Iterable[Mapping[str, object]]) -> StallCounts:
 class StallWarning:
     """Warns in the log when ``warning_steps`` steps in a row train nothing, and at every doubling of that number.
 
-    warning_steps: ``metrics.untrained_warning_steps``; None: it never warns.
+    warning_steps: ``metrics.untrained_warning_steps``; None for no warning.
     """
 
     def __init__(self, warning_steps: int | None) -> None:
         self._steps, self._next, self._counts = warning_steps, warning_steps, StallCounts()
 
     def resume(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """Count the steps of a resumed run without a warning. ``rows``: of its metrics.jsonl, in order."""
+        """Count the steps of a resumed run before its checkpoint, without warning.
+
+        rows: the rows of its metrics.jsonl, in order.
+        """
         for row in rows:
             self._count(row)
 
     def observe(self, row: Mapping[str, object]) -> None:
-        """Count one step. ``row``: as MetricsWriter.write returns it."""
+        """Count one step, and log a warning if it is due.
+
+        row: the step's row of metrics, as MetricsWriter.write returns it.
+        """
         if self._count(row):
             self._warn()
 
     def _count(self, row: Mapping[str, object]) -> bool:
-        """Count one step; return whether a warning is due."""
+        """Count one step; return whether a warning is due.
+
+        row: the step's row of metrics.
+        """
         self._counts = self._counts.after(row)
         if self._counts.in_a_row == 0:
             self._next = self._steps
@@ -107,7 +126,7 @@ class StallWarning:
         return due
 
     def end(self) -> None:
-        """Warn at a run's end if all its steps trained nothing and were too few for a warning before."""
+        """Log a warning at the end of a run that was too short for one before, if all its steps trained nothing."""
         if self._counts.is_worth_saying(self._steps) and self._next == self._steps:
             self._warn()
 

@@ -1,4 +1,4 @@
-"""The phases of a run's optimizer steps, and the headline figures of its rows."""
+"""The headline figures of a run, computed from its rows of metrics, and the names of its phases."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def is_supervised(row: Row) -> bool:
 
 
 def title(phase: str) -> str:
-    """Return a phase's name on a page or in a table; an unknown phase keeps its own name."""
+    """Return the name of a phase as a page or table shows it; an unknown phase is returned unchanged."""
     return TITLES.get(phase, phase)
 
 
 def split_start(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Return (the supervised steps that precede others, the run's own steps).
+    """Return two lists of rows: the supervised steps before RL, and all other steps.
 
-    In a run of supervised steps alone, all steps are its own.
+    In a run of supervised steps alone, the first list is empty.
 
     Example: rows of the phases ``warmup warmup rl`` give two and one; ``sft sft`` give none and
     two.
@@ -45,29 +45,35 @@ def split_start(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Holds a run's headline figures over its own steps; None for a metric that the run lacks.
+    """Holds a run's headline figures; None for a metric that the run lacks.
 
-    A run's own steps are those after a supervised start, or all steps if the run is supervised
-    alone.
+    They are over the run's main steps: the steps after a supervised start, or all steps of a run
+    that is only supervised.
 
-    window: the number of steps in the means of a first and a last window: 10, or half of the run if
-        it is shorter.
-    supervised_phase: the phase of a run of supervised steps alone.
-    num_warmup: supervised steps before the others.
-    reward, reverse_kl, zero_advantage_ratio: (mean of the first window, mean of the last).
+    window: the number of steps in a mean over the first or last steps: 10, or half of the run if it
+        is shorter.
+    supervised_phase: the phase of a run that is only supervised; None for other runs.
+    num_real, num_ghost: the number of main steps of the kind REAL, in which a sample has signal,
+        and the number of all others.
+    num_warmup: the number of supervised steps before RL.
+    reward, reverse_kl, zero_advantage_ratio: (mean over the first ``window`` steps, mean over the
+        last).
     loss, accuracy: the same for a supervised run's loss, and for the share of pairs that it ranks
         right.
-    tokens_per_second: median over a supervised run's steps.
-    tokens_executed, tokens_dense: tokens, summed over the steps that report both.
-    step_s: median seconds per step.
-    total_s: seconds, the sum over all steps, a supervised start included.
-    evaluations: for each set's mean@k, as "<set> mean@k": (step, value) of the first and of the
-        last evaluation.
-    truncated_share: the share of samples that were cut off, as the last window's mean.
-    reward_errors: samples of all rollouts whose reward failed.
-    reward_error_share: the share of scored samples whose reward failed, as the last window's mean.
-    held_out: for held-out solutions or pairs, by the table's words: (step, value) of the first and
-        the last evaluation.
+    tokens_per_second: the median over a supervised run's steps.
+    tokens_executed, tokens_dense: the tokens that ran, and those of a run that drops no sample,
+        summed over the steps that report both.
+    step_s: the median seconds of a step.
+    total_s: the seconds of all steps, a supervised start included.
+    evaluations: {"<set> mean@k": (step, value) of the first evaluation and of the last}.
+    evaluation_errors: {"<set> mean@k": {step: standard error}}.
+    truncated_share: the share of samples that were cut off, as a mean over the last ``window``
+        steps.
+    reward_errors: the number of samples whose reward failed, over all rollouts.
+    reward_error_share: the share of scored samples whose reward failed, as a mean over the last
+        ``window`` steps.
+    held_out: {name of held-out rows and figure: (step, value) of the first evaluation and of the
+        last}.
     """
 
     window: int
@@ -94,7 +100,7 @@ class RunSummary:
 
     @property
     def steps(self) -> str:
-        """Return the numbers of its steps by their kinds: ``798 REAL, 2 GHOST, 140 warm-up``, or ``80 SFT``."""
+        """Return the numbers of steps by kind as text: ``798 REAL, 2 GHOST, 140 warm-up``, or ``80 SFT``."""
         if self.supervised_phase is not None:
             ghosts = f", {self.num_ghost} GHOST" if self.num_ghost else ""
             return f"{self.num_real} {title(self.supervised_phase)}{ghosts}"
@@ -103,7 +109,7 @@ class RunSummary:
 
     @property
     def executed_ratio(self) -> float | None:
-        """Return the executed tokens over the dense run's tokens."""
+        """Return the tokens that ran over the tokens of a run that drops no sample; None if they are not known."""
         return self.tokens_executed / self.tokens_dense if self.tokens_dense else None
 
 
@@ -112,9 +118,9 @@ def _finite(rows: Sequence[Row], key: str) -> list[float]:
 
 
 def eval_points(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Return each set's evaluations: its (step, value) pairs by set and by metric (mean@k, pass@k).
+    """Return {evaluation set: {metric (mean@k, pass@k): [(step, value)]}}, in the order of steps.
 
-    A ``..._before`` in a step's row was measured before that step, so it is put at the step before.
+    A metric ``..._before`` was measured before its row's step, so it counts for the step before.
     """
     points_of: dict[str, dict[tuple[str, int], list[tuple[int, float]]]] = {}
     for row in rows:
@@ -130,7 +136,7 @@ def eval_points(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[int, floa
 
 
 def eval_errors(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
-    """Return the standard errors of each set's mean@k, by "<set> mean@k" and by step as in ``eval_points``."""
+    """Return {"<set> mean@k": {step: standard error}}, with steps counted as in ``eval_points``."""
     errors_of: dict[str, dict[int, float]] = {}
     for row in rows:
         for key, value in row.items():
@@ -141,7 +147,7 @@ def eval_errors(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
 
 
 def held_out_points(rows: Sequence[Row], metric: str) -> list[tuple[int, float]]:
-    """Return the (step, value) of each evaluation of held-out rows; a ``_before`` is put at the step before."""
+    """Return (step, value) of each evaluation of held-out rows; a metric ``_before`` counts for the step before."""
     return [
         (row["step"] - before, row[key])
         for row in rows
@@ -151,7 +157,7 @@ def held_out_points(rows: Sequence[Row], metric: str) -> list[tuple[int, float]]
 
 
 def summarize(rows: Sequence[Row]) -> RunSummary:
-    """Return the headline figures of a run's rows."""
+    """Return the headline figures of a run, given all rows of its metrics.jsonl."""
     start, trained = split_start(rows)
     supervised = bool(trained) and is_supervised(trained[0])
     window = min(10, max(1, len(trained) // 2))
@@ -201,7 +207,7 @@ def summarize(rows: Sequence[Row]) -> RunSummary:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds for people: ``4.2 s``, ``3 min 05 s`` or ``2 h 07 min``."""
+    """Return seconds as short text: ``4.2 s``, ``3 min 05 s`` or ``2 h 07 min``."""
     if seconds < 60:
         return f"{seconds:.3g} s" if seconds < 59.5 else "1 min 00 s"
     whole = round(seconds)

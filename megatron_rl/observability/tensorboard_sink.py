@@ -1,4 +1,4 @@
-"""The sink that writes metrics, completions and the configuration as event files of TensorBoard."""
+"""The sink that writes a run's metrics, completions and configuration as TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from megatron_rl.observability.prometheus.live import ReadLive
 
 
 class TensorBoardSink:
-    """Writes event files under ``tensorboard/`` in the run's folder; an earlier run's folder is renamed.
+    """Writes event files under ``tensorboard/`` in the run's folder.
 
-    last_step: later points in the event files are hidden; None if the run does not resume.
+    last_step: the last step in the checkpoint of a resumed run. TensorBoard hides points after it
+        from the earlier files. None for a new run, for which an existing folder is renamed.
     """
 
     def __init__(self, run_dir: pathlib.Path, config: Mapping[str, object], last_step: int | None) -> None:
@@ -34,7 +35,7 @@ class TensorBoardSink:
             self._writer.add_text("config", _as_code(text), max(0, last_step or 0))
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Do nothing: the step's row has its stages' seconds."""
+        """Do nothing: the seconds of a step's stages are metrics of its row."""
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
         for key, value in scalars.items():
@@ -45,12 +46,12 @@ class TensorBoardSink:
         self._writer.add_text(f"completions/{source}", _as_code(text), step)
 
     def follow(self, live: ReadLive) -> None:
-        """Do nothing: values between two steps are not sent."""
+        """Do nothing: this sink sends no values between steps."""
 
     def close(self, files: Sequence[pathlib.Path], *, failed: bool) -> None:
         self._writer.close()
 
 
 def _as_code(text: str) -> str:
-    """Return Markdown that shows text unchanged: an indented block, which no text inside can end."""
+    """Return Markdown that shows a text unchanged: an indented block, which no text inside can end."""
     return "\n".join(f"    {line}" for line in text.split("\n"))

@@ -1,7 +1,4 @@
-"""The throughput of an optimizer step: its FLOPs over the device's peak, and measured micro-batch costs.
-
-No collectives.
-"""
+"""The throughput of an optimizer step, and the micro-batch costs that were fitted to measurements. No collectives."""
 
 from __future__ import annotations
 
@@ -15,9 +12,10 @@ from megatron_rl.types import BatchFacts, StepKind, StepPlan
 
 
 def performance(model: TrainableModel, facts: BatchFacts, mini_batch: StepPlan, seconds: float) -> dict[str, float]:
-    """Return ``perf/*`` and ``cost/*`` of one optimizer step that took ``seconds``.
+    """Return the metrics ``perf/*`` and ``cost/*`` of one optimizer step that took ``seconds``.
 
-    FLOPs are the executed ones; dense-equivalent tokens are the tokens that the dense run would
+    The model FLOPs utilisation ``perf/mfu`` counts the tokens that ran.
+    ``perf/dense_equivalent_tokens_per_second`` counts the tokens that a run without the skip would
     have processed.
     """
     tokens = tokens_of(facts, share_prompts=model.rules.share_prompts, windows=model.shape.windows)
@@ -34,13 +32,20 @@ def performance(model: TrainableModel, facts: BatchFacts, mini_batch: StepPlan, 
 
 
 def step_times(timer: StepTimer, facts: BatchFacts) -> dict[str, float]:
-    """Return ``time/*`` of a supervised step, and its throughput: the tokens of all its rows over its seconds."""
+    """Return the metrics ``time/*`` of a supervised step, and ``perf/tokens_per_second`` over all its samples.
+
+    The timer starts the next step.
+    """
     times = timer.take()
     return {**times, "perf/tokens_per_second": float(facts.total_tokens.sum() / times["time/step_s"])}
 
 
 def _cost(model: TrainableModel, mini_batch: StepPlan, tokens: SampleTokens) -> dict[str, float]:
-    """Return ``cost/*``: a micro-batch's fitted costs on its slowest stage, and this mini-batch's predicted seconds."""
+    """Return the metrics ``cost/*``; {} before the first fit.
+
+    They are the fitted costs of a micro-batch on its slowest pipeline stage, and the predicted
+    seconds of this mini-batch.
+    """
     if not model.fit.is_fitted:
         return {}
     cost = model.fit.model()

@@ -1,4 +1,4 @@
-"""The timer of an optimizer step's stages."""
+"""The timer of an optimizer step's stages, such as rollout and update."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ STEP = "step"  # the stage that ``take`` reports: a whole optimizer step
 
 
 def _nobody(stage: str, started_s: float, seconds: float) -> None:
-    """Ignore an interval."""
+    """Do nothing with an interval: the default of ``heard``."""
 
 
 class StepTimer:
-    """Sums seconds by stage since the last ``take``; a rollout's first step includes the seconds before it.
+    """Sums seconds by stage since the last ``take``.
 
-    enter: called with the name of each measured stage; returns a context manager
+    A rollout's first step so includes the seconds of generating and scoring before it.
+
+    enter: a function that takes a stage's name and returns a context manager around the stage
         (``Watchdog.stage``).
-    heard: called at the end of each interval with its stage, its start by ``time.perf_counter``,
-        and its seconds.
+    heard: a function called at the end of each interval with its stage, its start by
+        ``time.perf_counter``, and its seconds.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class StepTimer:
         self.started = time.perf_counter()
 
     def add(self, stage: str, seconds: float, *, before_s: float = 0.0) -> None:
-        """Add seconds that another clock counted; they ended ``before_s`` seconds ago."""
+        """Add seconds of a stage that another clock measured; the stage ended ``before_s`` seconds ago."""
         self._sum(stage, seconds)
         if seconds:
             self.heard(stage, time.perf_counter() - before_s - seconds, seconds)
@@ -55,18 +57,18 @@ class StepTimer:
 
     @contextlib.contextmanager
     def follow(self, stage: str) -> Iterator[None]:
-        """Report a stage that lies outside the optimizer steps' seconds, and sum nothing."""
+        """Pass the block's seconds to ``heard`` as a stage, without adding them to a step."""
         with self.enter(stage):
             started = time.perf_counter()
             yield
             self.heard(stage, started, time.perf_counter() - started)
 
     def report(self, stage: str, seconds: float) -> None:
-        """Report a stage that has just ended and measured itself, and sum nothing."""
+        """Pass ``seconds`` of a stage that has just ended to ``heard``, without adding them to a step."""
         self.heard(stage, time.perf_counter() - seconds, seconds)
 
     def take(self) -> dict[str, float]:
-        """Return ``time/<stage>_s`` and ``time/step_s`` of this optimizer step, and start the next."""
+        """Return ``time/<stage>_s`` and ``time/step_s`` since the previous call, and start the next step."""
         times = {f"time/{stage}_s": seconds for stage, seconds in self.seconds.items()}
         started = self.started
         self.restart()

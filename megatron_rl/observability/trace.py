@@ -1,8 +1,8 @@
-"""The files of a run for a simulation: trace.jsonl, one line per rollout, and coefficients.json, the latest fit.
+"""The files that a run records for a simulation: trace.jsonl with its samples, and coefficients.json with fitted costs.
 
-Both lie in the run's folder. Only the main rank writes them. The fit is replaced after every
-optimizer step. ``megatron-rl simulate --from-run FOLDER`` reads them by simulator/workload.py and
-simulator/machine.py. A run imports this file alone of the three.
+trace.jsonl gets one line per rollout, and coefficients.json is replaced after every optimizer step.
+Both lie in the run's folder, and only the main rank writes them. ``megatron-rl simulate --from-run
+FOLDER`` reads them by simulator/workload.py and simulator/machine.py, which a run does not import.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_rl.weights.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedRollout:
-    """Holds one rollout's samples as arrays [S], under the names of ``Workload`` (workload.py)."""
+    """Holds one rollout's samples as arrays [S], under the names of ``Workload`` (simulator/workload.py)."""
 
     prompt_tokens: np.ndarray
     response_tokens: np.ndarray
@@ -42,10 +42,11 @@ class TracedRollout:
 
 
 class Recorder:
-    """Writes both files on the main rank, and nothing on the others.
+    """Writes trace.jsonl and coefficients.json on the main rank, and nothing on other ranks.
 
-    An earlier run's files in the folder are renamed, unless this run resumes from a checkpoint
-    (``resumed``).
+    reward_functions: the names of the reward functions.
+    resumed: whether the run resumes from a checkpoint; otherwise existing files in the folder are
+        renamed.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class Recorder:
                     set_aside(path)
 
     def rollout(self, facts: BatchFacts, rewards: np.ndarray, by_function: np.ndarray) -> None:
-        """Write one line of the trace, numbered as ``rollout`` in the metrics.
+        """Write the samples of one rollout as a line of trace.jsonl, numbered as ``rollout`` in the metrics.
 
-        rewards: [S], by_function: [S, F], NaN for a sample without a reward.
+        rewards: [S], NaN for a sample without a reward.
+        by_function: [S, F], the rewards of each function, NaN where it gave none.
         """
         self.num_rollouts += 1
         if not self.is_main:
@@ -83,7 +85,10 @@ class Recorder:
         append_trace(self.trace, self.num_rollouts, traced, list(prompts))
 
     def fit(self) -> None:
-        """Replace coefficients.json by the current measurement, at once: a reader never sees half of it."""
+        """Replace coefficients.json by the costs that the backend has fitted so far; do nothing before the first fit.
+
+        The file is replaced at once, so that no reader sees half of it.
+        """
         backend = self.backend
         if not self.is_main or not backend.fit.is_fitted or not backend.optimizer_s:
             return
@@ -109,11 +114,12 @@ class Recorder:
 
 
 def append_trace(path: str | pathlib.Path, rollout: int, samples: TracedRollout, prompts: Sequence[str] = ()) -> None:
-    """Add one rollout to a trace, in one write; ``read_trace`` (workload.py) reads it back.
+    """Append one rollout to a trace file, in one write; ``read_trace`` (simulator/workload.py) reads it.
 
-    With several functions the reward is their weighted sum.
-
-    prompts: the name of each group's prompt, in the order of the groups; only people read them.
+    rollout: the number of the rollout.
+    samples: its samples; with several reward functions, a sample's reward is their weighted sum.
+    prompts: the name of each group's prompt, in the order of the groups, for people who read the
+        file.
     """
 
     def plain(values: np.ndarray) -> list[float | None]:
@@ -137,7 +143,7 @@ def append_trace(path: str | pathlib.Path, rollout: int, samples: TracedRollout,
 
 
 class Grid(Protocol):
-    """Has the fields of a Topology on which a stage's fit depends."""
+    """Has the sizes of a Topology's process groups that change the fitted costs of a pipeline stage."""
 
     tensor_size: int
     context_size: int
@@ -146,7 +152,10 @@ class Grid(Protocol):
 
 
 def fitted_with(shape: ModelShape, dtype: str, degrees: Grid) -> dict[str, object]:
-    """Return the settings on which a stage's fit depends, besides the machine and the number of replicas."""
+    """Return the settings that the fitted costs of a pipeline stage depend on.
+
+    The machine and the number of replicas are not among them.
+    """
     return {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,

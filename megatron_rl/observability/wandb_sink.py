@@ -1,4 +1,4 @@
-"""The sink that sends a run's metrics, tables of completions and configuration to Weights & Biases."""
+"""The sink that sends a run's metrics, tables of completions and configuration to Weights & Biases (W&B)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.observability.prometheus.live import ReadLive
 
 
 class WandbSink:
-    """Sends metrics, tables of completions and the resolved configuration to one Weights & Biases run.
+    """Sends metrics, tables of completions and the resolved configuration to one W&B run.
 
     run_id: the W&B run to continue; None for a new one. Login, entity and WANDB_MODE=offline are
         W&B's own settings.
@@ -46,7 +46,7 @@ class WandbSink:
         self._first_step: int = self._run.step  # the first step that W&B has not received
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Do nothing: the step's row has its stages' seconds."""
+        """Do nothing: the seconds of a step's stages are metrics of its row."""
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
         if step >= self._first_step:
@@ -70,7 +70,7 @@ class WandbSink:
         self._run.log({f"completions/{source}": table}, step=step)
 
     def follow(self, live: ReadLive) -> None:
-        """Do nothing: values between two steps are not sent."""
+        """Do nothing: this sink sends no values between steps."""
 
     def close(self, files: Sequence[pathlib.Path], *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))

@@ -1,1 +1,4 @@
-"""Plans: the micro-batches of each rank, their samples and their costs. Pure numpy, no process group, no device."""
+"""The planning of optimizer steps: which samples each rank runs, in which micro-batches, and at what predicted cost.
+
+Pure numpy, without process groups or devices.
+"""

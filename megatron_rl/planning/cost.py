@@ -6,8 +6,9 @@ A micro-batch of T tokens in sequences of lengths l takes on one stage, forward 
 
 Sliding windows replace l² by less (planning/tokens.py ``window_squares``).
 
-A rank's micro-batches take t_1 … t_m on its slowest stage. While the pipeline fills and drains, each
-other stage s adds its longest micro-batch once, divided by the number v of interleaved chunks:
+A data-parallel rank's micro-batches take t_1 … t_m on the slowest stage of its pipeline. While the
+pipeline fills and drains, each other stage s adds the time of its longest micro-batch once, divided
+by the number v of interleaved chunks:
 
     seconds of the rank = Σ_i t_i + Σ_{s ≠ slowest} max_i(t_i on s) / v
 
@@ -17,12 +18,12 @@ equally long on every machine.
 
 Invariants (tests/unit/planning/test_cost.py):
 
-1. Coefficients are never negative, whatever was measured. Without measurements they are the
-   prior's.
+1. Coefficients are never negative, whatever was measured. Before any measurement they are those of
+   ``prior``.
 2. More tokens, longer sequences or one more micro-batch never predict less time on a stage.
-3. ``best_count`` is the count of least predicted time (compared with brute force) for equal
-   micro-batches of which one is as long as the longest sample.
-4. Equal measurements give equal coefficients: every rank derives the same plan.
+3. ``best_count`` is the number of micro-batches with the least predicted time (compared with brute
+   force). It assumes equal micro-batches, one of which is at least as long as the longest sample.
+4. Equal measurements give equal coefficients, so every rank derives the same plan.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ MOST_MICROBATCHES = 4096  # the most that ``best_count`` returns; a token cap ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """Holds the cost of one stage, forward and backward: per micro-batch, per token and per squared token.
+    """Holds the costs of one pipeline stage, forward plus backward, in seconds or another common unit.
 
-    The unit is a second, or any other unit that all three share.
+    overhead: the fixed cost of a micro-batch.
+    token: the cost of a token.
+    square: the cost of a squared token; a sequence of l tokens has l² squared tokens.
     """
 
     overhead: float
@@ -55,27 +58,31 @@ class StageCost:
             raise ValueError(f"{self} must have no negative coefficient, and tokens must cost something")
 
     def seconds(self, tokens: np.ndarray, squares: np.ndarray) -> np.ndarray:
-        """Return [M]: the time of micro-batches with ``tokens`` [M] tokens and ``squares`` [M] = Σ l²."""
+        """Return [M]: the time of each of M micro-batches on this stage.
+
+        tokens: [M], the number of tokens of each micro-batch.
+        squares: [M], Σ l² over the lengths l of each micro-batch's sequences.
+        """
         return self.overhead + self.token * tokens + self.square * squares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Holds the cost of each stage, first to last, and predicts the time of a rank.
+    """Holds the costs of each pipeline rank's stage, first to last, and predicts the time of a rank's micro-batches.
 
-    virtual: the number of chunks that each stage interleaves.
+    virtual: the number of chunks that each pipeline rank interleaves.
 
-    Example: two stages of (256, 1, 0). Micro-batches of 1000 and 500 tokens take 1256 + 756, and
-    1256 more to fill and drain: 3268.
+    Example: two stages of overhead 256, token 1 and square 0. Micro-batches of 1000 and 500 tokens
+    take 1256 + 756, and the pipeline's filling and draining takes 1256 more: 3268.
     """
 
     stages: tuple[StageCost, ...]
     virtual: int = 1
 
     def sample_costs(self, tokens: SampleTokens) -> tuple[np.ndarray, np.ndarray]:
-        """Return float64 [S] twice, for balance: the cost of each sample's own tokens, and of its prompt.
+        """Return (own, prompt), float64 [S] each: the costs of each sample's own tokens, and of its shared prompt.
 
-        The cost is taken on the stage that takes longest for all samples together.
+        They are the costs on the stage that takes longest for all samples together.
         """
         slowest = self._slowest(*tokens.total(np.arange(len(tokens.own))), 0)
         own_squares, prompt_squares = tokens.squares()
@@ -85,13 +92,13 @@ class CostModel:
         )
 
     def best_count(self, tokens: float, squares: float, longest: float = 0.0, most: int = MOST_MICROBATCHES) -> int:
-        """Return the number of micro-batches, at most ``most``, of least predicted time for a rank's share.
+        """Return the number of micro-batches, at most ``most``, with the least predicted time for a rank's samples.
 
-        Without a pipeline the number is 1. With equal stages it is about
+        Without a pipeline the number is 1. With p equal stages it is about
         √((p − 1) · work / (v · overhead)): more micro-batches shrink the bubble and add fixed costs.
 
-        tokens, squares: of the whole share.
-        longest: tokens of the longest sample, which no cut makes shorter.
+        tokens, squares: the numbers of tokens and of squared tokens of all the rank's samples.
+        longest: the number of tokens of the longest sample, since a sample cannot be split.
         """
         if tokens <= 0 or len(self.stages) == 1:
             return 1
@@ -105,9 +112,12 @@ class CostModel:
         )
 
     def count_seconds(self, counts: np.ndarray, tokens: float, squares: float, longest: float = 0.0) -> np.ndarray:
-        """Return [C] seconds of a rank that runs ``counts`` [C] micro-batches.
+        """Return [C]: a rank's predicted seconds for each number of micro-batches in ``counts`` [C].
 
-        All are equal, except that one is at least as long as the longest sample.
+        The rank's work is divided equally, except that one micro-batch holds at least the longest
+        sample.
+
+        tokens, squares, longest: see ``best_count``.
         """
         overheads = np.array([s.overhead for s in self.stages])[:, None]
         work = np.array([s.token * tokens + s.square * squares for s in self.stages])[:, None]
@@ -117,7 +127,10 @@ class CostModel:
         return equal.max(0) * counts + (longer.sum(0) - longer[slowest, np.arange(len(counts))]) / self.virtual
 
     def rank_seconds(self, tokens: np.ndarray, squares: np.ndarray) -> float:
-        """Return the seconds that a data-parallel rank's pipeline takes for its micro-batches [M]; 0.0 without any."""
+        """Return the seconds that a data-parallel rank's pipeline takes for M micro-batches; 0.0 if M is 0.
+
+        tokens, squares: [M], the numbers of tokens and of squared tokens of each micro-batch.
+        """
         if len(tokens) == 0:
             return 0.0
         stage_seconds = np.array([s.seconds(tokens, squares) for s in self.stages])
@@ -130,9 +143,9 @@ class CostModel:
 
 
 def plan_seconds(model: CostModel, mini_batch: StepPlan, padded: SampleTokens) -> float:
-    """Return the predicted seconds of a mini-batch, forward and backward, on the slowest data-parallel rank.
+    """Return the predicted seconds of a mini-batch, forward plus backward, on the slowest data-parallel rank.
 
-    padded: the samples' tokens with pads.
+    padded: the number of tokens of each sample, pads included.
     """
     if len(mini_batch.order) == 0:
         return 0.0
@@ -152,12 +165,13 @@ def prior(
     square_share: float,
     head_layers: float,
 ) -> CostModel:
-    """Return the costs that are assumed before anything is measured.
+    """Return the cost model that planning assumes before any micro-batch is measured.
 
-    The unit is the cost of a token on a mean stage without the LM head.
+    The unit is the cost of one token on an average stage, without the LM head.
 
-    rank_shares: for each pipeline rank, the cost of its layers in layers of mean cost, and their
-        number (ModelShape.rank_shares).
+    rank_shares: for each pipeline rank, the cost of its layers, with an average layer as the unit,
+        and the number of its layers (ModelShape.rank_shares).
+    overhead_tokens: the fixed cost of a micro-batch on an average stage, in tokens.
     square_share: the cost of a squared token over the cost of a token (ModelShape.square_share).
     head_layers: the LM head's cost in layers, which the last stage carries.
     """
@@ -180,12 +194,14 @@ NUM_SUMS = 11  # columns of CostFit.sums
 
 @dataclass(slots=True)
 class CostFit:
-    """Fits the costs to measured micro-batches by least squares, with older steps weighing less.
+    """Fits each stage's costs to measured micro-batches by least squares; older steps weigh less.
 
-    Each stage has one row of NUM_SUMS sums: Xᵀ X (upper triangle, 6), Xᵀ y (3), forward seconds and
-    backward seconds. X = (1, T, Σ l²) and y = forward seconds. Rows of ranks and steps add, so
-    ranks exchange nothing but one all-reduce of the rows.
+    ``sums`` has one row of NUM_SUMS numbers for each stage: Xᵀ X (upper triangle, 6), Xᵀ y (3), the
+    forward seconds and the backward seconds. A micro-batch is one row (1, T, Σ l²) of X, and its
+    forward seconds are its y. Such sums of ranks and steps can be added, so one all-reduce of
+    ``sums`` is all that ranks exchange.
 
+    prior: the costs that are used until every stage has been measured.
     forget: the factor on the earlier sums at each measured step.
     """
 
@@ -202,7 +218,11 @@ class CostFit:
         return bool((self.sums[:, 0] > 0).all())
 
     def add(self, step: np.ndarray) -> None:
-        """Add one step's sums over all ranks, float64 [stages, NUM_SUMS]."""
+        """Multiply the earlier sums by ``forget``, and add one step's sums over all ranks.
+
+        step: float64 [stages, NUM_SUMS]. If all are 0, as in a step without micro-batches, nothing
+            changes.
+        """
         if step.shape != self.sums.shape:
             raise ValueError(
                 f"a step's sums have shape {step.shape} and {self.sums.shape} are needed: one row per pipeline stage"
@@ -218,9 +238,12 @@ class CostFit:
         return CostModel(stages=stages, virtual=self.prior.virtual)
 
     def _stage(self, row: np.ndarray, shape: StageCost) -> StageCost:
-        """Return one stage's costs by least squares; the prior's proportions weigh as one mean micro-batch.
+        """Return one stage's costs by ridge regression towards the prior, which weighs as one average micro-batch.
 
-        The fixed cost is never worth fewer tokens than in the prior.
+        The ratio of fixed cost to token cost is never below the prior's.
+
+        row: [NUM_SUMS], the stage's row of ``sums``.
+        shape: the stage's costs in the prior.
         """
         # Forward: a ridge towards the prior, scaled to the measured seconds. Backward: in proportion.
         gram, moment = _unpack(row)
@@ -242,10 +265,10 @@ class CostFit:
 
 
 def measured(tokens: np.ndarray, squares: np.ndarray, forward_s: np.ndarray, backward_s: float) -> np.ndarray:
-    """Return float64 [NUM_SUMS]: the sums of one rank's step (CostFit).
+    """Return float64 [NUM_SUMS]: one rank's sums over a step's M micro-batches, in the order of ``CostFit.sums``.
 
     tokens, squares, forward_s: [M], tokens, Σ l² and forward seconds of each micro-batch.
-    backward_s: the backward seconds of all micro-batches.
+    backward_s: the backward seconds of all micro-batches together.
     """
     features = np.stack([np.ones(len(tokens)), tokens, squares]).astype(np.float64)
     gram = features @ features.T
@@ -259,7 +282,7 @@ def _unpack(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _nonnegative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
-    """Return argmin over x ≥ 0 of xᵀ G x − 2 mᵀ x, by trying every set of zeros among the three unknowns."""
+    """Return the x ≥ 0, float64 [3], that minimises xᵀ G x − 2 mᵀ x, by trying every set of zero components."""
     best, least = np.zeros(3), np.inf
     scale = np.sqrt(np.maximum(np.diag(gram), 1e-300))
     for size in (3, 2, 1):

@@ -1,4 +1,4 @@
-"""The number of optimizer steps of a rollout and of a run, for policy and critic. Pure arithmetic."""
+"""The number of optimizer steps per rollout and per run, for policy and critic. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from megatron_rl.errors import ConfigError
 
 
 def steps_per_rollout(train: TrainConfig, rollout: RolloutConfig, skip: SkipConfig) -> int:
-    """Return the number of optimizer steps of a whole rollout, ghosts included."""
+    """Return the policy's number of optimizer steps in a rollout without missing samples.
+
+    Ghost steps, which step the optimizer on a zero gradient, are included.
+    """
     samples = train.prompts_per_rollout * rollout.samples_per_prompt
     per_epoch = (
         1 if skip.steps == "merge" and skip.mode != "off" else -(-samples // (train.samples_per_mini_batch or samples))
@@ -16,16 +19,22 @@ def steps_per_rollout(train: TrainConfig, rollout: RolloutConfig, skip: SkipConf
 
 
 def critic_steps_per_rollout(train: TrainConfig, rollout: RolloutConfig, critic: CriticConfig) -> int:
-    """Return the number of the critic's optimizer steps in a whole rollout; ``skip.steps=merge`` does not apply."""
+    """Return the critic's number of optimizer steps in a rollout without missing samples.
+
+    ``skip.steps=merge`` does not change this number.
+    """
     samples = train.prompts_per_rollout * rollout.samples_per_prompt
     per_step = critic.samples_per_mini_batch or train.samples_per_mini_batch or samples
     return critic.epochs_per_rollout * -(-samples // per_step)
 
 
 def total_rl_steps(train: TrainConfig, rollout: RolloutConfig, skip: SkipConfig, num_prompts: int) -> int:
-    """Return the number of optimizer steps of the RL phase, ghosts included.
+    """Return the policy's number of optimizer steps in all rollouts, ghost steps on a zero gradient included.
 
-    With ``train.epochs`` the number is a lower bound: prompts that are asked again add steps.
+    If ``train.epochs`` is set, the number is a lower bound, since a prompt that is asked again in an
+    epoch adds steps.
+
+    num_prompts: the number of prompts of the training data.
     """
     rollouts = (
         train.num_rollouts if train.epochs is None else -(-train.epochs * num_prompts // train.prompts_per_rollout)
@@ -36,11 +45,14 @@ def total_rl_steps(train: TrainConfig, rollout: RolloutConfig, skip: SkipConfig,
 def moving_rl_steps(
     train: TrainConfig, rollout: RolloutConfig, skip: SkipConfig, critic: CriticConfig | None, num_prompts: int
 ) -> int:
-    """Return the number of RL's optimizer steps that may move the policy; its learning-rate schedule spans them.
+    """Return the number of optimizer steps in RL that may change the policy.
+
+    The steps of rollouts that train the critic alone (``critic.warmup_rollouts``) do not count. The
+    policy's learning-rate schedule runs over the steps that count.
 
     critic: None in a run without a critic.
 
-    Raises ConfigError if the critic's warm-up leaves no such step.
+    Raises ConfigError if the critic's warm-up leaves no step.
     """
     if critic is None:
         return total_rl_steps(train, rollout, skip, num_prompts)

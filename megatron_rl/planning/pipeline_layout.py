@@ -1,4 +1,4 @@
-"""The layers of each stage of a pipeline: as the user states them, or chosen so that the stages balance.
+"""The number of layers of each pipeline stage: as the user states it, or chosen so that the slowest rank costs least.
 
 Stages are counted in the order of the layers: chunk c of pipeline rank r is stage c · PP + r, of PP
 · VPP stages. Stage 0 holds the embedding. The last stage holds the final norm and the LM head, as in
@@ -7,9 +7,10 @@ Megatron-Core (0.16.1 and 0.19.2 ``transformer/pipeline_parallel_layer_layout.py
 Invariants (tests/unit/planning/test_pipeline_layout.py):
 
 1. Every layer lies on one stage, in order. A chosen layout leaves no stage without a layer.
-2. Without chunks, the slowest stage of the chosen layout costs least (compared with brute force).
-   Of layouts with the same slowest cost, the chosen layout has the least sum of squared costs.
-3. A text in Megatron-Core's notation means the same as to Megatron-Core's own parser.
+2. Without interleaved chunks, no other layout has a cheaper slowest stage than the chosen one
+   (compared with brute force). Of layouts with equal slowest stages, the chosen one has the least
+   sum of squared stage costs.
+3. A text in Megatron-Core's notation gives the layout that Megatron-Core's own parser gives.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _FORMS = (
 
 
 def stated_layers(parallel: ParallelConfig) -> tuple[int, ...]:
-    """Return the number of layers of each stage that ``parallel.pipeline_layout`` states; () if it is empty.
+    """Return the number of layers of each stage by ``parallel.pipeline_layout``; () if the setting is empty.
 
-    Raises ConfigError for a text that is no layout, for a wrong number of stages, and for a middle
-    pipeline rank without a layer.
+    Raises ConfigError for a text that is no layout and for a wrong number of stages. Raises
+    ConfigError also if a pipeline rank between the first and the last has no layer.
     """
     # The counts: a list of numbers, or a text in Megatron-Core's notation.
     texts = parallel.pipeline_layout
@@ -63,7 +64,7 @@ def stated_layers(parallel: ParallelConfig) -> tuple[int, ...]:
 
 
 def _in_notation(text: str) -> tuple[int, ...]:
-    """Return the number of layers of each stage of a text in Megatron-Core's notation."""
+    """Return the number of layers of each stage, from a text in Megatron-Core's notation, as in ``Et*3|(tt|)*2L``."""
     stages = _written_out(re.sub(r"[,\s]", "", text)).split("|")
     whole = "".join(stages)
     if "m" in whole:
@@ -80,7 +81,7 @@ def _in_notation(text: str) -> tuple[int, ...]:
 
 
 def _written_out(text: str) -> str:
-    """Return a layout with its factors written out: first (ab)*2 becomes abab, then a*3 becomes aaa."""
+    """Return a layout text with its repetitions written out: first (ab)*2 becomes abab, then a*3 becomes aaa."""
     for pattern in (r"\(([^()]+)\)\*(\d{1,4})", r"([Etm|L])\*(\d{1,4})"):
         grown = sum(len(found[1]) * int(found[2]) for found in re.finditer(pattern, text)) + len(text)
         if grown > MOST_CHARACTERS:
@@ -96,12 +97,12 @@ def _shown(texts: Sequence[str]) -> str:
 def stage_layers(parallel: ParallelConfig, costs: Sequence[int], head: int, *, model: str) -> tuple[int, ...]:
     """Return the number of layers of each stage, as the configuration states it or as ``balanced`` chooses it.
 
-    costs: the cost of each layer, in any unit.
-    head: the cost of the LM head, or of another last layer, in the same unit.
-    model: its name, for messages.
+    costs: the cost of each of the model's layers, in any unit.
+    head: the cost of the LM head or of the value head on the last stage, in the same unit.
+    model: the model's name, for messages.
 
-    Raises ConfigError for a stated layout of another number of layers, and for more stages than
-    layers.
+    Raises ConfigError if a stated layout has another number of layers than the model. Raises
+    ConfigError also if there are more stages than layers.
     """
     stages = parallel.pipeline * parallel.virtual_pipeline
     if stated := stated_layers(parallel):
@@ -120,15 +121,17 @@ def stage_layers(parallel: ParallelConfig, costs: Sequence[int], head: int, *, m
 
 
 def balanced(costs: Sequence[int], head: int, pipeline: int, virtual: int = 1) -> tuple[int, ...]:
-    """Return the number of layers of each stage, at least 1, such that the slowest pipeline rank costs least.
+    """Return the number of layers of each stage, at least 1, chosen to minimise the cost of the slowest pipeline rank.
 
-    Of equally good layouts the most even one is taken. Then the first stages get fewer layers: they
-    hold the embedding and the most micro-batches in flight. The chunks of an interleaved schedule
-    are balanced one by one first. Then layers move between chunks while that lowers the slowest
-    rank's cost.
+    Of equally good layouts, the one with the least sum of squared stage costs is taken. Among equals
+    of that, the first stages get fewer layers, since they hold the embedding and the most
+    micro-batches in flight. For an interleaved schedule the chunks are balanced as stages first.
+    Then single layers move between chunks as long as that lowers the slowest rank's cost.
 
-    costs: the cost of each layer, a whole number of at least 1, so that every rank finds the same.
-    head: the cost that the last stage has beside its layers.
+    costs: the cost of each layer, an integer of at least 1. Integers make all ranks find the same
+        layout.
+    head: the cost of the last stage beside its layers.
+    pipeline, virtual: the numbers of pipeline ranks and of chunks of each.
 
     Example: 7 equal layers and a head of 1.5 layers on 3 stages: 2, 3, 2 (costs 2, 3, 3.5).
     """
@@ -140,7 +143,7 @@ def balanced(costs: Sequence[int], head: int, pipeline: int, virtual: int = 1) -
 
 
 def _least_bound(costs: Sequence[int], head: int, stages: int) -> int:
-    """Return the cost of the slowest stage in the best layout, by bisection."""
+    """Return the least cost that the slowest stage can have in any layout, found by bisection."""
     low, high = max(head + costs[-1], *costs), head + sum(costs)
     while low < high:
         bound = (low + high) // 2
@@ -154,11 +157,12 @@ def _least_bound(costs: Sequence[int], head: int, stages: int) -> int:
 
 
 def _even(sums: Sequence[int], head: int, stages: int, bound: int) -> list[int]:
-    """Return the layers of each stage: stages cost at most ``bound``, and their squared costs have the least sum.
+    """Return each stage's number of layers: of layouts within ``bound``, the one with the least sum of squared costs.
 
-    Of equal layouts, the one whose first stages have fewer layers is taken.
+    Among equals, the first stages get fewer layers.
 
-    sums: [layers + 1], the costs of the first layers, summed.
+    sums: [layers + 1]; entry i is the cost of the first i layers together.
+    bound: the largest cost that a stage may have.
     """
     layers = len(sums) - 1
     # least[k][i]: the least sum of squared costs for layers i … on the last k stages
@@ -187,9 +191,12 @@ def _even(sums: Sequence[int], head: int, stages: int, bound: int) -> list[int]:
 
 
 def _with_ranks_balanced(sums: Sequence[int], head: int, counts: list[int], pipeline: int) -> list[int]:
-    """Return the counts after moving single layers between chunks as long as ``measure`` falls.
+    """Return each chunk's number of layers after moving single layers between chunks while the layout improves.
 
-    It compares the slowest rank's cost, then the costliest chunk's, then the sum of squared costs.
+    A layout is better if its slowest rank costs less. If that is equal, the costliest chunk decides,
+    then the sum of squared chunk costs.
+
+    counts: each chunk's number of layers before.
     """
 
     def measure(counts: list[int]) -> tuple[int, int, int, list[int]]:
@@ -213,7 +220,10 @@ def _with_ranks_balanced(sums: Sequence[int], head: int, counts: list[int], pipe
 
 
 def notation(stage_layers: Sequence[int]) -> list[list[str]]:
-    """Return a layout in the form of Megatron-Core's ``pipeline_model_parallel_layout``: a list for each stage."""
+    """Return a layout as Megatron-Core's ``pipeline_model_parallel_layout``: for each stage the names of its layers.
+
+    Example: stages of 1 and 2 layers → [["embedding", "decoder"], ["decoder", "decoder", "loss"]].
+    """
     stages = [["decoder"] * count for count in stage_layers]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")

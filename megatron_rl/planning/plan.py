@@ -1,30 +1,34 @@
-"""Survivors → BatchPlan: mini-batches, drop, pack, balance. Pure numpy; equal facts give every rank the same plan.
+"""Plans of optimizer steps: which samples are dropped, and on which rank and in which micro-batch each other one runs.
+
+Pure numpy. Equal inputs give every rank the same plan. A **filler** is a micro-batch without a loss,
+which only gives a rank as many micro-batches as its neighbours. A **ghost step** is an optimizer
+step on a zero gradient. The **dense plan** is the plan with no sample dropped.
 
 Invariants (``assert_invariants`` in tests/unit/planning/test_plan.py):
 
-1. Every member of a mini-batch is either dropped or runs exactly once; no other sample runs.
+1. Every sample (member) of a mini-batch is either dropped or runs exactly once; no other sample runs.
 2. With ``drops``, only members without signal are dropped. Without ``drops``, no member is.
 3. With ``repack``, no member without signal runs (unless nothing is dropped).
-4. A micro-batch holds one sample, or at most ``max_tokens`` tokens with its own pads
-   (``row_multiple``). If ``samples_per_microbatch`` is set, it holds at most so many samples.
-5. No micro-batch is empty. A mini-batch is a GHOST iff none of its samples runs.
+4. A micro-batch holds one sample, or at most ``max_tokens`` tokens, the pads of ``row_multiple``
+   included. If ``samples_per_microbatch`` is set, it holds at most so many samples.
+5. No micro-batch is empty. A mini-batch's step is a ghost step if and only if none of its samples
+   runs.
 6. The plan depends on lengths, signal, members and rules alone: equal inputs, equal fingerprints.
 7. Without ``repack``, every micro-batch that runs is one of the dense plan, on the same rank and in
-   the same order. A row is the micro-batches that the ranks of a block of ``lockstep_ranks`` run at
-   the same time, the dense plan's fillers included. A block runs its rows with signal, each whole,
-   since experts compute a row together.
+   the same order. A block is ``lockstep_ranks`` neighbouring ranks that share experts. The
+   micro-batches that a block's ranks run at the same time are all run or all left out, since their
+   experts compute them together. They run if one of their samples has signal.
 8. Data-parallel ranks differ in cost by at most the costliest sample (token cap, with ``repack``).
-9. All ranks of a block of ``lockstep_ranks`` run equally many micro-batches: the block's largest
-   count without fillers, rounded up to a multiple of ``microbatch_multiple``. A block without
-   samples stays silent.
+9. All ranks of a block run equally many micro-batches: the block's largest number without fillers,
+   rounded up to a multiple of ``microbatch_multiple``. A block without samples runs none.
 10. A filler holds one sample: the shortest that runs, or without ``repack`` the shortest member.
-    Fillers come last on their rank; in 1 and 3 their samples count neither as run nor as dropped.
-    Under a token cap, with ``repack`` or nothing dropped, a rank with fillers has no micro-batch
-    that could be cut in two.
+    Fillers come last on their rank. In 1 and 3 a filler's sample counts neither as run nor as
+    dropped. Under a token cap, with ``repack`` or nothing dropped, a rank with fillers has one
+    sample in each other micro-batch.
 11. Under ``on_long_sample="fail"``, the members' lengths alone decide whether planning fails, not
     signal or ``drops``.
-12. On a pipeline under a token cap, a rank's micro-batches rise in cost and then fall, fillers left
-    out.
+12. On a pipeline under a token cap, the costs of a rank's micro-batches rise and then fall, fillers
+    left out.
 """
 
 from __future__ import annotations
@@ -44,29 +48,33 @@ from megatron_rl.types import BatchPlan, StepKind, StepPlan
 
 FP8_ROWS = 16  # rows of a rank that FP8's products divide by (megatron-core 0.19.2, fp8_utils.get_fp8_align_size)
 Cut = list[list[np.ndarray]]
-"""Per data-parallel rank, its micro-batches, each an int64 array of sample indices."""
+"""For each data-parallel rank, a list of its micro-batches, each an int64 array of sample indices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRules:
-    """Holds the limits and costs that bind a plan.
+    """Holds the limits and costs by which a step is planned.
 
-    cost: the time of a micro-batch on each pipeline stage; it decides balance and the number of
-        micro-batches.
-    max_tokens: the cap on a micro-batch, pads included.
-    samples_per_microbatch: a fixed number of samples in place of the cap; None: the cap.
+    data_size: the number of data-parallel ranks.
+    cost: predicts the time of a micro-batch on each pipeline stage. Ranks are balanced by it, and
+        it decides the number of micro-batches.
+    max_tokens: the cap on a micro-batch's tokens, pads included.
+    samples_per_microbatch: a fixed number of samples per micro-batch in place of the cap; None: the
+        cap.
     pad_multiple: each sequence is padded to a multiple of it (TP under sequence parallelism).
-    row_multiple: a micro-batch is padded to a multiple of it, by its last sequence. It is 1, or a
-        divisor of ``max_tokens`` that is a multiple of ``pad_multiple`` (FP8's products take
-        multiples of 16 rows of each rank).
-    share_prompts: samples of a micro-batch that have the same prompt run it once.
-    repack: False cuts before the drop and removes whole micro-batches only.
-    microbatch_multiple: a rank runs no micro-batch or a multiple of so many (PP under the
-        interleaved schedule, which runs them in groups of PP).
+    row_multiple: a micro-batch's last sequence is padded until all its tokens are a multiple of it.
+        It is 1, or a divisor of ``max_tokens`` that is a multiple of ``pad_multiple``. FP8's matrix
+        products need multiples of 16 tokens on each rank.
+    share_prompts: whether samples of a micro-batch that have the same prompt run it once.
+    repack: whether the samples that stay are packed anew after the drop. If False, all samples are
+        packed before it, and only micro-batches without signal are removed.
+    microbatch_multiple: a rank's number of micro-batches is a multiple of it, or 0. It is PP under
+        the interleaved schedule, which runs micro-batches in groups of PP.
     lockstep_ranks: so many neighbouring data-parallel ranks ([0, L), [L, 2L), ...) form a block
-        that shares experts. Every forward has an all-to-all among them, so they run equally many
-        micro-batches.
-    on_long_sample: what happens to a sample above ``max_tokens``: ``own_microbatch`` or ``fail``.
+        that shares experts. Every forward pass has an all-to-all among them, so they run equally
+        many micro-batches.
+    on_long_sample: ``own_microbatch`` gives a sample above ``max_tokens`` a micro-batch of its own;
+        ``fail`` raises ConfigError.
     """
 
     data_size: int = 1
@@ -124,13 +132,14 @@ def plan_rules(
     fp8: bool,
     share_prompts: bool = False,
 ) -> PlanRules:
-    """Return the rules of a run, from its settings, its degrees of parallelism and the model's sizes.
+    """Return the planning rules of a run, from its settings, its degrees of parallelism and the model's sizes.
 
-    Context parallelism splits each sequence into two chunks per rank. Sequence parallelism splits a
-    micro-batch's tokens over tensor ranks. The interleaved schedule runs groups of PP micro-batches.
-    Under FP8 the cap is lowered to a multiple of ``row_multiple``, so that pads stay within it.
+    Context parallelism splits each sequence into two chunks per rank, and sequence parallelism
+    splits a micro-batch's tokens over tensor ranks. So lengths are padded to multiples of both. The
+    interleaved schedule runs micro-batches in groups of PP. Under FP8 the token cap is lowered to a
+    multiple of ``row_multiple``, so that a padded micro-batch stays within it.
 
-    Raises ConfigError if FP8 leaves no such cap.
+    Raises ConfigError if the token cap is below ``row_multiple`` under FP8.
     """
     # Pads and the cap.
     chunks = 2 * degrees.context_size if degrees.context_size > 1 else 1
@@ -168,7 +177,11 @@ def plan_rules(
 
 
 def split_mini_batches(samples: np.ndarray, samples_per_mini_batch: int | None) -> list[np.ndarray]:
-    """Split the batch into mini-batches, in order, as the dense run would; the last takes the rest."""
+    """Return the batch's samples in mini-batches of ``samples_per_mini_batch``, in order; the last takes the rest.
+
+    samples: int64, indices of samples.
+    samples_per_mini_batch: None: one mini-batch of all samples.
+    """
     size = samples_per_mini_batch or max(len(samples), 1)
     return [samples[i : i + size] for i in range(0, len(samples), size)]
 
@@ -184,17 +197,20 @@ def plan_steps(
     merge: bool = False,
     sample_ids: Sequence[str] = (),
 ) -> BatchPlan:
-    """Plan one optimizer step per mini-batch, or under ``merge`` one step over all of them.
+    """Return the plan of one optimizer step per mini-batch, or under ``merge`` of one step over all of them.
 
-    purpose: "train" or "logprob", part of the fingerprint.
-    tokens: the tokens of each sample; int64 [S], prompt and response, if no prompt is shared.
-    signal: bool [S], True for a sample with signal.
+    purpose: "train" or "logprob", part of the plan's fingerprint.
+    mini_batches: int64 arrays of sample indices.
+    tokens: the number of tokens of each sample. As int64 [S] it counts prompt and response
+        together, and no prompt is shared.
+    signal: bool [S], True for a sample with signal, which may have a gradient.
+    drops: whether samples without signal are dropped.
     sample_ids: S names, for messages alone.
 
-    Raises ConfigError for a sample above the cap under ``on_long_sample="fail"``.
+    Raises ConfigError for a sample above the token cap under ``on_long_sample="fail"``.
 
-    Example: two mini-batches [0, 1] and [2, 3], signal only in sample 1 → a REAL step that runs
-    [1], then a GHOST at its own position.
+    Example: two mini-batches [0, 1] and [2, 3], signal only in sample 1. The first step is REAL and
+    runs [1]. The second is a GHOST, a step on a zero gradient.
     """
     if merge and mini_batches:
         mini_batches = [np.concatenate(mini_batches)]
@@ -208,9 +224,9 @@ def plan_steps(
 def _refuse_long_samples(
     mini_batches: list[np.ndarray], padded: np.ndarray, rules: PlanRules, sample_ids: Sequence[str]
 ) -> None:
-    """Raise ConfigError for a sample above the cap under ``on_long_sample="fail"``.
+    """Raise ConfigError if a sample exceeds the token cap under ``on_long_sample="fail"``.
 
-    All members are checked, dropped or not, so that skipping and dense runs fail alike.
+    Dropped samples are checked too, so that a run fails or not whether it drops samples or not.
     """
     if rules.on_long_sample != "fail" or rules.samples_per_microbatch is not None or not mini_batches:
         return
@@ -241,11 +257,12 @@ def _plan_mini_batch(
 
 
 def _rows_with_signal(dense: Cut, signal: np.ndarray, rules: PlanRules) -> Cut:
-    """Return the rows of each block that have a sample with signal, as each rank's micro-batches.
+    """Return each rank's micro-batches of the dense plan, without those that no gradient needs.
 
-    A row is the micro-batches that the ranks of a block run at the same time. Their experts compute
-    the tokens of the whole row together. Without one of its micro-batches, sums would round in
-    another order than in the dense run.
+    A block is the ``lockstep_ranks`` ranks that share experts, and a row the micro-batches that a
+    block's ranks run at the same time. The experts compute all tokens of a row together. Without
+    one of its micro-batches, sums would round in another order than in the dense run. So a row is
+    kept whole if one of its samples has signal, and else left out.
     """
     running: Cut = []
     for start in range(0, rules.data_size, rules.lockstep_ranks):
@@ -260,18 +277,20 @@ def _rounded_up(microbatches: int, rules: PlanRules) -> int:
 
 
 def _lockstep_counts(per_rank: Cut, rules: PlanRules) -> np.ndarray:
-    """Return [D] int64: the number of micro-batches that each rank runs, fillers included."""
+    """Return int64 [D]: the number of micro-batches that each data-parallel rank runs, fillers included."""
     counts = np.array([len(rank) for rank in per_rank], dtype=np.int64).reshape(-1, rules.lockstep_ranks)
     return np.repeat([_rounded_up(most, rules) for most in counts.max(axis=1).tolist()], rules.lockstep_ranks)
 
 
 def _assemble(members: np.ndarray, per_rank: Cut, padded: np.ndarray, rules: PlanRules, *, num_dense: int) -> StepPlan:
-    """Return the cut as a StepPlan, with fillers on ranks that have fewer micro-batches than their block's count.
+    """Return a StepPlan of each rank's micro-batches, with fillers on ranks that have fewer than their block needs.
 
-    A filler is the shortest sample that runs, without a loss. Without ``repack`` it is the dense
-    plan's filler, the shortest member.
+    A filler, a micro-batch without a loss, holds the shortest sample that runs. Without ``repack``
+    it holds the shortest sample of the mini-batch, as in the dense plan.
 
-    num_dense: the dense plan's number of micro-batches, fillers included.
+    padded: [S], the number of tokens of each sample, pads included.
+    num_dense: the number of micro-batches of the dense plan, in which nothing is dropped, fillers
+        included.
     """
     with_loss = [m for rank in per_rank for m in rank]
     run = np.concatenate(with_loss) if with_loss else np.empty(0, dtype=np.int64)
@@ -296,7 +315,7 @@ def _assemble(members: np.ndarray, per_rank: Cut, padded: np.ndarray, rules: Pla
 
 
 def cut(samples: np.ndarray, costs: SampleCosts, rules: PlanRules) -> Cut:
-    """Spread samples over data-parallel ranks and cut each rank's share into micro-batches."""
+    """Return each data-parallel rank's micro-batches: samples are spread over ranks, then each rank's are packed."""
     if rules.samples_per_microbatch is not None:
         size = rules.samples_per_microbatch
         pieces = [samples[i : i + size] for i in range(0, len(samples), size)]
@@ -307,11 +326,13 @@ def cut(samples: np.ndarray, costs: SampleCosts, rules: PlanRules) -> Cut:
 
 
 def _pack_block(shares: list[np.ndarray], costs: SampleCosts, rules: PlanRules) -> Cut:
-    """Pack each rank's share into the number of micro-batches that its block runs, if it has so many samples.
+    """Return the micro-batches of each rank of a block, equally many if each rank has enough samples.
 
-    A filler trains nothing, so a rank splits its samples before it takes fillers. If a share does
-    not fit the cap in that number, the number grows for all ranks of the block. A rank's
-    micro-batches are never more than its samples.
+    A filler trains nothing, so a rank splits its samples into more micro-batches before it takes
+    fillers. If a rank's samples exceed the token cap at the block's number of micro-batches, the
+    number grows for all ranks of the block. A rank never has more micro-batches than samples.
+
+    shares: for each rank of the block, int64 indices of its samples.
     """
     count = _rounded_up(max(_wanted_microbatches(share, costs, rules) for share in shares), rules)
     packed = [_pack(share, costs, rules, count) for share in shares]
@@ -325,11 +346,13 @@ def _pack_block(shares: list[np.ndarray], costs: SampleCosts, rules: PlanRules) 
 
 
 def _wanted_microbatches(share: np.ndarray, costs: SampleCosts, rules: PlanRules) -> int:
-    """Return the number of micro-batches that suits cap and pipeline; 0 for an empty share.
+    """Return the number of micro-batches for one rank's samples, by token cap and pipeline bubble; 0 without samples.
 
-    The number is a multiple of ``microbatch_multiple`` if the share has enough samples. By the cap
-    alone, micro-batches after a drop would be fewer and larger. The pipeline's bubble would then
-    grow by the time that the drop has saved.
+    The number is a multiple of ``microbatch_multiple`` if the rank has enough samples. If the cap
+    alone decided, a drop would leave fewer micro-batches of the same size. The pipeline's bubble
+    would then take a larger part of the step, which reduces what the drop saves.
+
+    share: int64, indices of the rank's samples.
     """
     if len(share) == 0:
         return 0
@@ -347,9 +370,11 @@ def _wanted_microbatches(share: np.ndarray, costs: SampleCosts, rules: PlanRules
 
 
 def _pack(share: np.ndarray, costs: SampleCosts, rules: PlanRules, count: int) -> list[np.ndarray]:
-    """Pack one rank's samples into ``count`` micro-batches under the token cap, or into more if they do not fit.
+    """Return one rank's samples in ``count`` micro-batches under the token cap, or in more if they do not fit.
 
     There are never more micro-batches than samples.
+
+    share: int64, indices of the rank's samples.
     """
     if len(share) == 0:
         return []
@@ -362,12 +387,12 @@ def _pack(share: np.ndarray, costs: SampleCosts, rules: PlanRules, count: int) -
 
 
 def _in_order(bins: list[np.ndarray], costs: SampleCosts, rules: PlanRules) -> list[np.ndarray]:
-    """Order micro-batches by their first samples; on a pipeline put the costliest in the middle.
+    """Return micro-batches in the order of their first samples, or on a pipeline with the costliest in the middle.
 
-    At the start and the end stages wait while the pipeline fills and drains; in the middle none
-    waits for a costly micro-batch. Compared with the order of the samples, this saves a few percent
-    of the makespan if micro-batches are nearly equal. It saves 10 to 20 % if single long samples
-    make them unequal (on the clock of planning/timeline.py).
+    While a pipeline fills and drains, stages wait for the micro-batches at the start and the end, so
+    these should be cheap. By the simulation of planning/timeline.py, this order saves a few percent
+    of a step's time if micro-batches are nearly equal. It saves 10 to 20 % if single long samples
+    make them unequal.
     """
     bins = sorted(bins, key=lambda b: int(b[0]))
     if len(rules.cost.stages) == 1:

@@ -1,9 +1,10 @@
-"""The spread of samples over bins of near-equal cost: data-parallel ranks, then micro-batches. Pure numpy.
+"""The distribution of samples over bins of near-equal cost: data-parallel ranks, then micro-batches. Pure numpy.
 
-Samples of one group share their prompt within a bin (planning/tokens.py). A cut group runs its
-prompt twice, which is work even if no rank waits for it. So groups are cut only if the costliest
-bin then costs at least 1 % less, prompts that run twice counted. The spread that ignores groups is
-compared too: the costliest bin costs at most 1 % more than under that spread.
+Samples of one prompt (a group) that are in one bin run their prompt once (planning/tokens.py). A
+group that is split over two bins runs it twice, which is work even if no rank waits for it. So a
+group is split only if the costliest bin then costs at least 1 % less, the second run of the prompt
+counted. A distribution that ignores groups is computed too. It is taken if its costliest bin costs
+over 1 % less.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ ROUNDING = 1e-9  # relative rounding error of a quotient of costs
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleCosts:
-    """Holds the tokens, pads included, and the costs of samples.
+    """Holds the numbers of tokens, pads included, and the costs of S samples.
 
-    own, prompt: float64 [S], the cost of a sample's own tokens, and the cost of its prompt.
+    own: float64 [S], the cost of each sample's own tokens.
+    prompt: float64 [S], the cost of each sample's shared prompt, 0 if none is shared.
     """
 
     tokens: SampleTokens
@@ -37,7 +39,7 @@ class SampleCosts:
         return cls(tokens=tokens, own=own, prompt=prompt)
 
     def total(self, samples: np.ndarray) -> float:
-        """Return the cost of samples in one bin, each shared prompt counted once."""
+        """Return the cost of the samples, int64 indices, in one bin, with each shared prompt counted once."""
         cost = float(self.own[samples].sum())
         if self.tokens.prompt[samples].any():
             first = np.unique(self.tokens.group[samples], return_index=True)[1]
@@ -49,18 +51,19 @@ class SampleCosts:
         return self.own + self.prompt
 
     def groups(self, samples: np.ndarray) -> list[np.ndarray]:
-        """Return the samples of each group, in index order."""
+        """Return one int64 array for each group of equal prompts: those of ``samples`` in it, in index order."""
         ordered = samples[np.lexsort((samples, self.tokens.group[samples]))]
         return np.split(ordered, np.flatnonzero(np.diff(self.tokens.group[ordered])) + 1)
 
 
 def balance(samples: np.ndarray, cost: np.ndarray, bins: int) -> list[np.ndarray]:
-    """Distribute samples over ``bins`` of near-equal cost: the costliest first, each into the cheapest bin (LPT).
+    """Return ``bins`` arrays of samples of near-equal cost: the costliest first, each into the cheapest bin (LPT).
 
-    Of bins of equal cost, the bin with fewer samples takes the next sample. So no bin is empty if
-    samples suffice, even if samples cost 0: a one-token response to a shared prompt costs nothing
-    by itself. Each bin is in index order.
+    LPT is the longest-processing-time rule. Of bins of equal cost, the one with fewer samples takes
+    the next sample. So no bin is empty if there are enough samples, even if some cost 0, as a
+    one-token response to a shared prompt does. Each bin is in index order.
 
+    samples: int64, indices of samples.
     cost: float64 [S], the cost of each sample.
     """
     if bins == 1:
@@ -77,9 +80,12 @@ def balance(samples: np.ndarray, cost: np.ndarray, bins: int) -> list[np.ndarray
 
 
 def spread(samples: np.ndarray, costs: SampleCosts, bins: int, max_tokens: float = np.inf) -> list[np.ndarray]:
-    """Return ``bins`` arrays of samples, each in index order, of near-equal cost; some are empty if samples are few.
+    """Return ``bins`` arrays of sample indices, of near-equal cost; some are empty if samples are few.
 
-    max_tokens: groups of more tokens are cut; a bin may still hold more.
+    Each array is in index order.
+
+    samples: int64, indices of samples.
+    max_tokens: a group of more tokens is split; a bin may still hold more tokens.
     """
     # Without shared prompts, one greedy pass.
     if bins == 1 or len(samples) == 0 or not costs.tokens.shares:
@@ -102,7 +108,12 @@ def spread(samples: np.ndarray, costs: SampleCosts, bins: int, max_tokens: float
 
 
 def split_to(bins: list[np.ndarray], count: int, costs: SampleCosts) -> list[np.ndarray]:
-    """Return at least ``count`` bins, none empty, by cutting bins of most samples in two; fewer if samples are few."""
+    """Return at least ``count`` bins, none empty, by halving the bins that have the most samples.
+
+    If there are fewer than ``count`` samples, each bin has one.
+
+    bins: int64 arrays of sample indices.
+    """
     pieces = [x for x in bins if len(x)]
     while len(pieces) < count and max(map(len, pieces), default=0) > 1:
         number = max(range(len(pieces)), key=lambda i: (len(pieces[i]), -i))
@@ -116,9 +127,9 @@ def _costliest(bins: list[np.ndarray], costs: SampleCosts) -> float:
 
 
 def _cut(group: np.ndarray, costs: SampleCosts, grain: float, max_tokens: float) -> list[np.ndarray]:
-    """Cut a group into the fewest near-equal parts that cost at most ``grain`` and fit ``max_tokens``.
+    """Return a group's samples in the fewest near-equal parts that cost at most ``grain`` and fit ``max_tokens``.
 
-    A part of one sample may exceed both.
+    The prompt counts in each part. A part of one sample may exceed both limits.
     """
     prompt, own = float(costs.prompt[group[0]]), float(costs.own[group].sum())
     room, tokens = grain - prompt, costs.tokens
@@ -135,9 +146,11 @@ def _cut(group: np.ndarray, costs: SampleCosts, grain: float, max_tokens: float)
 
 
 def _place(parts: list[np.ndarray], costs: SampleCosts, bins: int) -> list[np.ndarray]:
-    """Place parts of groups greedily, costliest first, each into the bin that is cheapest with the part in it.
+    """Return ``bins`` arrays of samples: parts of groups, costliest first, each in the bin that it leaves cheapest.
 
-    A bin that holds a part of the same group already does not pay for the prompt again.
+    A bin that already holds a part of the same group does not pay for the prompt again.
+
+    parts: int64 arrays of sample indices, each of one group.
     """
     own = np.array([costs.own[part].sum() for part in parts])
     prompt = np.array([costs.prompt[part[0]] for part in parts])

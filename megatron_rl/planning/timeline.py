@@ -1,20 +1,22 @@
-"""An exact event simulation of Megatron-Core's 1F1B and interleaved schedules: each stage's micro-batches in time.
+"""An event simulation of Megatron-Core's 1F1B and interleaved schedules: when each stage runs each micro-batch.
 
 Pure numpy. The order on each pipeline rank follows Megatron-Core 0.16.1,
 ``pipeline_parallel/schedules.py``: get_pp_rank_microbatches (the number of warm-up forwards),
 get_schedule_table (the interleaved order) and the loops of
 forward_backward_pipelining_with_interleaving and _without_interleaving.
 
-An operation starts as soon as its rank has ended the operation before it and the tensor that it
-needs has arrived. A tensor arrives ``transfer_s`` after the other stage has ended. Sending costs
-the sender nothing, and nothing else is modelled.
+An operation is the forward or the backward of one micro-batch on one stage. It starts as soon as
+its rank has ended the operation before it and the tensor that it needs has arrived. A tensor
+arrives ``transfer_s`` after the operation that made it has ended. Sending costs the sender no time.
+Nothing else is modelled.
 
 Stages are counted in the order of the layers. With P ranks of V chunks each, stage s is chunk s // P
 of pipeline rank s % P.
 
 Invariants (tests/unit/planning/test_timeline.py):
 
-1. Each stage runs each micro-batch once forward and once backward, for the seconds given.
+1. Each stage runs each micro-batch once forward and once backward, for the seconds that the caller
+   gives.
 2. No two operations overlap on a rank, and each rank runs them in Megatron-Core's order.
 3. A forward comes after the forward of the stage before. A backward comes after the backward of the
    stage after, and after its own forward.
@@ -30,16 +32,18 @@ from dataclasses import dataclass
 import numpy as np
 
 Operation = tuple[int, int, bool]
-"""(stage in the order of the layers, micro-batch, True for its backward)."""
+"""(stage in the order of the layers, index of the micro-batch, True for a backward and False for a forward)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
-    """Holds the start and end of every operation, float64 [stages, M] each, in seconds since the first forward began.
+    """Holds when each stage starts and ends the forward and the backward of each of M micro-batches.
 
     pipeline: the number of pipeline ranks.
+    forward_start, forward_end, backward_start, backward_end: float64 [stages, M], seconds since the
+        first forward began.
 
-    Example: one stage, forward 1 s and backward 2 s of one micro-batch: ``forward_end=[[1]],
+    Example: one stage, one micro-batch, forward 1 s and backward 2 s: ``forward_end=[[1]],
     backward_start=[[1]], makespan=3``.
     """
 
@@ -56,25 +60,29 @@ class Timeline:
 
     @property
     def busy_s(self) -> np.ndarray:
-        """Return [P] the seconds that each pipeline rank computes."""
+        """Return float64 [pipeline], the seconds that each pipeline rank computes."""
         spent = (self.forward_end - self.forward_start + self.backward_end - self.backward_start).sum(1)
         return spent.reshape(-1, self.pipeline).sum(0)
 
     @property
     def bubble_share(self) -> np.ndarray:
-        """Return [P] the share of the makespan in which each pipeline rank idles; 0 without micro-batches."""
+        """Return float64 [pipeline], the fraction of the makespan that each rank idles; 0 without micro-batches."""
         return 1.0 - self.busy_s / self.makespan if self.makespan else np.zeros(self.pipeline)
 
 
 def warmup_forwards(rank: int, pipeline: int, virtual: int, microbatches: int, group: int) -> int:
-    """Return the number of warm-up forwards, of one chunk each: a rank runs them before its first backward in turn."""
+    """Return the number of forwards, of one chunk each, that a pipeline rank runs before it alternates with backwards.
+
+    group: see ``schedule_table``.
+    """
     count = pipeline - rank - 1 if virtual == 1 else (pipeline - rank - 1) * 2 + (virtual - 1) * group
     return min(count, microbatches * virtual)
 
 
 def schedule_table(microbatches: int, virtual: int, group: int) -> list[tuple[int, int]]:
-    """Return (micro-batch, chunk) for each forward of a rank, in order.
+    """Return (micro-batch, chunk) for each forward of a pipeline rank, in the order in which it runs them.
 
+    microbatches, virtual: the numbers of micro-batches and of the rank's chunks.
     group: the number of micro-batches that go through a chunk before the next chunk runs.
 
     Example: 2 micro-batches, 2 chunks, groups of 2 → (0, 0), (1, 0), (0, 1), (1, 1).
@@ -84,12 +92,12 @@ def schedule_table(microbatches: int, virtual: int, group: int) -> list[tuple[in
 
 
 def rank_order(rank: int, pipeline: int, virtual: int, microbatches: int, group: int | None = None) -> list[Operation]:
-    """Return a pipeline rank's operations in order.
+    """Return a pipeline rank's operations in the order in which Megatron-Core's schedule runs them.
 
-    Warm-up forwards come first, then one forward and one backward in turn, then cool-down
-    backwards. Backwards go through the chunks in reverse.
+    Warm-up forwards come first. Then forwards and backwards alternate. The remaining backwards come
+    last. Backwards go through the chunks in reverse.
 
-    group: ``microbatch_group_size_per_vp_stage``, by default ``pipeline``.
+    group: Megatron-Core's ``microbatch_group_size_per_vp_stage``; None: ``pipeline``.
     """
     group = group or pipeline
     _check_group(pipeline, virtual, microbatches, group)
@@ -121,15 +129,16 @@ def _check_group(pipeline: int, virtual: int, microbatches: int, group: int) -> 
 def simulate(
     forward_s: np.ndarray, backward_s: np.ndarray, *, pipeline: int, group: int | None = None, transfer_s: float = 0.0
 ) -> Timeline:
-    """Return the timeline of one data-parallel rank's schedule, run on a simulated clock.
+    """Return the simulated timeline of one data-parallel rank's micro-batches on its pipeline.
 
-    forward_s, backward_s: [stages, M] seconds of each micro-batch on each stage, stages in the
-        order of the layers. They are predicted or measured.
+    forward_s, backward_s: [stages, M], seconds of each micro-batch on each stage, predicted or
+        measured. Stages are in the order of the layers.
+    pipeline: the number of pipeline ranks.
     group: see ``rank_order``.
     transfer_s: seconds that a tensor takes from one stage to the next.
 
-    Example: two stages, two micro-batches, forward 1 and backward 2 everywhere: (2 + 2 − 1) · 3 =
-    9.
+    Example: two stages, two micro-batches, forward 1 s and backward 2 s each: the makespan is (2 + 2
+    − 1) · 3 = 9 s.
     """
     if forward_s.shape != backward_s.shape or forward_s.ndim != 2 or forward_s.shape[0] % pipeline:
         raise ValueError(
@@ -173,7 +182,7 @@ def simulate(
 
 
 def _arrival(stage: int, microbatch: int, backward: bool, ends: tuple, stages: int, transfer_s: float) -> float:
-    """Return the time at which an operation's tensor arrives; below 0 if that is not known yet."""
+    """Return the second at which the tensor that an operation needs arrives; below 0 if that is not known yet."""
     if not backward:
         if stage == 0:
             return 0.0

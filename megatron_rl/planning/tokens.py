@@ -1,4 +1,4 @@
-"""The tokens that samples run: a prompt that several samples share runs once in each micro-batch. Pure numpy."""
+"""The number of tokens that samples run, if a prompt of several samples runs once per micro-batch. Pure numpy."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from megatron_rl.types import BatchFacts
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleTokens:
-    """Holds the number of tokens of S samples: each sample's own tokens, and the tokens of a shared prompt.
+    """Holds the numbers of tokens of S samples: each sample's own tokens, and the tokens of a shared prompt.
 
     own:    int64 [S], tokens that run for the sample alone.
-    prompt: int64 [S], tokens of the prompt, which run once for all samples of the group in a
-            micro-batch; 0 if the prompt counts in ``own``.
+    prompt: int64 [S], tokens of the sample's prompt, which run once for all samples of its group in
+            a micro-batch. 0 if the prompt is not shared and counts in ``own``.
     group:  int64 [S], equal for samples whose prompts are equal.
-    windows: for each layer the number of tokens that a token sees, 0 for all before it; empty if
-        every layer sees all.
+    windows: for each layer the number of tokens that a token attends to, 0 for all earlier ones.
+        Empty if no layer has a window.
 
-    Attention over separate sequences of lengths l costs Σ l², the squared tokens. A response of r
-    tokens to a shared prompt of p tokens sees p·r keys beside its own triangle, so it costs
-    r² + 2·p·r. The prompt costs p² once. With windows, ``window_squares`` of the sequences takes the place of l².
+    Attention over a sequence of l tokens costs l², called its squared tokens. It is twice the number
+    of query-key pairs. A response of r tokens to a shared prompt of p tokens has p·r pairs with the
+    prompt and r²/2 within itself, so it costs r² + 2·p·r. The prompt costs p² once. With windows,
+    ``window_squares`` takes the place of l².
     """
 
     own: np.ndarray
@@ -33,13 +34,13 @@ class SampleTokens:
 
     @classmethod
     def alone(cls, lengths: np.ndarray, windows: tuple[int, ...] = ()) -> SampleTokens:
-        """Return the tokens of samples of ``lengths`` [S] that share no prompt."""
+        """Return a SampleTokens of samples of ``lengths`` [S] tokens each that share no prompt."""
         lengths = np.asarray(lengths, dtype=np.int64)
         return cls(own=lengths, prompt=np.zeros_like(lengths), group=np.arange(len(lengths)), windows=windows)
 
     @property
     def whole(self) -> np.ndarray:
-        """Return int64 [S], the tokens that each sample would run by itself."""
+        """Return int64 [S], the number of tokens that each sample would run by itself."""
         return self.own + self.prompt
 
     @property
@@ -48,21 +49,21 @@ class SampleTokens:
         return bool(self.prompt.any())
 
     def padded(self, multiple: int) -> SampleTokens:
-        """Return the tokens with each part, own and prompt, rounded up to the multiple."""
+        """Return a copy in which ``own`` and ``prompt`` are each rounded up to a multiple of ``multiple``."""
         own, prompt = (padded_lengths(part, multiple) for part in (self.own, self.prompt))
         return dataclasses.replace(self, own=own, prompt=prompt)
 
     def squares(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return float64 [S] twice: the squared tokens of each sample's own part, and of its prompt."""
+        """Return (own, prompt), float64 [S] each: squared tokens of each sample's own tokens, and of its prompt."""
         whole, prompt = (window_squares(lengths, self.windows) for lengths in (self.whole, self.prompt))
         return whole - prompt, prompt
 
     def sums(self, order: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return float64 [M] twice: the number of tokens and of squared tokens in each micro-batch.
+        """Return (tokens, squares), float64 [M] each: the numbers of tokens and of squared tokens per micro-batch.
 
         order: int64, the samples' indices, micro-batch by micro-batch.
-        offsets: int64 [M + 1], where each micro-batch begins in ``order``, and the end. No micro-batch
-            is empty.
+        offsets: int64 [M + 1], the index in ``order`` at which each micro-batch begins, then the
+            length of ``order``. No micro-batch is empty.
 
         Example: two samples of one group, own [2, 3], prompt [4, 4]: 9 tokens, squared 4 + 16 + 9 +
         24 + 16.
@@ -81,7 +82,7 @@ class SampleTokens:
         return tokens, squares
 
     def total(self, samples: np.ndarray) -> tuple[float, float]:
-        """Return the number of tokens, and of squared tokens, that one micro-batch of the samples runs.
+        """Return (tokens, squares): the numbers of tokens and of squared tokens of one micro-batch of the samples.
 
         samples: int64, the samples' indices.
         """
@@ -90,11 +91,13 @@ class SampleTokens:
 
 
 def window_squares(lengths: np.ndarray, windows: tuple[int, ...]) -> np.ndarray:
-    """Return float64 [S]: twice the number of query-key pairs of sequences of ``lengths`` [S], as a mean over layers.
+    """Return float64 [S]: twice the number of query-key pairs in each sequence, averaged over the layers.
 
-    A layer without a window has l², a layer whose tokens see w tokens l² − (l − w)².
+    For a sequence of l tokens a layer without a window counts l². A layer whose tokens attend to w
+    tokens counts l² − (l − w)² if l is above w, else l².
 
-    windows: as in SampleTokens.
+    lengths: [S], the number of tokens of each sequence.
+    windows: the window of each layer, as in SampleTokens.
 
     Example: length 10, windows (4, 0): (100 − 36 + 100) / 2.
     """
@@ -104,19 +107,26 @@ def window_squares(lengths: np.ndarray, windows: tuple[int, ...]) -> np.ndarray:
 
 
 def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
-    """Return int64: each length rounded up to the multiple."""
+    """Return int64, of the shape of ``lengths``: each length rounded up to a multiple of ``pad_multiple``."""
     return -(-lengths // pad_multiple) * pad_multiple
 
 
 def read_tokens(facts: BatchFacts) -> np.ndarray:
-    """Return int64 [S], the response tokens that run: the tokens before the last loss token, which alone are needed."""
+    """Return int64 [S], the number of response tokens that each sample runs: those before its last loss token.
+
+    No later token is needed as an input. If the batch does not state this number, it is the whole
+    response.
+    """
     return facts.response_tokens if facts.response_inputs is None else facts.response_inputs
 
 
 def tokens_of(facts: BatchFacts, *, share_prompts: bool, windows: tuple[int, ...] = ()) -> SampleTokens:
-    """Return the tokens that a batch's samples run, without pads. Tokens that no loss token needs do not run.
+    """Return the numbers of tokens that a batch's samples run, without pads.
 
-    windows: the model's windows (SampleTokens); needed for squared tokens alone.
+    Response tokens from the last loss token on do not run (``read_tokens``).
+
+    share_prompts: whether equal prompts of a micro-batch run once.
+    windows: the attention window of each layer, as in SampleTokens; needed for squared tokens alone.
     """
     responses = read_tokens(facts)
     if not share_prompts or facts.prompt_keys is None:

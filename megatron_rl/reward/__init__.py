@@ -1,4 +1,4 @@
-"""Rewards: functions of completions and dataset columns, called in this process or in workers."""
+"""Rewards: functions of completions and dataset columns, called in this process or in worker processes."""
 
 from megatron_rl.reward.reward import Reward, RewardFailure, opened_reward
 

@@ -1,4 +1,4 @@
-"""Exact match: a reward function for answers that have one spelling."""
+"""The built-in reward function ``arithmetic``: exact match, for answers that have only one spelling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ def arithmetic(
     answer: Sequence[object],
     **_: object,
 ) -> list[float]:
-    """Return [S]: 1.0 if the completion's stripped text equals the stripped ``answer`` column, else 0.0.
+    """Return one number per sample: 1.0 if the completion's stripped text equals the stripped ``answer``, else 0.0.
+
+    answer: the dataset's column ``answer``.
 
     Example: completions ``["12", " 12 ", "12.0"]`` with answers ``["12", 12, "12"]`` score ``[1.0,
     1.0, 0.0]``.

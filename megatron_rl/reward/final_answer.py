@@ -1,9 +1,9 @@
 r"""The final answer of a text, found by the mark of its format: GSM8K's ``#### 42`` or MATH's ``\boxed{42}``.
 
 GSM8K's answer is the number after ``####`` (arXiv:2110.14168). MATH's answer is the content of the
-last box (arXiv:2103.03874). Text before and after it does not count. If a text has both marks, the
-last one counts. In a text without a mark, the answer is looked for below a Markdown heading "Final
-answer".
+last box (arXiv:2103.03874). The text around the answer does not count. If a text has both marks,
+the last one counts. In a text without a mark, the answer is looked for below a Markdown heading
+"Final answer".
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _UNIT = re.compile(
 class FinalAnswer:
     """Holds the final answer of a text.
 
-    text: the answer, without currency signs; the whole text if it has no mark.
-    is_marked: whether ``text`` is one expression that a mark or heading showed.
+    text: the answer, without currency signs. If the text has no mark, the whole text.
+    is_marked: whether ``text`` is one expression that a mark or a heading introduced.
     """
 
     text: str
@@ -79,7 +79,10 @@ def without_currency(text: str) -> str:
 
 
 def has_mark(gold: str) -> bool:
-    """Return whether a gold answer is in GSM8K's format; then a completion's ``####`` takes precedence over boxes."""
+    """Return whether a gold answer has GSM8K's mark ``####``.
+
+    If it has, ``####`` takes precedence over boxes in completions.
+    """
     return _MARK.search(gold) is not None
 
 
@@ -87,7 +90,7 @@ def final_answer(text: str, *, marks_first: bool, wants_number: bool) -> FinalAn
     """Return the final answer of a completion, or of a gold answer with its derivation.
 
     marks_first: whether GSM8K's mark takes precedence over boxes, wherever it stands.
-    wants_number: whether the right answer is a number, so that a number after a mark is the whole
+    wants_number: whether the gold answer is a number. If so, a number after a mark is the whole
         answer.
     """
     mark, box = _last_mark(text, marks_first, wants_number), _last_box(text)
@@ -105,7 +108,7 @@ def final_answer(text: str, *, marks_first: bool, wants_number: bool) -> FinalAn
 
 
 def _last_mark(text: str, marks_first: bool, wants_number: bool) -> tuple[int, str] | None:
-    """Return (place, answer) of the last ``####`` with an answer after it; None without one.
+    """Return (position in the text, answer) of the last ``####`` that an answer follows; None if there is none.
 
     A ``####`` may also be a Markdown heading, which has no answer.
     """
@@ -117,7 +120,7 @@ def _last_mark(text: str, marks_first: bool, wants_number: bool) -> tuple[int, s
 
 
 def _below_heading(text: str, wants_number: bool) -> str | None:
-    """Return the answer below the last Markdown heading "Answer" or "Final answer"; None without one."""
+    """Return the answer below the last Markdown heading "Answer" or "Final answer"; None if there is none."""
     for heading in reversed(list(_ANSWER_HEADING.finditer(text))):
         answer = _leading_answer(text[heading.end() :], wants_number, may_be_heading=False)
         if answer is not None:
@@ -126,9 +129,10 @@ def _below_heading(text: str, wants_number: bool) -> str | None:
 
 
 def _leading_answer(text: str, wants_number: bool, *, may_be_heading: bool) -> str | None:
-    """Return the answer at the beginning of a text's first line; None if it begins with words, or has a box.
+    """Return the answer at the beginning of a text's first line; None if the line begins with words, or has a box.
 
-    may_be_heading: whether a number before words, as in "1. Setup", is taken as a heading's.
+    may_be_heading: whether a number before words, as in "1. Setup", is taken as the number of a
+        heading.
     wants_number: see ``final_answer``.
     """
     # The first line, without marks and words such as "The answer is".
@@ -151,10 +155,10 @@ def _leading_answer(text: str, wants_number: bool, *, may_be_heading: bool) -> s
 
 
 def _last_box(text: str) -> tuple[int, str] | None:
-    """Return (place, content) of the last box, joined with boxes before it; None without a box.
+    """Return (position in the text, content) of the last box, joined with boxes before it; None without a box.
 
-    Boxes belong together if only a comma, "and" or "or" is between them. A box that does not end
-    has no content: the text was cut in the middle of its answer.
+    Boxes are joined if only a comma, "and" or "or" is between them. The content is empty for a box
+    that does not end: the text was cut in the middle of its answer.
     """
     boxes: list[tuple[int, int, str]] = []
     position = 0
@@ -172,7 +176,7 @@ def _last_box(text: str) -> tuple[int, str] | None:
 
 
 def _content(text: str, box: re.Match) -> tuple[str, int]:
-    """Return a box's content and the place of its end. box: the match of the box's beginning."""
+    """Return a box's content, and the position in the text where the box ends. ``box``: the match of its beginning."""
     if box[1] != "{":
         return box[1].rstrip(".,;"), box.end()
     depth = 1
@@ -186,7 +190,7 @@ def _content(text: str, box: re.Match) -> tuple[str, int]:
 
 
 def _number_at(text: str) -> tuple[str, str] | None:
-    """Return the number at a text's beginning and the text after it; None if it begins with none."""
+    """Return (number, text after it) for a text that begins with a number; None if it does not."""
     text = text[_OPENING.match(text).end() :]
     number = _NUMBER.match(text)
     if not (number["grouped"] or number["digits"] or number["decimals"]):

@@ -7,8 +7,8 @@
 | ``solution_strs``                                                                | VERL_BATCH | lists of texts    |
 | any others                                                                       | TEXTS      | lists of texts    |
 
-verl's forms are of verl 0.9.1, ``NaiveRewardManager`` and ``BatchRewardManager``. TRL's form is of
-TRL 1.16, ``GRPOTrainer``.
+The verl forms follow verl 0.9.1, ``NaiveRewardManager`` and ``BatchRewardManager``. The form of
+messages follows TRL 1.16, ``GRPOTrainer``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Form(enum.Enum):
-    """Names the ways to call a reward function; the values are the log's words."""
+    """Names the ways to call a reward function. The values are the words of the log for each way."""
 
     TEXTS = "takes lists, its completions are texts"
     MESSAGES = "takes lists, its prompts and completions are lists of chat messages (TRL's conversational form)"
@@ -41,7 +41,7 @@ class Form(enum.Enum):
 
 
 class Conversational:
-    """Calls a function of lists with chat messages in place of texts, as TRL does for conversational prompts.
+    """Calls a reward function with lists of chat messages instead of texts, as TRL does for conversational prompts.
 
     Example: the function gets ``completions == [[{"role": "assistant", "content": "7"}], [{"role":
     "assistant", "content": "8"}]]``.
@@ -51,7 +51,7 @@ class Conversational:
         self.function = function
 
     def call(self, arguments: Mapping[str, list], conversations: Sequence[Messages | None]) -> object:
-        """Return the function's result on a list of samples; a prompt that is a text becomes a user's message."""
+        """Return the function's result on a list of samples. A prompt that is a text becomes a user's message."""
         prompts = [
             [{"role": "user", "content": text}] if asked is None else [dict(message) for message in asked]
             for text, asked in zip(arguments["prompts"], conversations, strict=True)
@@ -63,15 +63,18 @@ class Conversational:
 class VerlForm:
     """Calls a function in the form of verl's compute_score, with each sample alone or with lists.
 
-    ``ground_truth`` is the field GROUND_TRUTH of the row, or else the row's answer (``data.answer_key``).
-    ``extra_info`` is a copy of the column with the fields of EXTRA. A result may be an object; then its ``score`` is
-    read.
+    ``ground_truth`` is the field GROUND_TRUTH of the row. If the row lacks it, it is the row's
+    answer (``data.answer_key``). ``extra_info`` is a copy of the column of this name, with the
+    fields of EXTRA added. If a result is a mapping, its ``score`` is the value.
 
     needed: the columns, or fields such as GROUND_TRUTH, that every row must have.
     """
 
     def __init__(self, name: str, function: Callable, *, batched: bool) -> None:
-        """Read the function's parameters. Raises ConfigError for one without default that verl would not give."""
+        """Read the function's parameters. ``batched``: whether a call gets lists of samples.
+
+        Raises ConfigError for a parameter that has no default and that verl would not pass.
+        """
         self._function, self._batched = function, batched
         known = {f"{one}s" if batched else one: one for one in _VERL}
         parameters = inspect.signature(function).parameters.values()
@@ -92,7 +95,7 @@ class VerlForm:
         return _form_of(self._batched)
 
     def call(self, arguments: Mapping[str, list], conversations: Sequence[Messages | None]) -> object:
-        """Return one score per sample, or an awaitable of them."""
+        """Return one score per sample, or an awaitable of these scores."""
         samples = [self._sample(arguments, number) for number in range(len(arguments["completions"]))]
         if self._batched:
             lists = {key: [sample.get(one) for sample in samples] for key, one in self._taken.items()}
@@ -116,7 +119,7 @@ class VerlForm:
 
 
 def in_form(name: str, function: Callable, completions: str) -> tuple[Form, Callable | Conversational | VerlForm]:
-    """Return the form of a user's function, and the callable for `invoke`.
+    """Return the form of a user's reward function, and the object that ``invoke`` calls.
 
     completions: ``reward.completions``, for a function whose parameter ``completions`` has no type.
 
@@ -143,9 +146,10 @@ def in_form(name: str, function: Callable, completions: str) -> tuple[Form, Call
 
 
 def invoke(function: Callable, arguments: Mapping[str, list], conversations: Sequence[Messages | None]) -> object:
-    """Call a function in its form and return its result.
+    """Call a reward function in its form, and return its result.
 
-    arguments: the columns, and the texts and token ids of LISTS, each a list over the samples.
+    arguments: each column of the dataset, and the texts and token ids of LISTS; each is a list over
+        the samples.
     conversations: the chat messages of each sample's prompt; None for a prompt that is a text.
     """
     if isinstance(function, Conversational | VerlForm):
@@ -154,12 +158,12 @@ def invoke(function: Callable, arguments: Mapping[str, list], conversations: Seq
 
 
 def signature_of(function: Callable | Conversational) -> inspect.Signature:
-    """Return the signature that gets the columns. Raises ValueError for a C function without a signature."""
+    """Return the signature of the user's function. Raises ValueError for a C function without a signature."""
     return inspect.signature(function.function if isinstance(function, Conversational) else function)
 
 
 def hint_of(error: BaseException) -> str:
-    """Return advice if an error shows that completions have the wrong form; else an empty text."""
+    """Return advice if an error shows that completions have the wrong form; otherwise an empty text."""
     if isinstance(error, TypeError) and "string indices must be integers" in str(error):
         return (
             "it may be written for completions that are chat messages, as TRL's for conversational data, and it is "
@@ -173,7 +177,7 @@ def _form_of(batched: bool) -> Form:
 
 
 def _typed_form(annotation: object) -> Form | None:
-    """Return the form that the type of ``completions`` shows; None for no type, or for a type that allows both."""
+    """Return the form that the type of ``completions`` shows; None for no type, or for one that allows both."""
     if annotation is inspect.Parameter.empty:
         return None
     words = (annotation if isinstance(annotation, str) else str(annotation)).replace(" ", "").lower()
@@ -197,7 +201,7 @@ async def _scores_once(returned: Awaitable) -> object:
 
 
 def _scores(returned: object) -> object:
-    """Return results with each object replaced by its score; a result that is no list is returned unchanged."""
+    """Return a list of results with each mapping replaced by its ``score``; a result that is no list unchanged."""
     if not isinstance(returned, list | tuple):
         return returned
     return [value["score"] if isinstance(value, Mapping) and "score" in value else value for value in returned]

@@ -46,7 +46,7 @@ _MAX_TRACEBACK = 20_000  # characters; an error that quotes its whole batch woul
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Holds one function's answer on one sample.
+    """Holds one reward function's result on one sample.
 
     value: the reward; None if the function does not apply or failed.
     error: the traceback, or a sentence that says how the value is wrong; None without an error.
@@ -57,16 +57,18 @@ class Outcome:
 
 
 class _WrongReturn(Exception):
-    """Reports a reward function that does not return one value per sample."""
+    """Signals that a reward function did not return one value per sample."""
 
 
 def resolve(name: str, completions: str = "text", model_path: str | None = None) -> tuple[Form | None, RewardFunction]:
-    """Return the form and the callable of a built-in name or ``module:function``; a built-in's form is None.
+    """Return the form and the callable of a reward function, named by a built-in name or as ``module:function``.
+
+    The form of a built-in function is None.
 
     completions: ``reward.completions``.
     model_path: ``reward.model_path``, for the function ``reward_model``.
 
-    Raises ConfigError with the nearest way out.
+    Raises ConfigError, with advice, for a name that cannot be resolved.
     """
     if name in MODELS:
         from megatron_rl.reward.reward_model import RewardModelScore  # brings torch along
@@ -96,7 +98,7 @@ def _check_callable(name: str, function: object) -> None:
 
 
 def check_signature(name: str, function: RewardFunction, columns: Sequence[str]) -> None:
-    """Raise ConfigError if the signature of ``function`` cannot take the columns."""
+    """Raise ConfigError if ``function`` cannot be called with the columns and the arguments named in LISTS."""
     if isinstance(function, VerlForm):
         return  # it gets only the columns that it names
     try:
@@ -116,12 +118,13 @@ def check_signature(name: str, function: RewardFunction, columns: Sequence[str])
 def required_columns(parameters: Mapping[str, Sequence[str]]) -> list[RequiredColumn]:
     """Return the columns that every row must have because a reward function needs them.
 
-    With `math_verify` every answer is parsed at the start, so that a bad answer is found before anything is trained.
+    With `math_verify` every answer is parsed at the start, so that a bad answer is found before
+    anything is trained.
 
-    A null in a row is passed to a user's function as it is. The built-in functions need an answer,
-    so null is refused for them.
+    A user's function gets a null in a row as None. The built-in functions need an answer, so null
+    is refused for them.
 
-    parameters: for each function's name its needed parameters (`needed_parameters`).
+    parameters: function name → the columns that it needs (`needed_parameters`).
     """
     needed = {}
     for name, columns in parameters.items():
@@ -142,7 +145,7 @@ def required_columns(parameters: Mapping[str, Sequence[str]]) -> list[RequiredCo
 
 
 def fault_of_gold(gold: object) -> str | None:
-    """Return the reason why `math_verify` cannot compare a gold answer, with the way out; None if it can."""
+    """Return why `math_verify` cannot compare completions with a gold answer, with advice; None if it can."""
     from megatron_rl.reward.math import read_gold  # brings sympy along
 
     try:
@@ -153,7 +156,7 @@ def fault_of_gold(gold: object) -> str | None:
 
 
 def needed_parameters(function: RewardFunction) -> list[str]:
-    """Return the columns that a call must give: the parameters without default, except the names of LISTS."""
+    """Return the columns that a call must pass: the parameters without default, except the names of LISTS."""
     if isinstance(function, VerlForm):
         return function.needed
     try:
@@ -173,7 +176,10 @@ def columns_of(rollouts: Sequence[Rollout]) -> list[str]:
 
 
 def arguments_of(rollouts: Sequence[Rollout], columns: Sequence[str]) -> dict[str, list]:
-    """Return the keyword arguments of a reward function; a column with a name of LISTS is not passed."""
+    """Return the keyword arguments of a reward function for a list of rollouts.
+
+    A column whose name is in LISTS is not passed.
+    """
     by_column = {key: [rollout.prompt.columns.get(key) for rollout in rollouts] for key in columns}
     fixed = {
         "prompts": [rollout.prompt.text for rollout in rollouts],
@@ -190,15 +196,15 @@ def conversations_of(rollouts: Sequence[Rollout]) -> list[Messages | None]:
 def call(
     function: RewardFunction, arguments: Mapping[str, list], conversations: Sequence[Messages | None]
 ) -> tuple[list[Outcome], str | None]:
-    """Call a reward function; return (an outcome per sample, None), or ([], the reason) if the call fails.
+    """Call a reward function. Return (an outcome per sample, None), or ([], the reason) if the call fails.
 
-    The function's parameters decide whether it gets lists of texts, lists of messages, or one sample
-    at a time (forms.py).
+    The function's parameters decide whether it gets lists of texts, lists of messages, or one
+    sample at a time (forms.py).
 
     A call fails if it raises, calls ``sys.exit`` or ``os._exit``, or returns a wrong number of
     values. The reason is the traceback, or a sentence about the returned value. A coroutine is run
-    to its end in an event loop of its own. KeyboardInterrupt is raised again: in a rank it comes
-    from the user.
+    to its end in a new event loop. KeyboardInterrupt is raised again: in a rank it comes from the
+    user.
     """
     try:
         with exit_is_an_error():
@@ -237,7 +243,7 @@ def _as_list(returned: object, expected: int) -> list[object]:
 
 
 def outcome_of(value: object) -> Outcome:
-    """Return the outcome of a sample's value from a function or an environment; a bad value gives an error."""
+    """Return the Outcome of a value that a function or an environment gave. A bad value becomes an error."""
     if value is None:
         return Outcome()
     if not isinstance(value, (numbers.Real, np.bool_)):

@@ -1,4 +1,4 @@
-"""Mathematical equality: a reward function by the math-verify library (checked on 0.9.0)."""
+"""The built-in reward function ``math_verify``: mathematical equality by the library math-verify (checked on 0.9.0)."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _DELIMITERS = ("$", "\\(", "\\[")
 class Gold:
     """Holds a gold answer in the form in which it is compared.
 
-    values: sympy's values, one of which a right answer equals.
-    is_number: whether the answer is a number, so that a number after a mark is a completion's whole
-        answer.
-    marks_first: whether the answer is in GSM8K's format.
+    values: sympy's values. A right answer equals one of them.
+    is_number: whether the gold answer is a number. If so, a number after a mark is a completion's
+        whole answer.
+    marks_first: whether the gold answer is in GSM8K's format.
     """
 
     values: tuple[object, ...]
@@ -59,18 +59,19 @@ def math_verify(
     """Return [S]: 1.0 if a completion's answer equals the ``answer`` column mathematically, else 0.0.
 
     So 1/2 equals 0.5, and 1,000 equals 1000. A completion's answer stands after the last mark,
-    ``####`` (GSM8K) or \\boxed{} (MATH); the text around it does not count (reward/final_answer.py).
-    Without a mark math-verify looks for LaTeX between dollars or a plain number. A gold answer is
-    one expression, with or without a mark or dollars around it. A completion in which nothing
-    parses, or that cannot be compared, scores 0.0.
+    ``####`` (GSM8K) or \\boxed{} (MATH); the text around it does not count
+    (reward/final_answer.py). Without a mark math-verify looks for LaTeX between dollars or a plain
+    number. A gold answer is one expression, with or without a mark or dollars around it. A
+    completion in which nothing parses, or that cannot be compared, scores 0.0.
 
-    A completion that is not judged in time, or that the library fails on, scores 0.0 too, and the
-    log says so. Each completion has QUICK_S. If that is too short, it gets PATIENT_S, all such
-    completions together BATCH_S. So a call on n answers takes at most n · QUICK_S + BATCH_S.
+    A completion also scores 0.0 if it is not judged in time or the library fails on it. The log
+    says so. Each completion has QUICK_S seconds. Completions that need more get up to PATIENT_S
+    each, and BATCH_S together. So a call on n answers takes at most n · QUICK_S + BATCH_S.
 
     Raises ValueError for a gold answer that does not parse; a run's start looks for such answers.
-    Raises RuntimeError outside the main thread, since the deadlines use SIGALRM, which Python allows
-    only there. The alarm interrupts Python code, but no single long operation of a C extension.
+    Raises RuntimeError outside the main thread, since the time limits use SIGALRM, which Python
+    allows only there. The alarm interrupts Python code, but no single long operation of a C
+    extension.
     """
     # Each different pair of completion and gold answer, quickly, then again with more time.
     _need_main_thread()
@@ -97,9 +98,11 @@ def math_verify(
 
 
 def _warn(fault: str, pairs: Sequence[tuple[str, str]], num_texts: int) -> None:
-    """Log that completions count as wrong, with the end of the first one.
+    """Log that completions count as wrong, with the reason and the end of the first completion.
 
-    pairs: (completion, gold answer) of each.
+    fault: what math_verify could not do, for the message.
+    pairs: (completion, gold answer) for each of these completions.
+    num_texts: the number of all pairs of the call.
     """
     if pairs:
         log.warning(
@@ -119,7 +122,10 @@ def _judge(completion: str, gold: Gold) -> float | Exception:
 
 @functools.lru_cache(maxsize=65536)
 def read_gold(gold: str) -> Gold:
-    """Return a gold answer in the form in which it is compared. Raises ValueError if reading fails or takes GOLD_S."""
+    """Return a gold answer in the form in which it is compared.
+
+    Raises ValueError if nothing in it parses, or if parsing takes longer than GOLD_S.
+    """
     number = number_text(gold)
     if number is not None:
         return Gold(values=(Number(number),), is_number=True, marks_first=False)

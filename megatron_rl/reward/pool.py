@@ -1,19 +1,19 @@
 """Persistent reward workers that score whole groups. A sample that hangs or kills its worker costs only itself.
 
-1. Every task has an id of its own, and a killed worker's socket is closed. So a late answer is never
-   used.
-2. A task has one sample's deadline, however many samples it has. A task that fails is scored again
-   one sample at a time (reward/task_queue.py). If samples are slow only together, later tasks are
-   smaller.
-3. If a task takes SUSPECT_S, its samples are also tried alone, beside it. So a sample that hangs is
-   known SUSPECT_S after the deadline, not after two deadlines. ``num_workers`` other tasks may run
-   meanwhile, so a pool has up to twice as many workers. If such an extra worker does not start, no
-   other is tried.
+1. Every task has an id of its own, and a killed worker's socket is closed. So a late answer is
+   never used.
+2. A task has the deadline of one sample, however many samples it has. A task that fails is scored
+   again one sample at a time (reward/task_queue.py). If samples are slow only together, later tasks
+   are smaller.
+3. If a task takes longer than SUSPECT_S, its samples are also tried alone, while the task goes on.
+   So a sample that hangs is found SUSPECT_S after the task's deadline, not a whole deadline later.
+   ``num_workers`` other tasks may run meanwhile, so a pool has up to twice as many workers. If an
+   extra worker does not start, the pool starts no other extra worker.
 4. Every wait is one `select` on the workers' sockets, until a message or the nearest deadline.
    Nothing polls.
 5. Workers live as long as their pool, and a worker that ends is replaced. The number of starts is
-   bounded: a task can kill only so many workers, and after STARTS failed starts in a row the pool
-   gives up.
+   bounded: a task is given up after a few workers died on it, and after STARTS failed starts in a
+   row the pool gives up.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ STARTS = 3  # failed starts in a row after which RewardError is raised
 class Pool:
     """Scores samples in worker processes that live as long as the pool.
 
-    functions: [F] names; the workers import the functions, this process does not.
-    num_workers: the number of processes; up to twice as many while tasks take long.
-    deadline_s: seconds for one sample, and for a task of several.
+    functions: the names of the F reward functions. The workers import the functions, this process
+        does not.
+    num_workers: the number of worker processes. While tasks take long, there are up to twice as
+        many.
+    deadline_s: the maximum of seconds for one sample, and also for a task of several samples.
     variables: names of environment variables that workers get beside the harmless ones.
     completions: ``reward.completions``.
 
@@ -100,8 +102,7 @@ class Pool:
     def score(self, rollouts: Sequence[Rollout], *, stop_at_failure: bool = False) -> TaskQueue:
         """Call every function on every sample, and return the queue with their outcomes.
 
-        Neighbours with the same prompt form a group.
-
+        rollouts: the samples. Neighbours with the same prompt form a group.
         stop_at_failure: whether the other samples are given up once one has failed.
 
         Raises ConfigError if a function cannot take the columns, or if a column is not JSON. Raises
@@ -138,7 +139,7 @@ class Pool:
         return work
 
     def close(self) -> None:
-        """End the workers; unfinished tasks are lost. It may be called again."""
+        """End the workers; unfinished tasks are lost. A second call does nothing."""
         workers, self._workers = self._workers, []
         for worker in workers:
             if worker.idle:
@@ -188,8 +189,9 @@ class Pool:
     def _hand_out(self, work: TaskQueue, columns: Sequence[str]) -> None:
         """Give idle workers the tasks that may begin, and start a worker if none is idle.
 
-        At most ``num_workers`` tasks run. Beside them run single samples of suspected tasks: one for
-        each suspected task, and more if a worker would be idle otherwise.
+        At most ``num_workers`` tasks run. Beside them run single samples of suspected tasks, which
+        have taken longer than SUSPECT_S. One such sample runs for each suspected task, and more if
+        a worker would be idle otherwise.
         """
         while True:
             tasks = [worker.task for worker in self._workers if worker.task is not None and not worker.task.is_moot]
@@ -210,7 +212,11 @@ class Pool:
             self._selector.modify(worker.socket, worker.events, worker)
 
     def _see_to_a_worker(self, work: TaskQueue) -> None:
-        """Start workers beyond ``num_workers`` unless enough are starting; end a worker with a moot task if full."""
+        """Start workers beyond ``num_workers``, unless enough workers are starting already.
+
+        If the pool has its maximum of workers, first end a worker whose task has lost its purpose
+        (``Task.is_moot``).
+        """
         moot = [worker for worker in self._workers if worker.task is not None and worker.task.is_moot]
         coming = sum(not worker.ready for worker in self._workers)
         while coming < max(1, work.num_suspected) and (len(self._workers) < self._most_workers or moot):
@@ -220,7 +226,11 @@ class Pool:
             coming += 1
 
     def _wait(self, work: TaskQueue | None, until: float | None = None) -> None:
-        """Wait for a worker's message or a deadline. A message sent in time counts, even if it is read late."""
+        """Wait for a worker's message or a deadline. A message sent in time counts, even if it is read late.
+
+        work: the queue that gets results and failures; None if no task runs.
+        until: when the wait ends, on time.monotonic; None: at the nearest deadline.
+        """
         times = [time_s for worker in self._workers for time_s in (worker.deadline, worker.suspect_at)]
         nearest = min(time_s for time_s in times if time_s is not None) if until is None else until
         for key, events in self._selector.select(max(0.0, nearest - time.monotonic())):
@@ -320,7 +330,7 @@ def _check_columns(rollouts: Sequence[Rollout]) -> None:
 
 
 def _message(task: Task, function: str, rollouts: Sequence[Rollout], columns: Sequence[str]) -> dict:
-    """Return the message of a task. Its samples have one prompt, which is sent once."""
+    """Return the message that gives a task to a worker. The task's samples have one prompt, which is sent once."""
     samples = [rollouts[i] for i in task.samples]
     prompt = samples[0].prompt
     return {

@@ -1,4 +1,4 @@
-"""The configured reward functions as one: called in this process or in workers, weighed, with a rule for failures."""
+"""The configured reward functions as one: called in this process or in workers, weighted, with a rule for failures."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class RewardFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answers:
-    """Holds one function's answers on a batch.
+    """Holds one function's results on a batch of S samples.
 
-    outcomes: [S], one per sample.
+    outcomes: [S], one Outcome per sample.
     unexplained: (samples, traceback) of each call that failed on several samples, though it failed
         on none of them alone.
     """
@@ -86,22 +86,22 @@ class Reward:
     on the whole batch. Only a worker can be interrupted, so ``reward.deadline_s`` bounds only
     functions in workers.
 
-    Two more forms are known by their parameters (forms.py): TRL's, whose completions are lists of
-    messages, and verl's ``compute_score``, for one sample or a batch.
+    Two more forms of functions are recognised by their parameters (forms.py). TRL's functions take
+    completions as lists of messages. verl's ``compute_score`` takes one sample or a batch.
 
     A function **fails on a sample** if it raises or exits, or if its value is neither a finite
     number nor None. In a worker it also fails if it takes too long or kills its process. If a call
-    on several samples fails as a whole, the guilty sample is unknown. Then the function is called
-    again **one sample at a time**, and the samples that fail alone are guilty. So a function must
-    not depend on the other samples of a call, and may be called more than once on a sample. If none
-    fails alone, the error of the first call is raised.
+    on several samples fails as a whole, it is unknown which sample caused that. Then the function
+    is called again **one sample at a time**, and it fails on the samples on which these calls fail.
+    So a function must not depend on the other samples of a call, and may be called more than once
+    on a sample. If none of these calls fails, the error of the first call is raised.
 
     The name ``environment`` is no function: its value is the sum of the rewards that the sample's
     environment gave. A sample that its environment gave up (``Rollout.excluded``) has no total, and
     no function is called on it.
 
-    last_errors: the failures of the last `score`; its scores name them too, and the log has the
-        first failure of each kind, whole.
+    last_errors: the failures of the last `score` call. The scores name them too, and the log has
+        the first failure of each kind, whole.
     required_columns: the columns that every row of the data must have.
     recognised: for each function of the user's, a sentence that says how it is called.
     """
@@ -109,9 +109,10 @@ class Reward:
     def __init__(self, config: RewardConfig, import_s: float | None = None, *, episodes: bool = False) -> None:
         """Resolve the functions, here or in workers.
 
-        import_s: seconds for the imports in this process; if they take longer, the process ends.
-            None: no limit.
-        episodes: whether a response holds several turns; functions of messages are then refused.
+        import_s: the maximum of seconds for the imports in this process. If they take longer, the
+            process ends. None: no limit.
+        episodes: whether a response holds several turns. If so, functions that take messages are
+            refused.
 
         Raises ConfigError for no function, for a repeated one, and for one that cannot be resolved.
         """
@@ -162,16 +163,17 @@ class Reward:
         return self.pool is not None and not self._functions
 
     def close(self) -> None:
-        """End the workers. It may be called again."""
+        """End the workers. A second call does nothing."""
         if self.pool is not None:
             self.pool.close()
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """Return [S], one Score per rollout, in order.
 
-        ``total`` is the weighted sum over the functions that applied; None if none did. For a sample on which a
-        function failed, ``reward.on_error`` decides: ``drop`` gives a total of None, ``zero`` a total of 0.0. ``fail``
-        raises RewardError with the sample's id and the traceback, without waiting for the other samples.
+        ``total`` is the weighted sum over the functions that applied; None if none did. For a
+        sample on which a function failed, ``reward.on_error`` decides: ``drop`` gives a total of
+        None, ``zero`` a total of 0.0. ``fail`` raises RewardError with the sample's id and the
+        traceback, without waiting for the other samples.
 
         Raises ConfigError if a function cannot take the dataset's columns.
         """
@@ -244,8 +246,8 @@ class Reward:
     def _failures(self, name: str, answers: _Answers, rollouts: Sequence[Rollout]) -> list[RewardFailure]:
         """Return one function's failures.
 
-        Raises RewardError for a failure under ``on_error=fail``, and for a failure of a call that
-        no sample alone explains.
+        Raises RewardError for a failure under ``on_error=fail``. Raises RewardError if a call on
+        several samples failed, and no sample fails alone.
         """
         for samples, error in answers.unexplained:
             raise RewardError(
@@ -271,7 +273,7 @@ class Reward:
 def opened_reward(
     config: RewardConfig, import_s: float | None = None, *, episodes: bool = False
 ) -> Iterator[Reward | None]:
-    """Open the run's reward for the block, and end its workers after it; None if no function is configured.
+    """Yield the run's Reward for the block, and end its workers afterwards. Yield None if no function is configured.
 
     import_s, episodes: as for Reward.
     """
@@ -285,7 +287,10 @@ def opened_reward(
 def _recognised(forms: Mapping[str, Form | None], episodes: bool) -> list[str]:
     """Return a sentence for each function of the user's that says how it is called.
 
-    Raises ConfigError for a function of messages if responses are episodes.
+    forms: function name → the function's form; None for a built-in function.
+
+    Raises ConfigError for a function that takes messages if a response holds several turns
+    (``episodes``).
     """
     for name, form in forms.items():
         if form is Form.MESSAGES and episodes:
@@ -302,7 +307,7 @@ def _call_here(name: str, function: RewardFunction, rollouts: Sequence[Rollout],
 
     If the call fails, the function is called on each sample alone.
 
-    stop_at_failure: whether samples after the first that fails alone are left without an answer.
+    stop_at_failure: whether no further sample is tried once a sample has failed alone.
     """
     columns = columns_of(rollouts)
     check_signature(name, function, columns)

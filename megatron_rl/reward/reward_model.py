@@ -18,9 +18,10 @@ MOST_PER_BYTE = 4  # parameters per byte of the weights' files; files of four bi
 class RewardModelScore:
     """Scores responses by a reward model of transformers, which every rank holds whole.
 
-    The score is the model's number at a response's last token. The response's tokens are the
-    policy's, so the reward model must have the policy's tokenizer. A prompt's text is tokenized by
-    the tokenizer in the reward model's directory, without special tokens, like the policy's prompts.
+    The score is the model's number at a response's last token. The response's token ids come from
+    the policy, so the reward model must have the policy's tokenizer. A prompt's text is tokenized
+    by the tokenizer in the reward model's directory, without special tokens, like the policy's
+    prompts.
 
     Example: ``RewardModelScore("runs/judge/checkpoints/step_200/hf")(prompts=["2+2="],
     completions=["4"], completion_ids=[[7, 2]])`` → ``[1.3]``.
@@ -60,7 +61,7 @@ class RewardModelScore:
     def __call__(
         self, prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: object
     ) -> list[float]:
-        """Return each response's score."""
+        """Return one score per response. Raises ValueError for a sample beyond the model's context or vocabulary."""
         asked = self._tokenizer(list(prompts), add_special_tokens=False).input_ids
         rows = [[*prompt, *response] for prompt, response in zip(asked, completion_ids, strict=True)]
         for row in rows:

@@ -1,16 +1,16 @@
-"""The queue of a batch's tasks: whole groups first, then the samples of a failed task alone, to find the guilty one.
+"""The queue of a batch's tasks: whole groups first, then the samples of a failed task alone, to find the cause.
 
 1. A task fails as a whole if it raises, runs out of time, or its worker dies. Then it is cut into
-   its samples, each a task of its own. A sample that raises or runs out of time alone is guilty. A
+   its samples, each a task of its own. A sample that raises or runs out of time alone has failed. A
    sample whose worker dies is tried once more, since the machine may have been at fault. So a task
    of n samples costs at most 1 + 2n workers.
-2. If a task takes long (``suspect``), its samples are tried alone before it has failed. Their
-   results count once it fails. If it answers, they are forgotten, so that its answer does not
-   depend on them.
-3. For functions of ``lost_is_wrong``, a sample that runs out of time or kills its worker alone
-   counts as wrong.
+2. If a task takes long (``suspect``), its samples are tried alone before it has failed. The
+   samples' results count once the task fails. If the task answers, they are dropped, so that they
+   cannot change its answer.
+3. For functions of ``lost_is_wrong``, a sample that runs out of time or kills its worker alone gets
+   the value 0.0 instead of a failure.
 
-This module knows no processes and no time.
+This module starts no process and reads no clock.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ class Failure(Enum):
 class Split:
     """Records a task whose samples are run one by one, each as a task of its own.
 
-    left: the number of samples that have no such result yet.
+    left: the number of samples that have no result of such a run yet.
     failure: how the whole task failed; None while it only takes long.
-    error: the task's traceback, or a sentence.
+    error: the whole task's traceback, or a sentence.
+    found_guilty: whether a sample failed alone.
+    is_moot: whether the whole task has answered. Then the results of its samples are thrown away.
     early: (task, result) of each sample that ended before the whole task failed.
-    is_moot: whether the whole task has answered. Its samples' results are then thrown away.
     """
 
     task: Task
@@ -61,11 +62,12 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Task:
-    """Describes one call of one function.
+    """Describes one call of one reward function on one or more samples.
 
     function: the function's index.
     samples: the samples' indices in the batch.
-    split: the record of the failed or suspected task that this task is a sample of, or None.
+    split: the record of the failed or suspected task that this sample was cut from. None if this
+        task was not cut from another.
     deaths: the number of workers that died on this task.
     """
 
@@ -81,17 +83,18 @@ class Task:
 
     @property
     def is_moot(self) -> bool:
-        """Return whether this is a sample of a task that has answered, so that no one waits for its result."""
+        """Return whether this is a sample of a task that has answered, so that no one waits for the sample's result."""
         return self.split is not None and self.split.is_moot
 
 
 class TaskQueue:
     """Queues the tasks of a batch and collects their outcomes.
 
-    most_samples: the most samples of a task; a larger group is cut.
+    most_samples: the maximum of samples of a task. A larger group is cut into several tasks. None:
+        no maximum.
     lost_is_wrong: the indices of functions for which a sample that is never judged has the value
         0.0, and is no failure.
-    outcomes: [F][S], complete once ``done``.
+    outcomes: [F][S], each function's outcome on each sample. Complete once ``done``.
     """
 
     def __init__(
@@ -126,7 +129,7 @@ class TaskQueue:
 
     @property
     def num_suspected(self) -> int:
-        """Return the number of suspected tasks that are under way."""
+        """Return the number of tasks under way that have taken long (``suspect``)."""
         return len(self._suspected)
 
     @property
@@ -136,7 +139,7 @@ class TaskQueue:
 
     @property
     def num_early(self) -> int:
-        """Return the number of suspected tasks' samples that wait for ``next_early``."""
+        """Return the number of samples of suspected tasks that wait for ``next_early``."""
         return len(self._early)
 
     def next(self) -> Task:
@@ -146,14 +149,17 @@ class TaskQueue:
         return self._early.popleft()
 
     def suspect(self, task: Task) -> None:
-        """Queue the samples of a task that is under way, to be tried alone beside it."""
+        """Queue the samples of a task that is under way, to be tried alone while the task goes on."""
         if len(task.samples) == 1 or task in self._suspected:
             return
         split = self._suspected[task] = Split(task=task, left=len(task.samples))
         self._early.extend(self._alone(split))
 
     def answered(self, task: Task, outcomes: Sequence[Outcome]) -> None:
-        """Take a task's outcomes, one for each of its samples."""
+        """Store a task's outcomes, one for each of its samples.
+
+        The outcome of a suspected task's sample is stored only once the whole task has failed.
+        """
         split = self._suspected.pop(task, None)
         if split is not None:
             split.is_moot = True
@@ -173,7 +179,7 @@ class TaskQueue:
             task.split.left -= 1
 
     def give_up_rest(self) -> None:
-        """Give every sample without an outcome an empty one, and empty the queue."""
+        """Give every sample without an outcome an empty Outcome, and empty the queue."""
         self.outcomes = [[outcome or Outcome() for outcome in of_function] for of_function in self.outcomes]
         self._waiting.clear()
         self._early.clear()
@@ -181,10 +187,10 @@ class TaskQueue:
         self._left = 0
 
     def failed(self, task: Task, failure: Failure, error: str) -> None:
-        """Take a task's failure as a whole.
+        """Note that a task failed as a whole, and decide what is tried next.
 
         A task of several samples is cut into its samples. A single sample is tried once more after
-        its worker's first death, and is guilty otherwise.
+        its worker's first death. Otherwise the sample has failed, with the message ``error``.
         """
         if len(task.samples) > 1:
             self._split(task, failure, error)

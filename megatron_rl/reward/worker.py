@@ -4,9 +4,10 @@
 
 The started process becomes a subreaper (distributed/subreaper.py), and its child the worker. The
 first message names the functions. Then tasks arrive one at a time, and each is answered. Functions
-are called in the main thread, since math-verify's deadlines use SIGALRM. Only the pool interrupts a
-task, by killing the process: a call on a whole list cannot be interrupted otherwise. At STACK_AT of
-the deadline the stacks are written to STACK_FD.
+are called in the main thread, since math-verify's time limits use SIGALRM. Only the pool interrupts
+a task, by killing the process: a call on a whole list cannot be interrupted otherwise. Once the
+fraction STACK_AT of the deadline has passed, the stack traces of all threads are written to
+STACK_FD.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ STACK_AT = 0.9  # share of the deadline at which stacks are written
 
 
 def answer(task: dict, function: RewardFunction) -> dict:
-    """Call a task's function and return the message to the pool."""
+    """Call a task's function, and return the message that answers the pool."""
     size = len(task["completions"])
     columns = {key: [value] * size for key, value in task["columns"].items()}
     fixed = {

@@ -37,18 +37,21 @@ ALLOWED = re.compile(
 
 
 class Gone(ConnectionError):
-    """Reports a worker that has ended, or that sent bytes that are no message."""
+    """Signals that a worker has ended, or that it sent bytes that are no message."""
 
 
 class WorkerProcess:
     """Runs one worker process and gives it one task at a time.
 
+    functions: the names of the reward functions that the worker imports.
+    deadline_s: the maximum of seconds for a task.
     variables: names of environment variables that the worker gets beside the ALLOWED ones.
     completions: ``reward.completions``.
-    pid: the worker's process id once the worker is ready, its subreaper's before.
+    pid: the worker's process id once the worker is ready. Before that, the process id of its
+        subreaper, the process between rank and worker.
     deadline: the time on time.monotonic by which the start or the task must end; None if idle.
-    suspect_at: the time on time.monotonic at which the task counts as suspected; None if it never
-        does, or already does.
+    suspect_at: the time on time.monotonic at which the task counts as suspected, so that its
+        samples are tried alone. None if there is no such time, or if it has passed.
     task_id: the id that the answer to the task must carry.
     """
 
@@ -104,7 +107,10 @@ class WorkerProcess:
         return task
 
     def flush(self) -> None:
-        """Send as many bytes as the socket takes now. If the worker has ended, only `read` raises Gone."""
+        """Send as many waiting bytes as the socket takes now.
+
+        Raises nothing if the worker has ended, since the next ``read`` raises Gone.
+        """
         try:
             while self._outbox:
                 del self._outbox[: self.socket.send(self._outbox)]
@@ -129,12 +135,16 @@ class WorkerProcess:
         raise Gone(why)
 
     def stacks(self) -> str:
-        """Return the worker's stacks, written when most of the task's time was over; empty before that."""
+        """Return the stack traces of the worker's threads, as text.
+
+        The worker writes them once STACK_AT (reward/worker.py) of the task's deadline has passed.
+        Before that, the text is empty.
+        """
         self._stacks.seek(0)
         return self._stacks.read().decode(errors="replace").strip()
 
     def end(self) -> str:
-        """Kill the worker and all that it started, and return in words how it ended, now or earlier."""
+        """Kill the worker and all processes that it started. Return in words how the worker ended, now or earlier."""
         self.socket.close()  # so that nothing that it sent before is ever read
         code = self._process.returncode
         if code is None:
@@ -154,7 +164,10 @@ class WorkerProcess:
         self.socket.close()
 
     def wait(self, until: float) -> None:
-        """Wait until the worker has ended by itself. It is not reaped: `end` needs its process id."""
+        """Wait until the worker has ended by itself, or until the time ``until`` on time.monotonic.
+
+        The process stays a zombie, since `end` needs its process id.
+        """
         with contextlib.suppress(OSError):  # a kernel before 5.3 has no pidfd: then nothing waits
             descriptor = os.pidfd_open(self._process.pid)
             try:

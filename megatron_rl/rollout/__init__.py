@@ -1,5 +1,5 @@
 """Rollouts: engines sample completions of prompts, and a queue turns the scored groups into training batches.
 
-Its folders import each other in one direction: engines ← weight_sync ← vllm, and engines ←
-endpoint.
+The folder ``engines`` imports none of its sibling folders. ``weight_sync`` and ``endpoint`` import
+``engines``, and ``vllm`` imports ``engines`` and ``weight_sync``.
 """

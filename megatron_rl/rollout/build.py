@@ -1,4 +1,4 @@
-"""The construction of a run's engine, chosen by its settings. Every rank makes the same calls."""
+"""The function that builds the inference engine which a run's settings choose. Every rank makes the same calls."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ def place_engine(
     vocab_size: int,
     has_trainer: bool = False,
 ) -> tuple[Engine, tuple[int, int] | None, bool]:
-    """Build the rank's engine that the settings choose, and start it. Do not wait until it serves.
+    """Build the inference engine that the settings choose, and begin its start. Do not wait until the engine serves.
 
-    has_trainer: whether there is a trainer, whose log-probs ``rollout.bitwise`` compares with the
-        engine's.
+    has_trainer: whether there is a trainer. ``rollout.bitwise`` needs one, since it makes the
+        engine's log-probs equal the trainer's.
 
-    Returns the engine, this rank's share of the prompts, and whether trainer and engine take turns
-    on one GPU. Raises ConfigError if the engines do not fit the ranks, or cannot share the GPU as
-    the settings ask.
+    Returns three values: the engine, which prompts this rank samples (see ``RolloutWorker.share``),
+    and whether trainer and engine take turns on one GPU.
+
+    Raises ConfigError if the engines do not fit the ranks, or cannot share the GPU as the settings
+    ask.
     """
     role = role_of(config.rollout, location)
     shared = shares_device(config.rollout, device)

@@ -3,14 +3,14 @@
     trainer → weights    the trainer's state is offloaded, then the engine's weights wake
     weights → engine     the engine's keys and values wake
     weights → trainer    the engine sleeps, then the trainer's state returns
-    engine  → trainer    the same
+    engine  → trainer    the engine sleeps, then the trainer's state returns
 
-Weights are sent in the turn ``weights`` (or ``engine``), rollouts are made in ``engine``. The
-trainer's own weights stay on the device throughout.
+Weights are sent to the engine in the turn ``weights`` (or ``engine``). Rollouts are made in the
+turn ``engine``. The trainer's own weights stay on the device throughout.
 
 An engine over several devices has workers on the devices of other ranks, and one rank commands it.
-So all ranks end each phase of a change together. No engine wakes before every rank's state is away,
-and no rank's state returns before every engine sleeps.
+So all ranks end each phase of a change together. No engine wakes before every rank's state is
+offloaded, and no rank's state returns before every engine sleeps.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class DeviceOwner(Enum):
 
 
 class DeviceShare(Protocol):
-    """Leaves a device to the engine, and returns to it. Each model of the trainer is one.
+    """Describes a model of the trainer that frees memory of a shared device for the engine.
 
-    ``offload`` moves the model's gradients and optimizer state away, ``restore`` brings them back.
+    ``offload`` moves the model's gradients and optimizer state off the device, ``restore`` brings
+    them back.
     """
 
     def offload(self) -> object: ...
@@ -40,13 +41,13 @@ class DeviceShare(Protocol):
 
 
 class ColocatedDevice:
-    """Hands the devices of all ranks from trainer to engine and back. Its moves are collectives.
+    """Hands the devices of all ranks from the trainer to the engine and back. Its methods are collectives.
 
-    models:   the trainer's models on the device. Empty if the engine has its own device.
-    together: calls a function on every rank, and returns once it has ended on all. If it raised on
-              any rank, it raises on every rank.
-    ended:    called with the turn that ends, before the trainer gives the device away or gets it
-              back. It notes peak memory.
+    models: the trainer's models on the device. Empty if the engine has its own device.
+    together: a callable that takes a function, calls it on every rank, and returns once it has
+        ended on all ranks. If the function raised on any rank, ``together`` raises on every rank.
+    ended: a callable that is called with the DeviceOwner whose turn ends, before the trainer gives
+        the device away or gets it back. It notes peak memory.
     """
 
     def __init__(
@@ -61,7 +62,10 @@ class ColocatedDevice:
         self.turn = DeviceOwner.TRAINER
 
     def to_weights(self) -> None:
-        """Let the engine take weights. Do nothing if it already has the device."""
+        """Offload the trainer's models, and wake the engine's memory for weights.
+
+        Does nothing if the engine already has the device.
+        """
         if self.turn is DeviceOwner.TRAINER:
             self.ended(self.turn)
             if self.models:
@@ -70,7 +74,7 @@ class ColocatedDevice:
             self.turn = DeviceOwner.WEIGHTS
 
     def to_engine(self) -> None:
-        """Let the engine generate."""
+        """Wake the engine's memory for weights, and then for keys and values, so that it can generate."""
         self.to_weights()
         if self.turn is DeviceOwner.WEIGHTS:
             if self.models:
@@ -78,7 +82,7 @@ class ColocatedDevice:
             self.turn = DeviceOwner.ENGINE
 
     def to_trainer(self) -> None:
-        """Give the device back to the trainer."""
+        """Put the engine to sleep, and bring the trainer's models back. Does nothing if the trainer has the device."""
         if self.turn is not DeviceOwner.TRAINER:
             self.ended(self.turn)
             if self.models:

@@ -1,9 +1,9 @@
-"""Limits on the connections of a run's HTTP servers: their number, and the time until a request's headers.
+"""Limits on the connections of a run's HTTP servers: their number, and the time until a request's headers arrive.
 
-The number follows from the process's limit of file descriptors. The connection that was idle
-longest makes room for a new one. The headers of a connection's first request must arrive within
-HEADERS_S after the connection's start, later headers within HEADERS_S after their first byte.
-Uvicorn closes connections that are idle between two requests.
+The maximum number follows from the process's limit of file descriptors. If it is exceeded, the
+connection that was idle longest is closed. The headers of a connection's first request must arrive
+within HEADERS_S after the connection's start. Later headers must arrive within HEADERS_S after
+their first byte. Uvicorn closes connections that are idle between two requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_KINDS = 1000  # kinds of lines that a log filter remembers
 
 
 def most_connections() -> int:
-    """Return how many connections this process may hold beside its open descriptors (``ulimit -n``)."""
+    """Return how many connections this process may hold, by its limit of file descriptors (``ulimit -n``)."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MOST
@@ -36,10 +36,10 @@ def most_connections() -> int:
 
 
 def protocol_of(most: int) -> type[H11Protocol]:
-    """Return uvicorn's h11 protocol with the limits of this module. ``most``: connections at a time."""
+    """Return a subclass of uvicorn's h11 protocol with this module's limits. ``most``: the maximum of connections."""
 
     class Connection(H11Protocol):
-        """Holds one connection."""
+        """Serves one connection. If there are too many, it closes the connection that was idle longest."""
 
         waiting: asyncio.TimerHandle | None = None
         idle_since = 0.0
@@ -61,7 +61,7 @@ def protocol_of(most: int) -> type[H11Protocol]:
             self._watch_headers()
 
         def _watch_headers(self) -> None:
-            """Start the clock for the headers of a request that is expected or has begun, or stop it if they came."""
+            """Start a timer that closes the connection unless a request's headers come; stop it if they have come."""
             comes = self.conn.their_state is h11.IDLE and not self.transport.is_closing()
             if not comes and self.waiting is not None:
                 self.waiting.cancel()
@@ -88,8 +88,9 @@ def protocol_of(most: int) -> type[H11Protocol]:
 class OncePerMinute(logging.Filter):
     """Passes one log line of each kind per minute. The next line that passes reports how many were left out.
 
-    kind: returns a line's kind, by default the message's first line without its values. Lines of
-        different loggers, levels or exception types always differ in kind.
+    kind: a callable from a log record to the kind of its line. By default the kind is the message's
+        first line before values are filled in. Lines of different loggers, levels or exception
+        types always differ in kind.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class OncePerMinute(logging.Filter):
         self._seen: dict[object, tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a line is logged."""
+        """Return whether a log record passes. To the message of one that passes, add the number of lines left out."""
         fault = record.exc_info[0] if isinstance(record.exc_info, tuple) else None
         kind, now = (record.name, record.levelno, fault, self._kind(record)), self._clock()
         at, left_out = self._seen.get(kind, (now - MINUTE_S, 0))

@@ -1,4 +1,4 @@
-"""The checks of a request to a run's HTTP server: its host, its key, its body, and how fast the answer is taken.
+"""Checks of requests to a run's HTTP server: host, key, body size, and how fast the client takes the answer.
 
 The order keeps the server from reading a body before the key is known:
 
@@ -6,9 +6,9 @@ The order keeps the server from reading a body before the key is known:
    loopback name. So a web page whose domain was pointed at this address is refused. Requests from a
    page of another origin are refused too.
 2. The key. A request without a known key is answered at once, and the connection ends.
-3. The body. It has at most ``most_bytes``, all held bodies together at most ``most_held``, and it
-   arrives no slower than LEAST_RATE.
-4. The answer. The client takes it no slower than LEAST_RATE.
+3. The body. It has at most ``most_bytes``, and all bodies in memory together have at most
+   ``most_held``. It must arrive no slower than LEAST_RATE.
+4. The answer. The client must take it no slower than LEAST_RATE.
 """
 
 from __future__ import annotations
@@ -32,20 +32,23 @@ SMALL = 64 * 1024  # bytes of a body that is always accepted: the connection's o
 
 
 class Held:
-    """Counts the bytes that are held for each key. ``most``: the limit in total; one key may have half of it."""
+    """Counts the bytes of request bodies in memory, for each client's key.
+
+    most: the limit of the bytes of all keys together; one key may have half of it.
+    """
 
     def __init__(self, most: int) -> None:
         self.most, self._by_key = most, Counter()
 
     def take(self, key: str, count: int) -> bool:
-        """Count ``count`` more bytes as held. If that exceeds a limit, return False and count none."""
+        """Add ``count`` bytes to the key's count and return True. If that exceeds a limit, add none, return False."""
         if self._by_key.total() + count > self.most or self._by_key[key] + count > self.most // 2:
             return False
         self._by_key[key] += count
         return True
 
     def give(self, key: str, count: int) -> None:
-        """Count ``count`` bytes as held no longer."""
+        """Subtract ``count`` bytes from the key's count, since they are no longer in memory."""
         self._by_key[key] -= count
         if self._by_key[key] <= 0:
             del self._by_key[key]
@@ -53,16 +56,17 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Holds which requests are let in, and how large their bodies may be.
+    """Holds the conditions under which a server accepts a request.
 
     host: the address that the server listens at.
     keys: the keys that clients may present. Empty: any key, or none.
-    key_of: returns a request's key from its headers.
-    key_words: names the header of the key, for messages.
-    most_bytes: bytes of one body. setting: the setting's name, for messages.
-    most_held: bytes of the bodies of all unanswered requests together; one key may have half of it.
-        Bodies up to SMALL bytes are not counted.
-    refusal: returns the answer of a refusal, from a status and a message.
+    key_of: a callable that returns a request's key from its headers.
+    key_words: the name of the header that has the key, for messages.
+    most_bytes: the maximum of bytes of one body.
+    setting: the name of the setting of ``most_bytes``, for messages.
+    most_held: the maximum of bytes of the bodies of all unanswered requests together; one key may
+        have half of it. Bodies up to SMALL bytes are not counted.
+    refusal: a callable from a status and a message to the HTTP response that refuses a request.
     """
 
     host: str
@@ -76,7 +80,7 @@ class Bounds:
 
 
 class Doors:
-    """Passes a request to the application, or refuses it (see the module)."""
+    """Wraps an ASGI application: passes a request on to it, or refuses the request by the module's checks."""
 
     def __init__(self, app: ASGIApp, bounds: Bounds) -> None:
         self.app, self.bounds, self.held = app, bounds, Held(bounds.most_held)
@@ -101,7 +105,7 @@ class Doors:
             body.give()
 
     def _refused(self, headers: Headers) -> tuple[int, str] | None:
-        """Return the status and message of a refusal before the body is read; None if the request is let in."""
+        """Return the status and message of a refusal before the body is read; None if these checks let it in."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if is_loopback(self.bounds.host) and not names_loopback(host):
             return 403, f"Host {quoted(host)} is no name of this server, which listens on its host's loopback alone"
@@ -122,7 +126,10 @@ class _Gone(Exception):
 
 
 class _Body:
-    """Reads a request's body, in the event loop's thread alone. ``counted``: its bytes that are counted as held."""
+    """Reads and holds the body of one request. Only the event loop's thread may use it.
+
+    counted: how many of the body's bytes are counted in ``held``.
+    """
 
     def __init__(self, bounds: Bounds, held: Held, headers: Headers) -> None:
         length = headers.get("content-length", "")
@@ -131,10 +138,12 @@ class _Body:
         self._announced = int(length[:20]) if length.isascii() and length.isdecimal() else 0
 
     async def read(self, receive: Receive) -> tuple[int, str] | None:
-        """Read the whole body; return the status and message of a refusal. Raises _Gone if the client goes away.
+        """Read the whole body. Return the status and message of a refusal, or None if the body is accepted.
 
         If a body is refused for its size, its rest is read and dropped. Otherwise the client would
         see a broken connection while it sends, and would send again in vain.
+
+        Raises _Gone if the client goes away.
         """
         parts: list[bytes] = []
         size, more, began, refused = 0, True, time.monotonic(), self._too_large(self._announced)
@@ -164,7 +173,7 @@ class _Body:
         return 413, words
 
     def _too_many(self, size: int) -> tuple[int, str] | None:
-        """Update the held bytes for a body of ``size`` bytes so far; return a refusal if a limit is exceeded."""
+        """Count a body of ``size`` bytes so far in ``held``. Return a refusal's status and message, or None."""
         if size > SMALL:
             if not self.held.take(self._key, size - self.counted):
                 most = self.held.most
@@ -173,11 +182,11 @@ class _Body:
         return None
 
     def give(self) -> None:
-        """Count the body as held no longer."""
+        """Subtract the body's bytes from ``held``."""
         self.held.give(self._key, self.counted)
 
     def replayed(self, receive: Receive) -> Receive:
-        """Return a ``receive`` that gives the application the whole body at once, and then later messages."""
+        """Return an ASGI ``receive`` callable. Its first call gives the whole body, later calls further messages."""
         body: list[Message] = [{"type": "http.request", "body": self._content, "more_body": False}]
         self._content = b""
 
@@ -188,7 +197,7 @@ class _Body:
 
 
 def _in_time(send: Send) -> Send:
-    """Return a ``send`` that raises _Gone if the client takes the answer too slowly."""
+    """Return an ASGI ``send`` callable that raises _Gone if the client takes the answer too slowly."""
 
     async def sending(message: Message) -> None:
         try:

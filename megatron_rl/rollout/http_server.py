@@ -1,4 +1,4 @@
-"""Parts of a run's HTTP servers: bodies in JSON, and a listening thread."""
+"""Helpers of a run's HTTP servers: one reads JSON bodies, one serves an application in a thread."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ GOODBYE_S = 2  # seconds for answers that are under way when the server ends
 
 
 def json_object(content: bytes, error: type[Exception]) -> dict:
-    """Return the JSON object of a body, {} for an empty body. Raises ``error`` for anything else (``json_text``)."""
+    """Return the JSON object that a request's body holds; {} for an empty body.
+
+    Raises the exception class ``error`` for a body that is anything else, or that ``json_text``
+    refuses.
+    """
     return check(parse_json(content or b"{}", "the body", error=error), "the body", dict, error=error)
 
 
 @contextlib.contextmanager
 def listening(app: ASGIApp, host: str, port: int, *, section: str) -> Iterator[str]:
-    """Serve an application in a thread within the block; yield its address, ``http://host:port``.
+    """Serve an ASGI application in a thread while the block runs; yield its address, ``http://host:port``.
 
     port: the port to listen at; 0 for any free port.
     section: the configuration section that has ``port``, for messages.

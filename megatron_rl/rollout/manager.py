@@ -1,8 +1,9 @@
 """The manager of all ranks' rollouts: sends weights, collects rollouts, and raises a failure on every rank together.
 
 Trainer and engine may take turns on one device. First the trainer's gradients and optimizer state
-leave it, the engine's weights wake, and weights are sent. Then the engine's keys and values wake, and
-rollouts are made. At the end the engine sleeps, and the trainer's state returns.
+are moved off the device, the engine's weights wake, and new weights are sent. Then the engine's
+keys and values wake, and rollouts are made. At the end the engine sleeps, and the trainer's state
+returns.
 """
 
 from __future__ import annotations
@@ -42,13 +43,15 @@ class CollectDurations:
 
 
 class RolloutManager:
-    """Runs the rollouts of all ranks. Methods are collectives unless they say otherwise.
+    """Sends weights to the engines and collects the rollouts of all ranks.
 
-    worker:  this rank's worker, with its engine.
-    weights: the trainer's weights, which the engine samples with.
-    metrics: notes jobs and syncs.
-    models:  the trainer's models on the device that the engine shares. Empty if the engine has its
-             own device.
+    Its methods are collectives unless they say otherwise.
+
+    worker: this rank's worker, with its engine.
+    weights: the source of the trainer's weights, which the engine samples with.
+    metrics: adds up the metrics of jobs and of weight syncs.
+    models: the trainer's models on the device that the engine shares. Empty if the engine has its
+        own device.
     """
 
     def __init__(
@@ -71,9 +74,10 @@ class RolloutManager:
     def sync_weights(self) -> None:
         """Send the engines the current weights, unless all engines have them.
 
-        A sync that fails on any rank is repeated whole, after lost engines were started again.
-        After ``weight_sync.attempts`` failures, EngineError is raised on every rank. Generation
-        under way ends first, unless the engines take weights during it (``weight_sync.in_flight``).
+        A sync that fails on any rank is repeated from its beginning, after lost engines were
+        started again. After ``weight_sync.attempts`` failures, EngineError is raised on every rank.
+        Generation under way ends first, unless the engines take weights during it
+        (``weight_sync.in_flight``).
         """
         version, attempts = self.weights.version, self.weight_sync.attempts
         if not self.weight_sync.in_flight:
@@ -132,11 +136,13 @@ class RolloutManager:
         collectives.raise_on_all_ranks(error)
 
     def _patiently(self, wait: Callable[..., bool]) -> None:
-        """Wait until every rank's ``wait`` has ended. The wait has parts, and all ranks meet after each part.
+        """Call ``wait`` again and again until it has returned True on every rank. All ranks meet after each call.
 
-        So no rank waits for another as long as run.deadline_s, even if an engine computes longer.
+        So no rank waits for another as long as ``run.deadline_s``, even if an engine computes
+        longer.
 
-        wait: takes ``since`` and ``most_s`` as ``RolloutWorker.wait`` does.
+        wait: a callable with the parameters ``since`` and ``most_s`` of ``RolloutWorker.wait``. It
+            returns whether the wait has ended.
         """
         since, part_s, ended = time.monotonic(), self.worker.deadline_s / PARTS, [False]
         while not all(ended):
@@ -149,10 +155,10 @@ class RolloutManager:
     def job(
         self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float | None = None
     ) -> RolloutJob:
-        """Return the job of this rank's share of the prompts. Not a collective.
+        """Return a job that holds this rank's prompts of one rollout. Not a collective.
 
-        prompts: place → prompt, for all ranks. Groups are dealt to the ranks, and started, in this
-            mapping's order.
+        prompts: position in the rollout → prompt, for all ranks. Prompts are dealt to the ranks,
+            and started, in this mapping's order.
 
         Nothing is generated before ``start``.
         """
@@ -161,7 +167,7 @@ class RolloutManager:
         return RolloutJob(prompts, mine, samples_per_prompt, temperature=temperature)
 
     def start(self, job: RolloutJob) -> None:
-        """Start a job. Its weights must have been sent. Not a collective.
+        """Start a job. The weights that it samples with must have been sent before. Not a collective.
 
         The job is generated in the background if configured so, otherwise within ``collect``.
         """
@@ -170,10 +176,12 @@ class RolloutManager:
             self.worker.start(job)
 
     def collect(self, job: RolloutJob, places: Sequence[int]) -> CollectDurations:
-        """Wait until every rank's share of the places is scored; return the seconds of waiting and of scoring.
+        """Wait until the groups at ``places`` are scored on all ranks; return the seconds of waiting and of scoring.
 
-        If an engine is lost, its missing samples are requested again after it has new weights. An
-        error of one rank is raised on every rank.
+        places: positions in the rollout, of groups of any rank.
+
+        If an engine is lost, the samples that it had not finished are requested again after the
+        engine has new weights. An error of one rank is raised on every rank.
         """
         mine = [place for place in places if place in job.mine]
         try:
@@ -193,12 +201,12 @@ class RolloutManager:
     def collect_some(
         self, jobs: Sequence[RolloutJob], choose: Callable[[list[list[list[int]]]], list[int] | None]
     ) -> tuple[list[int], CollectDurations]:
-        """Wait until enough groups of the jobs are scored on all ranks; return the chosen groups, and the seconds.
+        """Wait until ``choose`` accepts the groups that are scored on all ranks; return its choice and the seconds.
 
-        choose: takes the scored places, indexed [rank][job], and returns its choice. None: wait
-            longer.
+        choose: a callable that takes the scored positions, indexed [rank][job], and returns the
+            chosen ones. If it returns None, the wait continues.
 
-        The jobs are not released. The errors are the same as in ``collect``.
+        The jobs are not released. The errors are as in ``collect``.
         """
         chosen: list[int] = []
         durations = self._timed(lambda: chosen.extend(self._collect_some(jobs, choose)))
@@ -229,15 +237,15 @@ class RolloutManager:
             self._mend(lost)
 
     def finish(self, job: RolloutJob) -> None:
-        """Release a job that was collected whole, and note its metrics.
+        """Release a job whose groups were all collected, and add its counts to the run's metrics.
 
-        Several jobs before one ``take_metrics`` add up.
+        The counts of several jobs add up until ``take_metrics``.
         """
         self.release(job)
         self.metrics.note_job(collectives.gather_json(self.metrics.counts_of(job)))
 
     def release(self, job: RolloutJob) -> None:
-        """Forget a job: none of its groups has to be collected any more. Not a collective."""
+        """Forget a job, so that none of its groups has to be collected any more. Not a collective."""
         self.jobs = [other for other in self.jobs if other is not job]
 
     def _generate_here(self, job: RolloutJob) -> None:
@@ -251,9 +259,10 @@ class RolloutManager:
             self.device.to_trainer()
 
     def settle(self) -> None:
-        """Wait until no job is being generated, or waits for a lost engine, on any rank.
+        """Wait until, on every rank, no job is being generated and no job waits for a lost engine.
 
-        Without generation in the background there is no such job, and the call returns at once.
+        If jobs are not generated in the background, there is no such job, and the call returns at
+        once.
         """
         while self.in_background:
             self._drain()
@@ -263,14 +272,17 @@ class RolloutManager:
             self._mend(lost)
 
     def _owed(self) -> list[list[str]]:
-        """Return, for each rank, why its engine was lost during jobs that are not collected yet."""
+        """Return, for each rank, why its engine was lost: one text per lost job that is not collected yet."""
         return collectives.gather_json([job.lost for job in self.jobs if job.lost is not None])
 
     def _drain(self) -> None:
         self._patiently(lambda **part: all(self.worker.wait_generated(job, **part) for job in self.jobs))
 
     def _mend(self, lost: Sequence[Sequence[str]]) -> None:
-        """Send the engines weights again, and restart the jobs that lost engines left. ``lost``: reasons per rank."""
+        """Send the engines weights again, and restart the jobs that lost engines left unfinished.
+
+        lost: for each rank the texts that say why its engine was lost.
+        """
         for rank, texts in enumerate(lost):
             for text in dict.fromkeys(texts):
                 log.warning("rank %d lost its engine; its missing samples are requested again: %s", rank, text)
@@ -283,10 +295,12 @@ class RolloutManager:
     def produce(
         self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float | None = None
     ) -> RolloutJob:
-        """Return this rank's share of scored rollouts by the current weights, after all earlier jobs have ended.
+        """Sample and score a rollout with the current weights, after all earlier jobs have ended; return its job.
+
+        The job holds this rank's groups.
 
         temperature: the temperature of an evaluation (0: greedy), whose job counts in no metrics of
-            rollouts. None: ``rollout.temperature``.
+            rollouts. None: ``rollout.temperature``, and the job counts.
         """
         waited_s = self.metrics.waited_s
         self.settle()
@@ -302,7 +316,7 @@ class RolloutManager:
         return job
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call, and reset them. Not a collective."""
+        """Return metric name → value since the last call, and reset the metrics. Not a collective."""
         return self.metrics.take()
 
     def _note_memory(self, ended: DeviceOwner) -> None:
@@ -312,7 +326,10 @@ class RolloutManager:
         self.metrics.note_peak_memory(phase, HOST.take_peak_memory_bytes())
 
     def summary(self, run_s: float) -> str:
-        """Return one line for the log at a run's end. ``run_s``: the run's whole time."""
+        """Return one line about rollouts and weight syncs, for the log at a run's end.
+
+        run_s: the duration of the whole run in seconds.
+        """
         return self.metrics.summary(run_s)
 
     def close(self) -> None:

@@ -1,13 +1,13 @@
 """The queue of rollouts: decides when each is started, with which weights, and which of its groups are trained.
 
-Every decision is made from data that all ranks hold: prompts, facts, rewards, versions and the
-buffers' entries. No decision uses a clock. So a run that generates ahead repeats to the bit, and so
-does a run that goes on from a checkpoint. There are two exceptions. Under ``weight_sync.in_flight``
-time decides at which token of a completion the weights change. Under
-``rollout.producer.straggler_share`` time decides which groups join the next rollout.
+Every decision is made from data that all ranks hold: prompts, facts, rewards, versions, and the
+entries of replay and re-roll buffers. No decision uses a clock. So a run that generates ahead
+repeats to the bit, and so does a run that continues from a checkpoint. There are two exceptions.
+Under ``weight_sync.in_flight`` time decides at which token of a completion the weights change.
+Under ``rollout.producer.straggler_share`` time decides which groups join the next rollout.
 
 The queue itself drops groups by age only. Dynamic sampling, replay, re-roll and stragglers are
-parts (groups/parts.py).
+separate classes behind the interfaces of groups/parts.py.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ log = logging.getLogger(__name__)
 class QueueSettings:
     """Holds the settings by which rollouts are started and collected.
 
-    passes_parts: whether each part of a rollout gets its log-prob pass as soon as it is collected.
-    passes_all:   whether such a pass takes every sample of a part, or only the samples that may
-                  have signal.
+    passes_parts: whether old log-probs are computed for each part of a rollout as soon as the part
+        is collected. A part has ``min_groups`` groups.
+    passes_all: whether that forward pass runs on every sample of a part. If False, it runs only on
+        samples that are not too old and may have signal (an advantage other than 0).
     """
 
     producer: ProducerConfig
@@ -55,7 +56,7 @@ class QueueSettings:
 
 
 class RolloutQueue:
-    """Starts rollouts, collects them, and chooses the groups of each that are trained.
+    """Starts rollouts, collects them, and chooses which groups of each rollout are trained.
 
     Methods are collectives unless they say otherwise.
     """
@@ -80,7 +81,7 @@ class RolloutQueue:
     # ---- rollouts are started ---------------------------------------------------------------------------------------
 
     def has(self, index: int) -> bool:
-        """Return whether the run has a rollout of this index. Not a collective."""
+        """Return whether the run has, or can still start, a rollout of this index. Not a collective."""
         return index in self.jobs or (index >= self.next_rollout and self._has_prompts(index))
 
     def _has_prompts(self, index: int) -> bool:
@@ -92,7 +93,7 @@ class RolloutQueue:
         )
 
     def _number(self, index: int) -> int:
-        """Return how many rollouts are not taken yet, up to and with rollout ``index``."""
+        """Return how many rollouts up to and including rollout ``index`` are not taken for training yet."""
         return index - min(self.jobs, default=self.next_rollout) + 1
 
     def start_ahead(self, index: int) -> None:
@@ -146,10 +147,12 @@ class RolloutQueue:
         """Wait for rollout ``index``, and return its groups to be trained. Start it first if it is not started.
 
         Groups that are too old are dropped, and their prompts are drawn again later. Groups without
-        signal may be replaced by groups of further prompts (``rollout.dynamic_sampling``) or by
-        replayed groups. Raises NoSignalError if dynamic sampling finds too few groups and is
-        configured to end the run. The caller then calls ``start_ahead``, and ``remember`` once the
-        advantages are known.
+        signal (all advantages 0) may be replaced by groups of further prompts
+        (``rollout.dynamic_sampling``), or by replayed groups. Raises NoSignalError if dynamic
+        sampling finds too few groups and is configured to end the run.
+
+        Afterwards the caller calls ``start_ahead``. Once the advantages are known, it calls
+        ``remember``.
         """
         self.timer.add("weight_sync", 0.0)  # every row of the metrics has this time, even if nothing is sent
         self.start_ahead(index)
@@ -174,9 +177,12 @@ class RolloutQueue:
         )
 
     def _collect_fresh(self, index: int) -> tuple[ScoredBatch, list[LogProbPass], int]:
-        """Return a rollout's groups that are not too old, its parts' log-prob passes, and the number of groups dropped.
+        """Collect a rollout's groups, and drop those that are too old.
 
-        If all its groups are too old, the rollout is started again with the current weights.
+        If all groups are too old, the rollout is started again with the current weights.
+
+        Returns the groups that are not too old, the results of log-prob passes over parts of the
+        rollout, and the number of groups dropped.
         """
         num_dropped = 0
         while True:
@@ -192,9 +198,9 @@ class RolloutQueue:
             self._start_rollout(index, self.settings.train.prompts_per_rollout)
 
     def _collect_parts(self, index: int) -> Iterator[tuple[ScoredBatch, LogProbPass | None]]:
-        """Yield a rollout's parts of ``min_groups`` scored groups, each with its log-prob pass if configured.
+        """Yield a rollout in parts of ``min_groups`` scored groups, each with the result of its log-prob pass or None.
 
-        The passes need ``passes_parts``, and a rollout of more than one part.
+        A log-prob pass runs if ``passes_parts`` is set and the rollout has more than one part.
         """
         job, settings = self.jobs[index], self.settings
         places = sorted(job.prompts)
@@ -221,7 +227,7 @@ class RolloutQueue:
             return self.scorer.gather({number: job.group(number) for number in places if number in job.mine})
 
     def _fresh_places(self, scored: ScoredBatch) -> list[int]:
-        """Return the places of groups that are not too old. Not a collective."""
+        """Return the positions of the groups that are not too old, ascending. Not a collective."""
         facts, limit = scored.facts, self.settings.producer.max_staleness_steps
         if limit is None:
             return sorted(set(facts.groups.tolist()))
@@ -229,9 +235,11 @@ class RolloutQueue:
         return sorted(set(facts.groups.tolist()) - set(facts.groups[stale].tolist()))
 
     def _drop_stale(self, index: int, fresh: set[int]) -> int:
-        """End a rollout's job; put back the prompts of places not in ``fresh``, and return their number.
+        """Remove a rollout's job, and give the prompts of its dropped groups back to be drawn again.
 
-        Not a collective.
+        fresh: the positions of the groups that are kept; all others are dropped.
+
+        Returns the number of groups dropped. Not a collective.
         """
         dropped = [prompt for number, prompt in sorted(self.jobs.pop(index).prompts.items()) if number not in fresh]
         if dropped:
@@ -246,7 +254,10 @@ class RolloutQueue:
         return len(dropped)
 
     def _note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt]) -> None:
-        """Show newly scored groups to the parts for start order and re-roll. Not a collective."""
+        """Pass newly scored groups to the start order, and to re-roll, which samples some prompts again later.
+
+        Not a collective.
+        """
         self.parts.order.note(prompts, scored.facts)
         self.parts.reroll.note(scored, prompts, self._fresh_places(scored))
 
@@ -262,9 +273,10 @@ class RolloutQueue:
         return reward_metrics(self.scorer.scoring, scored, errors) | {"async/staleness_max": float(staleness)}
 
     def remember(self, taken: TrainingBatch, advantages: np.ndarray) -> dict[str, float]:
-        """Offer the trained groups to replay; return the metrics of replay and re-roll. Not a collective.
+        """Offer the trained groups to the replay buffer; return the metrics of replay and re-roll. Not a collective.
 
-        advantages: [S], from rewards alone and without noise.
+        advantages: float64 [S], computed from rewards alone, without the noise of
+            ``advantage.noise_std``.
         """
         self.parts.replay.remember(taken, advantages)
         return self.parts.replay.metrics() | self.parts.reroll.metrics()

@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardErrors:
-    """Holds counts of samples, of one rank or of all ranks.
+    """Holds how many samples of a rollout had a failing reward, on one rank or on all ranks.
 
-    failed: samples on which a reward function failed.
-    scored: samples on which reward functions were called. Samples that an environment gave up are not
-        counted.
+    failed: number of samples on which a reward function failed.
+    scored: number of samples on which reward functions were called. Samples that an environment
+        gave up are not counted.
     first: the first failure, with its sample's id; None if nothing failed.
     is_here: whether ``first`` happened on this rank, which then logs the warning.
 
@@ -46,7 +46,7 @@ class RewardErrors:
 
 
 def count_errors(pairs: Iterable[tuple[Rollout, Score]]) -> RewardErrors:
-    """Count this rank's samples. Not a collective."""
+    """Return the counts of this rank's samples and of those whose reward failed. Not a collective."""
     called = [(rollout, score) for rollout, score in pairs if rollout.excluded is None]
     failed = [f"{rollout.sample_id}: {score.error}" for rollout, score in called if score.error is not None]
     first = failed[0] if failed else None
@@ -54,7 +54,7 @@ def count_errors(pairs: Iterable[tuple[Rollout, Score]]) -> RewardErrors:
 
 
 def gather_errors(local: RewardErrors) -> RewardErrors:
-    """Return the counts of all ranks. A collective."""
+    """Return the counts summed over all ranks. A collective. ``local``: this rank's counts."""
     parts = collectives.gather_json([local.failed, local.scored, local.first])
     first = next((first for _, _, first in parts if first is not None), None)
     return RewardErrors(
@@ -68,8 +68,9 @@ def gather_errors(local: RewardErrors) -> RewardErrors:
 def judge_errors(errors: RewardErrors, config: RewardConfig, where: str) -> None:
     """Warn if the share of failures reaches ``reward.error_warning_share``; raise RewardError if all samples failed.
 
-    Every rank raises.
+    If it raises, it raises on every rank.
 
+    errors: the counts of all ranks.
     where: names the scored samples in the message, such as "rollout 3".
     """
     if not errors.failed:

@@ -25,7 +25,7 @@ def spread(rewards: np.ndarray) -> dict[str, float]:
 def reward_metrics(scoring: Scoring, scored: ScoredBatch, errors: RewardErrors) -> dict[str, float]:
     """Return the metrics ``reward/*``, and the metrics ``rollout/*`` of lengths and weight versions.
 
-    errors: counts of the samples whose reward failed, of all ranks.
+    errors: how many samples of all ranks had a failing reward.
     """
     facts, rewards, settings = scored.facts, scored.rewards, scoring.reward
     included = rewards.included

@@ -1,4 +1,4 @@
-"""The metrics of rollouts, added up over ranks and jobs until they become a row of the metrics."""
+"""The metrics of rollouts, added up over ranks and jobs until they become one line of the metrics file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 class RolloutMetrics:
     """Adds up counts, bytes and seconds of rollouts and of weight syncs.
 
-    has_turns: whether samples have turns to count.
+    has_turns: whether samples may have several turns, so that turns are counted.
     has_delta: whether a sync may send only the weights that changed.
-    take_counts: returns this rank's further counts since its last call, as metrics that add up over
-        ranks and jobs.
-    read_engines: returns the state of this rank's engines, for monitoring. None: no monitoring.
+    take_counts: a callable that returns metric name → count on this rank since its last call. The
+        counts are added up over ranks and jobs.
+    read_engines: a callable that returns the state of this rank's engines, for monitoring. None: no
+        monitoring.
     """
 
     def __init__(
@@ -48,7 +49,11 @@ class RolloutMetrics:
         }
 
     def note_sync(self, sent: Sequence[Sequence]) -> None:
-        """Note the size and time of a sync. ``sent``: each rank's [failed, lost, bytes, seconds, sent, changed]."""
+        """Add the size and the time of one weight sync.
+
+        sent: for each rank [failed, lost, bytes, seconds, sent bytes, changed share], from its
+            SyncReport.
+        """
         num_bytes, seconds = max(part[2] for part in sent), max(part[3] for part in sent)
         self.waited_s += seconds
         self.totals["syncs"] += 1
@@ -69,7 +74,7 @@ class RolloutMetrics:
         self._values[f"perf/{phase}_peak_memory_bytes"] = float(num_bytes)
 
     def counts_of(self, job: RolloutJob) -> dict:
-        """Return this rank's counts of a job, as JSON-able values."""
+        """Return this rank's counts of a job, as values that JSON can hold."""
         return {
             "tokens": job.num_tokens(),
             "generation_s": job.generation_s,
@@ -82,7 +87,7 @@ class RolloutMetrics:
         }
 
     def note_job(self, ranks: Sequence[Mapping]) -> None:
-        """Note a job that was collected whole. ``ranks``: the result of ``counts_of`` on each rank."""
+        """Add a job whose groups were all collected. ``ranks``: the result of ``counts_of`` on each rank."""
         tokens, now = self._sum("rollout/tokens", sum(rank["tokens"] for rank in ranks)), time.perf_counter()
         seconds = self._sum("perf/rollout_generation_s", max(rank["generation_s"] for rank in ranks))
         self._sum("perf/rollout_tail_s", tail_s([end for rank in ranks for end in rank["ended_s"]]))
@@ -106,7 +111,7 @@ class RolloutMetrics:
         return self._values[name]
 
     def take(self) -> dict[str, float]:
-        """Return the metrics since the last call, and reset them."""
+        """Return metric name → value since the last call, and reset the metrics."""
         values, self._values = self._values, {}
         self._turns = self._samples = self._truncated = 0
         self.totals["tokens"] += values.get("rollout/tokens", 0.0)
@@ -115,7 +120,10 @@ class RolloutMetrics:
         return values
 
     def summary(self, run_s: float) -> str:
-        """Return one line for the log at a run's end. ``run_s``: the run's whole time."""
+        """Return one line about rollouts and weight syncs, for the log at a run's end.
+
+        run_s: the duration of the whole run in seconds.
+        """
         t = self.totals
         return (
             f"rollouts: {t['tokens']:,.0f} tokens, {t['tokens'] / max(t['generation_s'], 1e-9):,.0f} a second; "
@@ -128,8 +136,8 @@ class RolloutMetrics:
 def tail_s(ends_s: Sequence[float]) -> float:
     """Return the seconds from the end of three quarters of a rollout's groups to the end of its last group.
 
-    ends_s: when each group ended, in seconds since the rollout's start, in any order. Without
-        groups the result is 0.
+    ends_s: when each group ended, in seconds since the rollout's start, in any order. If it is
+        empty, 0 is returned.
     """
     ordered = sorted(ends_s)
     return ordered[-1] - ordered[-(-3 * len(ordered) // 4) - 1] if ordered else 0.0

@@ -1,4 +1,4 @@
-"""Batches of groups with their rewards, known on every rank: each group is gathered once, then batches are joined."""
+"""Batches of groups with their rewards. Every rank knows all rewards; gathered batches can be joined into one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from megatron_rl.types import BatchFacts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """Holds the settings for a sample's total reward, and for the question whether it may have signal.
+    """Holds the settings of a sample's total reward, and of the check whether it may have signal.
 
-    samples_per_prompt:  samples of a group.
-    max_response_tokens: the limit of a response, from which the overlong penalty counts back.
-    mask_truncated:      whether samples that were cut off carry no loss.
+    A sample has signal if its advantage is not 0.
+
+    samples_per_prompt: the number of samples of a group.
+    max_response_tokens: the limit of a response in tokens. The overlong penalty begins
+        ``reward.overlong_buffer_tokens`` before it.
+    mask_truncated: whether samples that were cut off at the limit carry no loss.
     """
 
     reward: RewardConfig
@@ -45,14 +48,16 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoredBatch:
-    """Holds groups whose rewards every rank knows.
+    """Holds a batch of groups, with rewards that every rank knows.
 
-    rewards:     totals that include the overlong penalty. ``gdpo`` sees the penalty as one more
-                 reward function.
-    by_function: float64 [S, F], the configured functions alone; NaN if a function did not apply.
-    overlong:    float64 [S], 0 to −1, the penalty before its coefficient (``overlong_shape``).
-    live:        bool [S], whether the sample may have signal. It does not depend on the other
-                 groups of a batch.
+    batch: the facts of all samples, and this rank's own samples.
+    rewards: total rewards that include the overlong penalty. The advantage estimator ``gdpo`` sees
+        the penalty as one more reward function.
+    by_function: float64 [S, F], the values of the configured functions alone; NaN if a function did
+        not apply.
+    overlong: float64 [S] from −1 to 0, the penalty before its coefficient (``overlong_shape``).
+    live: bool [S], whether the sample may have signal (an advantage other than 0). The value does
+        not depend on the other groups of a batch.
     """
 
     batch: Batch
@@ -66,20 +71,20 @@ class ScoredBatch:
         return self.batch.facts
 
     def live_places(self) -> set[int]:
-        """Return the places of groups with a sample that may have signal."""
+        """Return the positions in the rollout of the groups that have a sample with ``live`` True."""
         return set(self.facts.groups[self.live].tolist())
 
 
 class GroupScorer:
-    """Gathers each group of all ranks once, and joins gathered batches."""
+    """Gathers the facts and rewards of all ranks' groups into batches, and joins gathered batches."""
 
     def __init__(self, scoring: Scoring, backend: MegatronBackend) -> None:
         self.scoring, self.backend = scoring, backend
 
     def gather(self, groups: Mapping[int, Group]) -> ScoredBatch:
-        """Gather the facts and rewards of all ranks' groups. A collective.
+        """Return one batch with the facts and rewards of all ranks' groups. A collective.
 
-        groups: place in the rollout → group, for this rank's groups.
+        groups: position in the rollout → group, for this rank's groups.
         """
         size, masked = self.scoring.samples_per_prompt, self.scoring.mask_truncated
         own = [(number, groups[number]) for number in sorted(groups)]
@@ -96,15 +101,15 @@ class GroupScorer:
         return scored_batch(self.scoring, batch, totals, by_function)
 
     def join(self, parts: Sequence[ScoredBatch], places: Collection[int]) -> ScoredBatch:
-        """Return the groups at the places as one batch (see ``joined``). Not a collective."""
+        """Return the groups at the positions ``places`` as one batch (see ``joined``). Not a collective."""
         return joined(parts, places, rank=self.backend.topology.rank)
 
 
 def scored_batch(scoring: Scoring, batch: Batch, totals: np.ndarray, by_function: np.ndarray) -> ScoredBatch:
-    """Add the overlong penalty to the totals, and find which samples may have signal.
+    """Return the batch with its rewards: add the overlong penalty to the totals, and compute ``ScoredBatch.live``.
 
-    totals: [S]; NaN: the sample is taken out of its group.
-    by_function: [S, F], one column for each reward function.
+    totals: float64 [S], total rewards; NaN if the sample is taken out of its group.
+    by_function: float64 [S, F], one column for each reward function.
     """
     facts, reward = batch.facts, scoring.reward
     buffer_tokens = reward.overlong_buffer_tokens
@@ -135,13 +140,15 @@ def scored_batch(scoring: Scoring, batch: Batch, totals: np.ndarray, by_function
 
 
 def joined(parts: Sequence[ScoredBatch], places: Collection[int], *, rank: int) -> ScoredBatch:
-    """Return the groups at the places as one batch, ordered by place. The result equals gathering them together.
+    """Return the groups at the positions ``places`` as one batch, ordered by position.
 
-    If several parts have a group for the same place, the last part's group is taken. Pure.
+    The result equals a batch in which these groups were gathered together. If several parts have a
+    group at the same position, the last part's group is taken. Pure.
 
-    parts: in their arrays, the rows of a group do not depend on the part's other groups
-        (``may_have_advantage``).
-    rank:  this process's rank, whose rows the batch holds.
+    parts: gathered batches. In their arrays, the values of a group do not depend on the other
+        groups (``may_have_advantage``).
+    places: positions in the rollout.
+    rank: this process's rank, whose own samples the batch holds.
     """
     # Choose in each part the rows of the places, unless a later part has the place too.
     last = {int(number): position for position, part in enumerate(parts) for number in np.unique(part.facts.groups)}
@@ -181,7 +188,12 @@ def _joined(arrays: Sequence[np.ndarray], chosen: Sequence[np.ndarray]) -> np.nd
 
 
 def _joined_batch(batches: Sequence[Batch], chosen: Sequence[np.ndarray], order: np.ndarray, rank: int) -> Batch:
-    """Return the chosen rows of the batches in the given order, as ``TrainableModel.gather`` would have made them."""
+    """Return the chosen samples of the batches in the given order, as ``TrainableModel.gather`` would make them.
+
+    chosen: for each batch, bool [samples of the batch].
+    order: indices into all chosen samples, one batch after the other.
+    rank: the rank whose own samples the result holds.
+    """
     parts = [batch.facts for batch in batches]
     arrays: dict[str, np.ndarray | None] = {}
     for field in dataclasses.fields(BatchFacts):
@@ -206,10 +218,11 @@ def _joined_batch(batches: Sequence[Batch], chosen: Sequence[np.ndarray], order:
 
 
 def overlong_shape(response_tokens: np.ndarray, *, max_response_tokens: int, buffer_tokens: int) -> np.ndarray:
-    """Return [S] float64, the soft punishment of each response's length; all 0 if ``buffer_tokens`` is 0.
+    """Return float64 [S], the soft punishment of each response's length; all 0 if ``buffer_tokens`` is 0.
 
     A response that reaches the limit L is cut off, and its reward says little about its reasoning.
-    So the reward falls over the last b tokens before L (DAPO, arXiv:2503.14476, section 3.4, eq. 13):
+    So the reward falls over the last b tokens before L (DAPO, arXiv:2503.14476, section 3.4, eq.
+    13):
 
         R(y) = 0                                  if |y| ≤ L − b
                ((L − b) − |y|) / b                if L − b < |y| ≤ L

@@ -1,17 +1,18 @@
 """The staleness rule: decides whether a rollout may be started now, and with which weights.
 
-Pure: counters in, a decision out, the same on every rank. Versions count optimizer steps. If
-``between`` rollouts are trained before a rollout, its training begins at most ``between ·
-steps_per_rollout`` versions from now. Ghost steps that move nothing make it fewer.
+Its function is pure: from counters that are the same on every rank it makes one decision. Weight
+versions count optimizer steps. Suppose ``between`` rollouts are trained before a rollout. Then its
+training begins at most ``between · steps_per_rollout`` versions from now. It begins after fewer
+versions if some steps move no weight.
 
 Invariants (``assert_invariants`` in tests/unit/rollout/test_staleness.py):
 
 1. A rollout is trained at most ``max_staleness_steps`` versions after the weights that it is
    started with.
-2. The rollout whose turn it is (``between`` 0) may always be started.
-3. Weights are sent only if the engines are ``interval`` versions behind, if they have no weights,
-   after a checkpoint (``renew``), or if otherwise the rollout could not be started.
-4. If a rollout may be started, so may each rollout whose turn is earlier.
+2. The rollout that is trained next (``between`` 0) may always be started.
+3. Weights are sent only if the engines are ``interval`` versions behind or have no weights, after a
+   checkpoint (``renew``), or if the rollout could not be started otherwise.
+4. If a rollout may be started, so may each rollout that is trained before it.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ def may_start(
 
     trained: the trainer's weight version.
     engine: the engines' weight version.
-    between: number of rollouts that are trained before this rollout.
-    max_staleness_steps: None for no bound.
-    interval: versions by which the engines may fall behind before weights are sent.
+    between: the number of rollouts that are trained before this rollout.
+    steps_per_rollout: the number of optimizer steps on each rollout.
+    max_staleness_steps: the maximum of versions between the weights that sample a rollout and the
+        weights that are trained on it. None: no limit.
+    interval: the number of versions by which the engines may fall behind before weights are sent.
     renew: whether weights are sent in any case.
 
     Example: one step per rollout, ``max_staleness_steps`` 1, trainer and engines at version 5. A

@@ -1,4 +1,4 @@
-"""The training batch of a rollout: the groups to be trained, and the log-probs known before the training plan."""
+"""The training batch of a rollout: the groups to be trained, and the old log-probs that are known already."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron_rl.types import BatchFacts, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogProbPass:
-    """Holds the result of a log-prob pass over part of a rollout.
+    """Holds the log-probs of one forward pass over a part of a rollout, which ran before the rest was collected.
 
-    facts:    the part's facts.
-    chosen:   bool [S of the part], the samples that the pass covers.
-    logprobs: flat over the part's response tokens.
+    facts: the facts of the part's samples.
+    chosen: bool [samples of the part], the samples that the pass covers.
+    logprobs: the log-probs, flat over the part's response tokens.
     """
 
     facts: BatchFacts
@@ -33,10 +33,11 @@ class LogProbPass:
 class KnownLogProbs:
     """Holds the old log-probs that were computed while the rest of the rollout was generated.
 
-    values:  float32 [T], flat over the batch's response tokens; 0 for tokens that are not covered.
+    values: float32 [T], flat over the batch's response tokens; 0 for tokens of samples that are not
+        covered.
     covered: bool [S], the samples whose log-probs are known.
-    sums:    metric name → sum over these passes, about the gap to the engine's log-probs
-             (``MegatronBackend.forward``).
+    sums: metric name → sum over the forward passes, about the gap to the engine's log-probs
+        (``MegatronBackend.forward``).
     """
 
     values: np.ndarray
@@ -46,14 +47,15 @@ class KnownLogProbs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingBatch:
-    """Holds the groups of one rollout that are trained.
+    """Holds the groups that are trained for one rollout.
 
-    known:           the old log-probs that are computed already.
-    replayed:        bool [S], samples of groups that an earlier rollout has trained.
+    scored: the groups' facts and rewards.
+    known: the old log-probs that are computed already.
+    replayed: bool [S], True for samples of groups that an earlier rollout has trained.
     trained_version: the trainer's weight version before the first step on the batch.
-    prompts:         place → prompt of its group, for every place.
-    groups:          place → group, for this rank's places.
-    metrics:         the metrics of rewards, staleness and the filters.
+    prompts: position in the rollout → prompt, for the groups of all ranks.
+    groups: position in the rollout → group, for this rank's groups.
+    metrics: the metrics of rewards, staleness and group filters.
     """
 
     scored: ScoredBatch
@@ -74,14 +76,18 @@ class TrainingBatch:
 
     @property
     def is_fresh(self) -> bool:
-        """Return whether the trainer's current weights made every token, so that its log-probs should agree."""
+        """Return whether the trainer's current weights sampled every token.
+
+        If so, the trainer's log-probs should agree with the engine's.
+        """
         return bool((self.facts.weight_versions == self.trained_version).all())
 
 
 def merge_passes(facts: BatchFacts, passes: Sequence[LogProbPass], unchanged: set[int]) -> KnownLogProbs:
-    """Return the log-probs of a rollout's parts, arranged for the whole batch.
+    """Return the log-probs of forward passes over parts of a rollout, arranged for the whole batch.
 
-    unchanged: places whose groups were not replaced after the passes.
+    facts: the facts of the whole batch.
+    unchanged: the positions in the rollout whose groups were not replaced after the passes.
     """
     offsets = facts.response_offsets
     values, covered = np.zeros(int(offsets[-1]), dtype=np.float32), np.zeros(facts.num_samples, dtype=bool)

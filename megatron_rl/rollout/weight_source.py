@@ -1,4 +1,4 @@
-"""Sources of the weights that the rollout manager sends to engines: the whole policy, or its adapters alone."""
+"""Sources of the weights that are sent to engines: the whole policy, or its LoRA adapters alone."""
 
 from __future__ import annotations
 
@@ -16,18 +16,24 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 class WeightSource(Protocol):
-    """Gives a trainer's weights."""
+    """Gives the trainer's weights and their version."""
 
     @property
     def version(self) -> int: ...
 
     def tensors(self, engine: Engine) -> Tensors:
-        """Return the tensors to send to the engine, under Hugging Face names. A collective, as is the iteration."""
+        """Return (name, tensor) pairs to send to the engine. The call and the iteration are collectives.
+
+        The names are Hugging Face names for weights, and PEFT's names for adapters.
+        """
         ...
 
 
 class PolicyWeights:
-    """Gives every weight, with the adapters merged into it. ``bucket_bytes``: bytes that are gathered at once."""
+    """Gives every weight of the policy, with the adapters merged into it.
+
+    bucket_bytes: the maximum of bytes that ranks gather at once.
+    """
 
     def __init__(self, backend: MegatronBackend, bucket_bytes: int) -> None:
         self._backend, self._bucket_bytes = backend, bucket_bytes
@@ -41,7 +47,7 @@ class PolicyWeights:
 
 
 class AdapterWeights(PolicyWeights):
-    """Gives the adapters alone. If any engine lacks the frozen weights, these come first."""
+    """Gives the adapters alone. If any rank's engine lacks the frozen weights, gives these before the adapters."""
 
     def tensors(self, engine: Engine) -> Tensors:
         adapters = self._backend.export_adapters(bucket_bytes=self._bucket_bytes)

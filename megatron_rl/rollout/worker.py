@@ -1,17 +1,18 @@
 """The rollout worker of one rank: turns prompts into scored groups, at once or in threads while the trainer trains.
 
-Every rank knows all prompts of a rollout by place (their number in the rollout). With n ranks, a
-rank takes every n-th prompt. A group stays whole on one rank. One thread generates, job after job.
-Under ``rollout.producer.straggler_share`` the next job begins beside the last groups of the job
-before. With reward workers a second thread scores, if configured in parts while the rest is
-generated. Functions of the rank's own process are called in its main thread, where signals work.
+Every rank knows all prompts of a rollout by their position in it. With n ranks, a rank takes every
+n-th prompt. A group stays whole on one rank. One thread generates, job after job. Under
+``rollout.producer.straggler_share`` the next job begins beside the last groups of the job before.
+With reward workers a second thread scores. If configured, it scores finished groups while others
+are still generated. Functions of the rank's own process are called in its main thread, where
+signals work.
 
-1. Every place of a job ends in ``rollouts`` and then in ``scores`` exactly once, even if engines
+1. Every position of a job ends in ``rollouts`` and then in ``scores`` exactly once, even if engines
    are lost in between.
-2. A call of a reward function has groups of one job only. Each call but the last has at least this
-   rank's share of ``min_groups`` groups.
-3. ``wait`` ends at the latest after its deadline without progress: no group was generated or
-   scored, and no engine reported that it computes. It ends earlier if the places are scored, if a
+2. A call of a reward function has groups of one job only. Each call but the last has at least
+   ``min_groups`` groups, divided by the number of ranks that take prompts.
+3. ``wait`` raises EngineError after ``run.deadline_s`` without progress: no group was generated or
+   scored, and no engine reported that it computes. It ends earlier if the groups are scored, if a
    thread failed, or if the engine was lost and its generation has ended.
 4. Only jobs that the caller has started are generated or scored, so they bound the memory.
 """
@@ -49,11 +50,11 @@ class Group:
         return self.rollouts[0].prompt
 
     def samples(self, *, mask_truncated: bool = False) -> list[Sample]:
-        """Return the rows to train on.
+        """Return one Sample to train on for each rollout.
 
-        A sample that was taken out of its group (no total) carries no loss token. Under
-        ``mask_truncated`` (overlong filtering, DAPO, arXiv:2503.14476, section 3.4) a sample that
-        was cut off carries none either, but its reward stays in its group's statistics.
+        A sample whose total is None is taken out of its group, and none of its tokens carries loss.
+        Under ``mask_truncated`` (overlong filtering, DAPO, arXiv:2503.14476, section 3.4) a sample
+        that was cut off carries no loss either. But its reward stays in its group's statistics.
         """
         return [
             to_sample(
@@ -64,9 +65,9 @@ class Group:
 
 
 def to_sample(rollout: Rollout, *, included: bool) -> Sample:
-    """Turn a rollout into one row to train on. ``included``: whether its loss tokens (``loss_mask``) carry loss.
+    """Return a rollout as a Sample to train on. ``included``: False takes the loss from all its tokens.
 
-    Raises ValueError if the mask and the response differ in length.
+    Raises ValueError if ``loss_mask`` and the response differ in length.
     """
     num_tokens = len(rollout.response_ids)
     mask = np.ones(num_tokens, dtype=bool) if rollout.loss_mask is None else np.array(rollout.loss_mask, dtype=bool)
@@ -88,17 +89,17 @@ def to_sample(rollout: Rollout, *, included: bool) -> Sample:
 
 
 class RolloutJob:
-    """Holds a rank's share of one rollout. Its fields are read and written under ``change``.
+    """Holds one rank's groups of one rollout. Threads read and write its fields under the lock ``change``.
 
-    prompts: place → prompt, of all ranks.
-    mine:    this rank's places, in the order in which their groups are started.
-    rollouts: place → its rollouts, once they are generated.
-    scores:  place → its scores, once they are known.
-    lost:    why the engine was lost during the job; None if it was not.
-    error:   a thread's exception, for the main thread to raise.
-    ended_s: place → seconds from the job's creation until its group was generated, if this process
-        generated it.
-    temperature: see ``Engine.generate``.
+    prompts: position in the rollout → prompt, for all ranks.
+    mine: this rank's positions, in the order in which their groups are started.
+    rollouts: position → the group's rollouts, once they are generated.
+    scores: position → the group's scores, once they are known.
+    lost: why the engine was lost during the job; None if it was not.
+    error: a thread's exception, for the main thread to raise; None without one.
+    ended_s: position → seconds from the job's creation until its group was generated. Groups that
+        an earlier process generated are absent.
+    temperature: as in ``Engine.generate``.
     """
 
     def __init__(
@@ -128,12 +129,12 @@ class RolloutJob:
 
     @property
     def unscored(self) -> list[int]:
-        """Return the places that are generated but not scored, in the order in which their generation ended."""
+        """Return the positions that are generated but not scored, in the order in which their generation ended."""
         return [place for place in self.rollouts if place not in self.scores]
 
     @property
     def scored(self) -> list[int]:
-        """Return the places that are scored, ascending; reward workers may be scoring others."""
+        """Return the positions that are scored, ascending. Reward workers may score others meanwhile."""
         with self.change:
             return sorted(self.scores)
 
@@ -141,18 +142,21 @@ class RolloutJob:
         return Group(rollouts=tuple(self.rollouts[place]), scores=tuple(self.scores[place]))
 
     def groups(self) -> dict[int, Group]:
-        """Return this rank's groups by their places; every one of them must be scored."""
+        """Return position → group for this rank's groups, all of which must be scored."""
         return {place: self.group(place) for place in self.mine}
 
     def put(self, number: int, rollouts: Sequence[Rollout], scores: Sequence[Score] | None) -> None:
-        """Add a group that an earlier process had finished, and give its place ``number`` to this rank."""
+        """Add a group that an earlier process of the run had finished, at position ``number`` of this rank.
+
+        scores: the group's scores; None if they are not known yet.
+        """
         self.mine = tuple(sorted({*self.mine, number}))
         self.rollouts[number] = list(rollouts)
         if scores is not None:
             self.scores[number] = list(scores)
 
     def take_generation_s(self) -> float:
-        """Return the seconds of generation since the last call. The caller holds the job's lock."""
+        """Return the seconds of generation since the last call. The caller holds the lock ``change``."""
         seconds, now = self.generation_s, time.monotonic()
         if self.generating:
             seconds, self.generating_since = seconds + now - self.generating_since, now
@@ -160,15 +164,15 @@ class RolloutJob:
         return seconds
 
     def num_tokens(self) -> int:
-        """Count the tokens that the engine sampled."""
+        """Return the number of tokens that the engine sampled."""
         return sum(rollout.num_sampled for group in self.rollouts.values() for rollout in group)
 
     def num_turns(self) -> int:
-        """Count the policy's turns over all samples."""
+        """Return the number of the policy's turns, added over all samples."""
         return sum(rollout.num_turns for group in self.rollouts.values() for rollout in group)
 
     def num_truncated(self) -> int:
-        """Count the samples that were cut off at their maximum of tokens."""
+        """Return the number of samples that were cut off at their maximum of tokens."""
         return sum(rollout.finish_reason == "length" for group in self.rollouts.values() for rollout in group)
 
     def num_samples(self) -> int:
@@ -176,12 +180,12 @@ class RolloutJob:
 
 
 class RolloutWorker:
-    """Generates and scores a rank's share of rollouts.
+    """Generates and scores one rank's groups of each rollout.
 
-    score: returns the scores of rollouts; None if a run has no rewards.
+    score: a callable that returns one Score per rollout; None if a run has no rewards.
     apart: whether ``score`` may be called outside the main thread.
-    share: (this rank's number among the ranks that take prompts, the number of these ranks). None
-        for a rank that takes no prompts.
+    share: (this rank's number among the ranks that sample prompts, the number of these ranks). None
+        for a rank that samples none.
     in_background: whether jobs are generated in threads, while the trainer trains.
     """
 
@@ -209,11 +213,11 @@ class RolloutWorker:
         self.scored_here_s = 0.0  # total seconds of scoring in the main thread
 
     def places(self, num_prompts: int) -> range:
-        """Return the indices of this rank's prompts in a rollout of ``num_prompts``."""
+        """Return the positions of this rank's prompts in a rollout of ``num_prompts``."""
         return range(0) if self.share is None else range(self.share[0], num_prompts, self.share[1])
 
     def start(self, job: RolloutJob) -> None:
-        """Start to generate the missing groups of a job in the background."""
+        """Begin to generate the missing groups of a job in the background."""
         if not self._threads:
             self._begin(self._generate_jobs, "rollouts")
             if self._apart:
@@ -239,7 +243,7 @@ class RolloutWorker:
                 self.generate(job)
 
     def _generate_to_tail(self, job: RolloutJob) -> None:
-        """Generate a job in its own thread; return once at most ``straggler_share`` of its groups are missing."""
+        """Generate a job in a new thread; return once at most ``straggler_share`` of its groups are missing."""
         thread = threading.Thread(target=self.generate, args=(job,), daemon=True, name="rollouts")
         self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         thread.start()
@@ -284,9 +288,11 @@ class RolloutWorker:
             self._score_ready(job)
 
     def _score_ready(self, job: RolloutJob) -> bool:
-        """Score the finished groups if there are enough of them; return whether it did. One thread per job at a time.
+        """Score the groups that are generated, if there are enough of them; return whether any were scored.
 
-        All groups are scored once generation has ended. Before, a part is scored if configured so.
+        After generation has ended, any number of groups is enough. Before that, groups are scored
+        only if scoring beside generation is configured. Only one thread at a time may call this for
+        a job.
         """
         # Choose the groups under the job's lock.
         with job.change:
@@ -316,13 +322,14 @@ class RolloutWorker:
         return True
 
     def wait(self, job: RolloutJob, places: Sequence[int], *, since: float | None = None, most_s: float = INF) -> bool:
-        """Wait until the places are scored, or the engine is lost (``job.lost``); return whether the wait has ended.
+        """Wait until the groups at ``places`` are scored, or the engine is lost; return whether the wait has ended.
 
-        places: places of this rank.
-        since: time.monotonic() of the wait's beginning, if the wait has several parts; None: now.
-        most_s: seconds of this part. If they do not suffice, False is returned.
+        places: positions of this rank.
+        since: time.monotonic() at the first call, if a caller waits by several calls; None: now.
+        most_s: the maximum of seconds of this call. If they do not suffice, False is returned.
 
-        Raises the job's error. Raises EngineError if nothing has progressed for ``run.deadline_s``.
+        If the engine is lost, ``job.lost`` says why. Raises the job's error. Raises EngineError if
+        nothing has progressed for ``run.deadline_s``.
         """
         began, part_ends_at = time.monotonic() if since is None else since, time.monotonic() + most_s
         while True:
@@ -351,7 +358,10 @@ class RolloutWorker:
         return True
 
     def _waits_on(self, job: RolloutJob, began: float, part_ends_at: float) -> bool:
-        """Wait for a change of the job, under its lock; return False if nothing has progressed for the deadline."""
+        """Wait for a change of the job; return False if nothing has progressed for ``deadline_s`` seconds.
+
+        The caller holds the job's lock. The wait ends at ``part_ends_at`` at the latest.
+        """
         ends_at = max(began, self._progressed_at, self.engine.progressed_at) + self.deadline_s
         left_s = min(ends_at, part_ends_at, time.monotonic() + LOOK_S) - time.monotonic()
         return job.change.wait(max(0.0, left_s)) or time.monotonic() < ends_at
@@ -365,7 +375,7 @@ class RolloutWorker:
         )
 
     def close(self) -> None:
-        """End the threads and drop their unfinished work. Call it after the engine's ``close``; it may be repeated."""
+        """End the threads and drop their unfinished work. Call it after the engine's ``close``. It may be repeated."""
         if not self._closed:
             self._closed = True
             self._jobs.put(None)

@@ -1,4 +1,4 @@
-"""Start the server: torchrun --nproc_per_node 2 -m megatron_rl.serve --config FILE [section.key=value ...]"""
+"""The server's command: torchrun --nproc_per_node 2 -m megatron_rl.serve --config FILE [section.key=value ...]"""
 
 from __future__ import annotations
 

@@ -43,9 +43,9 @@ def _plain(value: object) -> object:
 
 
 def _text_or_tokens(value: object) -> object:
-    """Return the stops of a sample unchanged. Raises ValueError if there are too many, or if one is empty or too long.
+    """Return a sample's stops unchanged. Raises ValueError if there are too many, or one is empty or too long.
 
-    Raises it too if texts and tokens are mixed.
+    The same error is raised if texts and tokens are mixed.
     """
     stops = value if isinstance(value, list) else [] if value is None else [value]
     if len(stops) > MOST_STOPS:
@@ -66,7 +66,7 @@ Ttl = Annotated[float, Field(gt=0, le=MOST_TTL_S)]
 
 
 class Body(BaseModel):
-    """Holds the JSON object of a request's body."""
+    """Holds the JSON object of a request's body; a subclass declares its fields."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -120,13 +120,16 @@ class CreateModel(Body):
 
 
 class OfModel(Body):
-    """Holds a model's name."""
+    """Holds a body whose field ``model_id`` names a model."""
 
     model_id: Name
 
 
 class Numbered(OfModel):
-    """Holds a request's model and its number there. The number counts as used even if other fields are wrong."""
+    """Holds a body with its model and its number among the model's requests.
+
+    The number counts as used even if other fields are wrong.
+    """
 
     seq_id: Seq
 
@@ -216,9 +219,9 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def most_bytes(longest: int) -> int:
-    """Return the maximum of bytes of a JSON body, for prompts of at most ``longest`` tokens.
+    """Return the maximum of bytes of a JSON body, if prompts have at most ``longest`` tokens.
 
-    In memory, values take up to 150 times the bytes of their JSON.
+    The limit is needed since values in memory take up to 150 times the bytes of their JSON.
     """
     return 2**20 + TOKEN_BYTES * longest
 
@@ -226,6 +229,7 @@ def most_bytes(longest: int) -> int:
 def read(kind: type[AnyBody], content: bytes, *, most: int) -> AnyBody:
     """Return a body's values by the schema ``kind``. An empty body counts as {}.
 
+    content: the body's bytes.
     most: the maximum of bytes.
 
     Raises RequestError with the faulty field and its value.

@@ -26,7 +26,10 @@ ITERATION = 0
 
 
 def save(backend: MegatronBackend, folder: pathlib.Path, spec: AdapterSpec | None, *, with_adam: bool) -> None:
-    """Write the backend's model, and wait until it is complete. An existing checkpoint in the folder is replaced."""
+    """Write the backend's model to ``folder``, and wait until the checkpoint is complete. An existing one is replaced.
+
+    spec: the model's adapters; None if every weight is trained.
+    """
     state = {
         "model": model_state.identity(backend),
         "backend": model_state.numbers(backend),
@@ -38,7 +41,9 @@ def save(backend: MegatronBackend, folder: pathlib.Path, spec: AdapterSpec | Non
 
 
 def load(backend: MegatronBackend, folder: pathlib.Path, *, with_adam: bool) -> AdapterSpec | None:
-    """Read a checkpoint into the backend; return its adapters. Without AdamW's state its moments are zero.
+    """Load a checkpoint into the backend; return the model's adapters, None if every weight is trained.
+
+    with_adam: whether AdamW's state is loaded. If not, its moments are zero afterwards.
 
     Raises CheckpointError if the checkpoint is damaged or of another model. Raises RequestError if
     AdamW's state is requested and missing.

@@ -37,7 +37,7 @@ def parse_training(body: bytes) -> TrainingCall:
 
 
 def training_call(message) -> TrainingCall:
-    """Return the training request of a message. Raises RequestError, naming the datum and the field."""
+    """Return the training request of a ForwardBackwardRequest. Raises RequestError, naming the datum and the field."""
     if not message.data:
         raise RequestError("data is empty: a forward_backward needs at least one datum")
     if len(message.data) > MOST_DATA:
@@ -57,7 +57,10 @@ def training_call(message) -> TrainingCall:
 
 
 def _check_cells(data) -> None:
-    """Raise RequestError for too many or too large tensors. A sparse tensor counts with its dense size."""
+    """Raise RequestError if the tensors of all data have more than MOST_CELLS cells, or a datum has too many tensors.
+
+    A sparse tensor counts with its dense size.
+    """
     cells = 0
     for number, datum in enumerate(data):
         if len(datum.loss_fn_inputs) > MOST_INPUTS:
@@ -85,7 +88,7 @@ def _shape(tensor) -> str:
 
 
 def size_of(call: TrainingCall) -> int:
-    """Return the bytes of a request's arrays."""
+    """Return the number of bytes of a request's arrays."""
     return sum(array.nbytes for datum in call.data for array in (datum.tokens, datum.targets, *datum.inputs.values()))
 
 
@@ -182,7 +185,10 @@ def _dense(csr, dtype: np.dtype, shape: tuple[int, ...], where: str) -> np.ndarr
 
 
 def training_answer(answer: TrainingAnswer) -> bytes:
-    """Return the protobuf body of an answer. A record holds neighbouring data whose log-probs have the same width."""
+    """Return the protobuf body of an answer, with each datum's log-probs.
+
+    One record holds neighbouring data whose log-probs have the same number of columns.
+    """
     message = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(answer.metrics))
     for trailing, group in itertools.groupby(answer.logprobs, key=lambda values: values.shape[1:]):
         arrays = [np.ascontiguousarray(values, dtype=np.float32) for values in group]

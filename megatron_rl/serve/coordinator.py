@@ -1,8 +1,9 @@
 """The coordinator: turns operations into messages to all ranks, and outcomes into answers, in rank 0's main thread.
 
-It also keeps track of the models and sampler weights that the ranks hold in memory. A model that is
-not held is made from its last saved state before its operation runs. If there is no room, the least
-recently used model of a silent session is dropped.
+It also keeps track of the models and sampler weights that the ranks hold in memory. If an
+operation's model is not in memory, it is restored from its last saved state first. If there is no
+room, the least recently used model whose session is silent is dropped. A session is silent if its
+client has sent no request for ``serve.session_s`` seconds.
 
 An error may happen on rank 0 alone, outside the ranks' work, such as a full disk, no free
 descriptor, or a bug. It becomes the error of its request. The log has its traceback, and the loop
@@ -47,7 +48,7 @@ Runner = Callable[[Message], Outcome]
 class Coordinator:
     """Runs operations, one message after the other.
 
-    run: runs a message on every rank, and returns its outcome.
+    run: a function that runs a message on every rank, and returns its outcome.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Coordinator:
         self._swept_at, self._ranks_failed = time.monotonic(), False
 
     def step(self) -> None:
-        """Run the next operation, or send the ranks a tick if there is none."""
+        """Run the next operation. If there is none, send the ranks a tick, a message that does nothing."""
         taken = self.operations.take(TICK_S)
         if not taken:
             self._run(Message(header={"do": "tick"}))
@@ -72,7 +73,11 @@ class Coordinator:
                 self._sweep()
 
     def _run(self, message: Message) -> Outcome:
-        """Run a message on every rank. After an error the ranks may be at different places, so the server must end."""
+        """Run a message on every rank and return its outcome.
+
+        After an error the ranks may have stopped at different points, so the error is noted and the
+        server must end.
+        """
         try:
             return self.run(message)
         except BaseException:
@@ -81,7 +86,7 @@ class Coordinator:
 
     @contextlib.contextmanager
     def _contained(self, operations: Sequence[Operation] = ()) -> Iterator[None]:
-        """Turn an error of the block into the error of the operations that have not ended.
+        """Turn an error of the block into the error of those ``operations`` that have not ended.
 
         An error of a message to all ranks is raised again.
         """
@@ -138,7 +143,7 @@ class Coordinator:
             self.journal.add(operation.line, value.metrics, seconds)
 
     def _discard(self, operation: Operation) -> None:
-        """Discard a model's gradient on all ranks, if training depends on an operation that cannot run."""
+        """Discard a model's gradient on all ranks if training depends on ``operation``, which cannot run."""
         if operation.depends and operation.line in self.held:
             self._run(Message(header={"do": "discard", "model": operation.line}))
 
@@ -152,7 +157,11 @@ class Coordinator:
         return self.registry.has_checkpoint(naming.parse_checkpoint(path))
 
     def _hold(self, model: str, *, makes: bool) -> tuple[str, Fault] | None:
-        """Make all ranks hold a model; return the error if they cannot. ``makes``: the operation itself makes it."""
+        """Have all ranks hold a model in memory; return (message, fault) if they cannot, else None.
+
+        makes: whether the next operation itself creates or loads the model, so that it need not be
+            restored.
+        """
         if model in self.held:
             return None
         if len(self.held) >= self.settings.max_models:
@@ -174,7 +183,10 @@ class Coordinator:
         return None
 
     def _drop_model(self, model: str) -> None:
-        """Save a model's latest step, and drop the model on all ranks. If a gradient is lost, its client is told."""
+        """Save a model's latest optimizer step, and drop the model on all ranks.
+
+        If an accumulated gradient is lost, the model's client is told.
+        """
         facts = self.registry.store.get("models", model).facts
         if facts["stepped"] > facts["saved"]["seq"]:
             self._save_own(model, facts["stepped"])
@@ -193,7 +205,10 @@ class Coordinator:
             self._run(Message(header={"do": "drop", "models": [], "weights": [oldest]}))
 
     def _answer(self, operation: Operation, header: Mapping, outcome: Outcome) -> tuple[bytes, str]:
-        """Record an operation's changes in the store; return its answer."""
+        """Record a succeeded operation's changes in the store; return its answer as (bytes, content type).
+
+        header: the header of the message that was run.
+        """
         model, seq, value = operation.line, operation.seq, outcome.value
         match header["do"]:
             case "forward_backward":
@@ -228,7 +243,7 @@ class Coordinator:
         return _json({"path": str(path), "type": operation.kind})
 
     def _count_step(self, operation: Operation, metrics: Mapping[str, float], seconds: float) -> None:
-        """Count an optimizer step, and save the model every ``serve.save_every_steps`` steps."""
+        """Count an optimizer step, write its metrics, and save the model every ``serve.save_every_steps`` steps."""
         model, every = operation.line, self.settings.save_every_steps
         steps = self.registry.store.get("models", model).facts["steps"] + 1
         self.registry.store.update("models", model, steps=steps, stepped=operation.seq)
@@ -237,7 +252,7 @@ class Coordinator:
             self._save_own(model, operation.seq)
 
     def _save_own(self, model: str, seq: int) -> None:
-        """Save a model's state after its optimizer step ``seq``, as the state that it restarts from."""
+        """Save a model's state after its optimizer step, operation ``seq``, as the state from which it restarts."""
         folder = self._own_folder(model)
         header = {"do": "save", "model": model, "folder": str(folder), "with_adam": True}
         outcome = self._run(Message(header={**header, "spec": spec_facts(self.registry.spec(model))}))
@@ -247,13 +262,19 @@ class Coordinator:
             log.error("model %s was not saved after request %d: %s", model, seq, outcome.error)
 
     def _go_on_from(self, model: str, seq: int, folder: pathlib.Path, *, with_adam: bool) -> None:
-        """Make a copy of a checkpoint the state that a model restarts from. Its client may change the original."""
+        """Copy a checkpoint, and record the copy as the state from which a model restarts after operation ``seq``.
+
+        A copy is needed, since the client may change the original.
+        """
         own = self._own_folder(model)
         link_copy(folder, own)
         self.registry.note_saved(model, seq, own, with_adam=with_adam)
 
     def _own_folder(self, model: str) -> pathlib.Path:
-        """Return the folder of a model's next own state: of two folders, the one without the latest state."""
+        """Return the folder for the next saved state from which a model restarts.
+
+        A model has two such folders. It is the one that does not hold the latest state.
+        """
         folders = [(self.registry.root / model.replace(":", "_") / "auto" / name).absolute() for name in ("0", "1")]
         noted = self.registry.store.get("models", model).facts["saved"]["folder"]
         return folders[noted == str(folders[0])]
@@ -303,7 +324,8 @@ def remove_checkpoint(registry: Registry, path: str) -> None:
 def note_end(registry: Registry) -> Callable[[Operation], None]:
     """Return a function that records an operation's end in the store.
 
-    If the record cannot be written, the client is told after a restart that the operation was lost.
+    If the record cannot be written, a client that asks after a restart is told that the operation
+    was lost.
     """
 
     def ended(operation: Operation) -> None:
@@ -318,7 +340,10 @@ def note_end(registry: Registry) -> Callable[[Operation], None]:
 
 
 def restore_lines(registry: Registry, operations: Operations) -> int:
-    """Open the lines of an earlier run's models; return how many models have lost operations."""
+    """Open a line, a queue of operations, for each model of an earlier run.
+
+    Returns the number of models that have lost operations.
+    """
     losers = 0
     for row in registry.store.everything("models"):
         lost = registry.lost_words(row.id)

@@ -1,7 +1,8 @@
 """The handlers of clients' requests: look up names and numbers, check fields, and queue operations.
 
-A request may have a right line and number, and still not be servable. It becomes an operation that
-fails in its turn. So its number is used, and later requests do not wait for it.
+An operation is a request in its model's queue. Operations run by their numbers. A request for a
+known model with a right number may still be impossible to serve. Then it becomes an operation that
+fails when its number comes. So later requests do not wait for its number.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ class ServedModel:
 
     name: the name by which clients request the model.
     tokenizer_id: the name by which clients load its tokenizer.
+    family: the name of the model's architecture, such as "qwen3".
+    context_tokens: the maximum of tokens that the model reads.
     longest: the maximum of tokens of a prompt and its sample together.
     lora_rank: the largest rank of adapters; None if every weight is trained.
     stop_ids: the model's end-of-sequence tokens.
     lora_targets: the layers that may have adapters.
-    top_logprobs: whether the engine returns the most likely tokens.
+    top_logprobs: whether the engine can return the log-probs of the most likely tokens.
     seed: the seed for adapters and samples if a client gives none.
     """
 
@@ -55,6 +58,9 @@ class ServedModel:
 class RequestHandlers:
     """Makes operations from requests whose bodies have passed their schemas.
 
+    A request's method takes ``owner``, a digest of the client's key, and the body. It returns the
+    queued operation unless it says otherwise.
+
     max_samples: the maximum of samples of one request, ``serve.max_batch_samples``.
     """
 
@@ -66,7 +72,7 @@ class RequestHandlers:
     # ---- models -----------------------------------------------------------------------------------------------------
 
     def create_model(self, owner: str, body: bodies.CreateModel) -> Operation:
-        """Queue the creation of a model, as operation 0 of its line."""
+        """Queue the creation of a model, as operation 0 of the model's line (its queue)."""
         self.registry.session(body.session_id, owner)
         self._check_base(body.base_model)
         spec = self._spec(body.lora_config or bodies.LoraConfig())
@@ -81,7 +87,13 @@ class RequestHandlers:
         return self._begin(owner, body.session_id, body.model_seq_id, "create_model", header, facts)
 
     def _begin(self, owner: str, session: str, seq: int, kind: str, header: dict, facts: dict) -> Operation:
-        """Open a model's line, and queue its operation 0. A repeated request opens nothing."""
+        """Open a model's line (the queue of its operations), and queue operation 0.
+
+        A repeated request opens no second line.
+
+        header: what the operation does.
+        facts: the model's record in the registry.
+        """
         model = naming.model_name(session, seq)
         operation = Operation(
             id=naming.operation_name(model, 0),
@@ -131,7 +143,10 @@ class RequestHandlers:
             )
 
     def _spec(self, lora: bodies.LoraConfig) -> AdapterSpec | None:
-        """Return the adapters that a client requests. Raises RequestError. None if the server trains every weight."""
+        """Return the adapters that a client requests; None if the server trains every weight.
+
+        Raises RequestError for adapters that the server does not train.
+        """
         most = self.served.lora_rank
         if most is None:
             return None
@@ -156,7 +171,7 @@ class RequestHandlers:
     # ---- a model's operations ---------------------------------------------------------------------------------------
 
     def forward_backward(self, owner: str, body: bytes) -> Operation:
-        """Queue a training request. If its data cannot be read or served, it fails in its turn."""
+        """Queue a training request. If its data cannot be read or served, the operation fails when its number comes."""
         message = parse_message(body)
         self._model(message.model_id, owner)
         kind = "forward" if message.forward_only else "forward_backward"
@@ -176,7 +191,7 @@ class RequestHandlers:
         )
 
     def optim_step(self, owner: str, body: bodies.OptimStep) -> Operation:
-        """Queue an optimizer step."""
+        """Queue an optimizer step of a model."""
         adam = body.adam_params or body.optimizer_params or body.optim_params or bodies.AdamParams()
         if adam.type != "adamw":
             raise RequestError(f"optimizer {quoted(adam.type)} is not served; send AdamParams")
@@ -188,7 +203,7 @@ class RequestHandlers:
         return self._save(owner, body, naming.STATE, "save_weights", with_adam=True)
 
     def save_weights_for_sampler(self, owner: str, body: bodies.SaveWeightsForSampler) -> Operation:
-        """Queue the saving of weights under a name, or a snapshot of them for a new sampling session."""
+        """Queue the saving of a model's weights under a name, or a snapshot of them for a new sampling session."""
         if body.path is not None:
             return self._save(owner, body, naming.SAMPLER, "save_weights_for_sampler", with_adam=False)
         model, seq = body.model_id, body.sampling_session_seq_id
@@ -214,7 +229,10 @@ class RequestHandlers:
         return self._ordered(owner, body, what, header, digest_of(_content(body)))
 
     def fail(self, owner: str, body: bodies.Numbered, kind: str, error: RequestError, content: bytes) -> Operation:
-        """Queue a request that cannot be served, so that its number is used and it fails in its turn."""
+        """Queue a request that cannot be served. Its number is used, and it fails with ``error`` when its number comes.
+
+        content: the request's body.
+        """
         depends = kind in ("optim_step", "load_weights")
         return self._ordered(owner, body, kind, _fault(error), digest_of(content), depends=depends)
 
@@ -243,7 +261,10 @@ class RequestHandlers:
         )
 
     def _add(self, operation: Operation) -> Operation:
-        """Queue an operation. If a crash has lost it, return it without queueing, so that its client is told."""
+        """Queue an operation and return it. An operation that was lost in a crash is returned without being queued.
+
+        When its client asks for the answer, it is told of the loss.
+        """
         known = self.registry.store.operation(operation.id)
         if known is not None and self.operations.find(operation.id) is None and known.digest == operation.digest:
             return operation
@@ -255,7 +276,7 @@ class RequestHandlers:
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
     def create_sampling_session(self, owner: str, body: bodies.CreateSamplingSession) -> str:
-        """Open a sampling session of the base model or of named weights; return its name."""
+        """Open a sampling session of the base model or of named weights; return the session's name."""
         session, seq = body.session_id, body.sampling_session_seq_id
         self.registry.session(session, owner)
         facts = self._weights(owner, body)
@@ -280,7 +301,7 @@ class RequestHandlers:
         }
 
     def sample(self, owner: str, body: bodies.Sample) -> Operation:
-        """Queue a sampling request."""
+        """Queue a sampling request. Raises RequestError if it cannot be served."""
         sampler, seq = body.sampling_session_id, body.seq_id
         row = self.registry.sampler(sampler, owner)
         self.registry.hear(sampler.partition(":")[0])
@@ -360,7 +381,11 @@ class RequestHandlers:
         return tokens
 
     def _check_size(self, body: bodies.Sample, prompt: int, max_tokens: int) -> None:
-        """Raise RequestError if a request wants more samples or log-probs than the server makes at once."""
+        """Raise RequestError if a request wants more samples or log-probs than the server makes at once.
+
+        prompt: the number of the prompt's tokens.
+        max_tokens: the maximum of tokens of a sample.
+        """
         most, count = self.max_samples, body.num_samples
         if count > most:
             raise RequestError(f"num_samples={count} is above serve.max_batch_samples={most}; ask in several requests")
@@ -393,5 +418,5 @@ def _content(body: bodies.Body) -> bytes:
 
 
 def _fault(error: RequestError) -> dict[str, object]:
-    """Return the header of an operation that fails in its turn."""
+    """Return the header of an operation that does nothing but fail with ``error`` when its number comes."""
     return {"do": "fail", "error": str(error), "fault": (error.fault or Fault.USER).value}

@@ -1,4 +1,6 @@
-"""Files of metrics, one for each model: `<run>/models/<model>/metrics.jsonl`, with a training run's names.
+"""The writer of metrics files, one per model: `<run>/models/<model>/metrics.jsonl`.
+
+Metrics have the names of a training run's metrics.
 
 ``python -m megatron_rl.observability.report <run>/models/<model>`` draws such a file. A row is
 written at each ``optim_step``. It covers the training requests since the step before.
@@ -20,7 +22,11 @@ PHASE = "serve"
 
 
 class Journal:
-    """Writes the rows of all models, on rank 0 alone."""
+    """Writes the metrics rows of all models, on rank 0 alone.
+
+    root: the folder of the models' folders.
+    config_yaml: the run's settings, which are copied into each model's folder.
+    """
 
     def __init__(self, root: pathlib.Path, config_yaml: str) -> None:
         self.root, self.config_yaml = root, config_yaml
@@ -32,17 +38,21 @@ class Journal:
         return self.root / model.replace(":", "_")
 
     def add(self, model: str, metrics: Mapping[str, float], seconds: float) -> None:
-        """Add a training request's metrics and run time."""
+        """Add a training request's metrics and its run time to the model's next row."""
         sums = self._sums.setdefault(model, Counter())
         sums.update({name.removesuffix(":sum"): value for name, value in metrics.items()})
         sums["seconds"] += seconds
 
     def discard(self, model: str) -> None:
-        """Forget the requests since the last step, since their gradient was discarded."""
+        """Forget the metrics of a model's requests since its last step, since their gradient was discarded."""
         self._sums.pop(model, None)
 
     def step(self, model: str, number: int, metrics: Mapping[str, float], seconds: float) -> None:
-        """Write the row of a model's ``number``-th optimizer step."""
+        """Write the row of a model's ``number``-th optimizer step.
+
+        metrics: the step's own metrics.
+        seconds: the step's run time.
+        """
         sums, now = self._sums.pop(model, Counter()), time.monotonic()
         ghost = metrics["ghost_steps:sum"] > 0
         row: dict[str, object] = {

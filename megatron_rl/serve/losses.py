@@ -1,7 +1,7 @@
 """Tinker's losses, as terms of the trainer's own loss over tokens (algorithm/policy_loss.py).
 
-Each loss is a sum over all targets of a request. Every normalisation is in the client's numbers.
-That is the rule both here and in Tinker.
+Each loss is a sum over all targets of a request, without a division by their number. A client that
+wants a mean puts the division into its coefficients, here as in Tinker.
 
 | Tinker | here | coefficient | defaults |
 |---|---|---|---|
@@ -43,8 +43,8 @@ _LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
 class ServedLoss:
     """Holds one request's loss.
 
-    term: the policy term.
-    reads: the names of the inputs that it needs from a datum.
+    term: a function of PolicyTokens that returns the policy term: loss and clipped targets.
+    reads: the names of the inputs that it needs from a datum; the last one is its coefficient.
     reads_mask: whether it reads ``sequence_ratio_mask`` if a datum has one.
     trains_all: whether a target trains even if its advantage is 0.
     """
@@ -63,10 +63,11 @@ class ServedLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServedInputs:
-    """Holds the inputs of a request's loss, float32 [T], flat over its targets (``Batch.facts.response_offsets``).
+    """Holds the inputs of a request's loss, each float32 [T], flat over its targets (``Batch.facts.response_offsets``).
 
-    advantages: the coefficients.
-    weights: 1, or gspo's mask.
+    advantages: the loss's coefficients.
+    weights: 1 at every target, or gspo's mask.
+    old_logprobs: the client's ``logprobs``; 0 where they are not read.
     """
 
     advantages: np.ndarray
@@ -74,7 +75,7 @@ class ServedInputs:
     old_logprobs: np.ndarray
 
     def gather(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray]:
-        """Return each input's values [N] at N targets. ``flat``: [N], the targets' indices into the inputs."""
+        """Return {input's name: its values [N]} at N targets. ``flat``: [N], the targets' indices into the inputs."""
         return {
             "advantages": self.advantages[flat],
             "weights": self.weights[flat],
@@ -86,7 +87,7 @@ def served_loss(name: str, settings: Mapping[str, float | str]) -> ServedLoss:
     """Return the loss function that a request names. Raises RequestError for an unknown name or setting.
 
     name: the request's ``loss_fn``, such as "ppo".
-    settings: its ``loss_fn_config``, such as ``{"clip_low_threshold": 0.8}``.
+    settings: the request's ``loss_fn_config``, such as ``{"clip_low_threshold": 0.8}``.
     """
     if name == "stable_reinforce":
         raise RequestError(
@@ -156,7 +157,7 @@ def _gspo(low: float, high: float) -> Callable[[PolicyTokens], PolicyTerm]:
 
 
 def check_inputs(loss: ServedLoss, data: Sequence[Datum], vocab_size: int, longest: int) -> None:
-    """Raise RequestError for a datum that the loss or the model cannot read.
+    """Raise RequestError if the loss or the model cannot read one of the data.
 
     longest: the maximum of tokens of a datum.
     """
@@ -188,17 +189,20 @@ def check_inputs(loss: ServedLoss, data: Sequence[Datum], vocab_size: int, longe
 
 
 def _says_nothing(datum: Datum) -> bool:
-    """Return whether a policy loss's weights are 1 at every target whose advantage is not 0."""
+    """Return whether a datum's weights are 1 at every target whose advantage is not 0, so that they change nothing."""
     return bool(((datum.inputs["weights"] == 1) | (datum.inputs["advantages"] == 0)).all())
 
 
 def coefficients(loss: ServedLoss, datum: Datum) -> np.ndarray:
-    """Return float32 [N, K], the input ``loss.coefficient``, which weighs each target; ones if it is not given."""
+    """Return float32 [N, K], a datum's input that weighs each target (``loss.coefficient``); ones if it is absent."""
     return datum.inputs.get(loss.coefficient, np.ones(datum.targets.shape, dtype=np.float32))
 
 
 def without_least(loss: ServedLoss, datum: Datum, least: float) -> Datum:
-    """Return the datum with advantages of at most ``least`` in size set to 0. Weights of cross_entropy stay."""
+    """Return the datum with advantages of at most ``least`` in absolute value set to 0.
+
+    The weights of cross_entropy are not changed.
+    """
     if not least or loss.coefficient != "advantages" or "advantages" not in datum.inputs:
         return datum
     sent = datum.inputs["advantages"]
@@ -214,10 +218,11 @@ def ratio_mask(loss: ServedLoss, datum: Datum) -> np.ndarray:
 def loss_sum(
     loss: ServedLoss, logprobs: np.ndarray, inputs: ServedInputs, sequences: np.ndarray, num_sequences: int
 ) -> tuple[float, int]:
-    """Return the loss's sum over a request's targets, and the number of clipped targets.
+    """Return (sum of the loss over a request's targets, number of clipped targets), in float64.
 
-    logprobs: float32 [T].
-    sequences: int64 [T], the datum of each target.
+    logprobs: float32 [T], the model's log-probs.
+    sequences: int64 [T], the number of each target's datum.
+    num_sequences: the number of data.
     """
     flat = torch.from_numpy(logprobs).double()
     term = loss.term(

@@ -1,8 +1,8 @@
 """The protobuf messages of Tinker's API, declared by their field numbers (tinker 0.25 to 0.38, ``tinker_public``).
 
 The SDK's own generated module is not imported, since it would import the whole client. Also, a
-server must read messages of clients whose version is not the installed one. protobuf keeps
-undeclared fields as unknown fields, and they are ignored.
+server must read messages of clients whose version is not the installed one. protobuf keeps fields
+that are not declared here as unknown fields, and they are ignored.
 """
 
 from __future__ import annotations

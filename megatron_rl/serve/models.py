@@ -1,9 +1,9 @@
 """The models in training. One at a time is in the backend, the others wait in the host memory of every rank.
 
-An operation brings its whole model into the backend: weights, AdamW's moments and steps, the
+An operation brings its whole model into the backend: weights, AdamW's moments and step count, the
 gradient accumulated so far, and the adapters' scale. So models do not influence each other
-(``backend/trained_state.py``). Every rank does the same in the same order. With adapters the frozen
-model is shared, and a model takes four times the memory of its adapters (float32).
+(``backend/trained_state.py``). Every rank does the same in the same order. With adapters all models
+share the frozen weights, and a model takes four times the memory of its adapters (float32).
 """
 
 from __future__ import annotations
@@ -25,17 +25,21 @@ from megatron_rl.serve.values import AdapterSpec, RequestError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weights:
-    """Holds a copy of trained parameters in host memory. ``scale``: alpha / rank of the adapters; None without any."""
+    """Holds a copy of trained parameters in host memory.
+
+    tensors: this rank's trained parameters, in the backend's order.
+    scale: alpha / rank of the adapters; None without adapters.
+    """
 
     tensors: Sequence[torch.Tensor]
     scale: float | None
 
 
 class Models:
-    """Holds every model's state. Every rank calls all methods in the same order; some are collectives, as they say."""
+    """Holds every model's state. All ranks must call the methods in the same order; some are collectives and say so."""
 
     def __init__(self, backend: MegatronBackend) -> None:
-        """Take the backend's model as the base model. A collective."""
+        """Copy the backend's current weights as the base model. A collective."""
         self.backend = backend
         trained_state.begin_adam(backend)
         self.base = Weights(tensors=trained_state.take_weights(backend), scale=trained_state.scale_of(backend))
@@ -44,11 +48,11 @@ class Models:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the held models, the least recently used first."""
+        """Return the names of the models in memory, the least recently used first."""
         return list(self._waiting)
 
     def create(self, name: str, spec: AdapterSpec | None) -> None:
-        """Begin a model with fresh adapters, or with the base model's weights. AdamW's state is zero.
+        """Begin a model with fresh adapters or, without adapters, with the base model's weights. AdamW's state is zero.
 
         spec: the adapters; None if every weight is trained.
         """
@@ -64,7 +68,9 @@ class Models:
         self._begin(name)
 
     def load(self, name: str, folder: pathlib.Path, *, with_adam: bool) -> AdapterSpec | None:
-        """Begin or replace a model by the state in a checkpoint; return its adapters. A collective.
+        """Begin a model, or replace its state, by the state in a checkpoint; return its adapters. A collective.
+
+        with_adam: whether AdamW's state is loaded too.
 
         If it raises, an existing model of this name is unchanged.
         """
@@ -75,11 +81,11 @@ class Models:
         return spec
 
     def save(self, name: str, folder: pathlib.Path, spec: AdapterSpec | None, *, with_adam: bool) -> None:
-        """Write a model to a folder. A collective."""
+        """Write a model to a folder, with AdamW's state if ``with_adam``. A collective."""
         checkpoints.save(self.activate(name), folder, spec, with_adam=with_adam)
 
     def read(self, folder: pathlib.Path) -> Weights:
-        """Return the weights of a checkpoint. A collective."""
+        """Return the weights in a checkpoint, without beginning a model. A collective."""
         self._put_away()
         checkpoints.load(self.backend, folder, with_adam=False)
         return Weights(tensors=trained_state.take_weights(self.backend), scale=trained_state.scale_of(self.backend))
@@ -93,7 +99,7 @@ class Models:
         self._waiting[name], self._active = None, name
 
     def activate(self, name: str) -> MegatronBackend:
-        """Bring a model into the backend; return the backend."""
+        """Bring a model into the backend, unless it is there already; return the backend."""
         if name not in self._waiting:
             raise RequestError(f"model {name!r} is not held here", status=404)
         if self._active != name:
@@ -110,7 +116,7 @@ class Models:
             self._active = None
 
     def drop(self, name: str) -> None:
-        """Forget a model. Do nothing if it is not held."""
+        """Forget a model. Do nothing if it is not in memory."""
         self._waiting.pop(name, None)
         if self._active == name:
             self.backend.zero_grad()
@@ -128,9 +134,9 @@ class Models:
 
     @contextlib.contextmanager
     def reading(self, weights: Weights | None) -> Iterator[MegatronBackend]:
-        """Replace the backend's weights within the block, and restore them afterwards.
+        """Put ``weights`` into the backend within the block, and restore the backend's weights afterwards.
 
-        weights: the weights to use; None: the base model's.
+        weights: the weights to use; None uses the base model's.
         """
         backend, wanted = self.backend, weights or self.base
         own, scale = trained_state.take_weights(backend), trained_state.scale_of(backend)

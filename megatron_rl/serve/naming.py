@@ -1,4 +1,4 @@
-"""Names of the server: sessions, models, samplers, checkpoints and their folders. Pure."""
+"""The names of sessions, models, samplers, operations and checkpoints: how they are made and read. No side effects."""
 
 from __future__ import annotations
 
@@ -32,12 +32,15 @@ class CheckpointPath:
         return f"{self.kind}/{self.name}"
 
     def folder(self, root: pathlib.Path) -> pathlib.Path:
-        """Return its folder. Colons in the model's name are replaced, since not every file system takes them."""
+        """Return the checkpoint's folder under ``root``, the folder of all checkpoints.
+
+        Colons in the model's name are replaced, since not every file system takes them.
+        """
         return root / self.model.replace(":", "_") / self.kind / self.name
 
 
 def parse_checkpoint(path: str) -> CheckpointPath:
-    """Return the parts of a checkpoint's path. Raises RequestError."""
+    """Return the parts of a checkpoint's path. Raises RequestError for a text that is no such path."""
     parts = path.removeprefix("tinker://").split("/")
     if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in (STATE, SAMPLER):
         raise RequestError(f"path={quoted(path, 200)} is no tinker://<model>/{STATE}/<name>, nor .../{SAMPLER}/<name>")
@@ -73,7 +76,10 @@ def operation_name(line: str, seq: int) -> str:
 
 
 def line_of(operation: str) -> tuple[str, int]:
-    """Return the line and the number of an operation's name. Raises RequestError."""
+    """Return (line, number) from an operation's name. Raises RequestError for a text that is no such name.
+
+    The line is the name of the operation's model or sampler.
+    """
     line, _, seq = operation.rpartition(":")
     if not line or not seq.isdecimal():
         raise RequestError(f"request_id={quoted(operation, 200)} is none of this server's", status=404)

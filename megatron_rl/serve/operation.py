@@ -1,6 +1,7 @@
 """The operations of clients, and the lines in which they wait. ``serve/operations.py`` orders them.
 
-A line is a model or a sampler, whose operations are numbered.
+An operation is a client's request that runs on all ranks. A line is the queue of one model or one
+sampler, in which operations are numbered.
 """
 
 from __future__ import annotations
@@ -22,14 +23,22 @@ class Operation:
 
     id: the id by which its client asks for the answer.
     owner: a digest of the client's key.
-    line, seq: its line, and its number there.
+    line: the name of its model or sampler, which names its queue.
+    seq: its number in that line.
+    kind: the kind of request, such as "optim_step".
     depends: whether later operations of its line make no sense if it fails.
     header: what to do, as JSON-able values.
-    body: the client's data, which are sent to every rank. parsed: their values, on rank 0.
-    held: bytes that it takes while it waits.
+    body: the client's data, which are sent to every rank.
+    parsed: the values of ``body``, on rank 0; None if there are none.
+    held: the number of bytes that it takes while it waits.
     weight: the number of samples that it requests.
-    content: the answer's bytes, and their type. error: the error's message, and whose fault it is.
+    digest: a digest of the request, to recognise a repeated one.
+    content: the answer's bytes and content type; None without an answer.
+    error: the error's message and who is at fault; None without an error.
     told: whether its client was given the answer or the error.
+    arrived_at, asked_at: when it arrived, and when its client last asked for the answer, in
+        monotonic seconds.
+    watchers: the event loop and the event of each request that waits for its end.
     """
 
     id: str
@@ -61,7 +70,7 @@ class Operation:
 
 
 def digest_of(*parts: bytes) -> str:
-    """Return a digest of a request's parts. Two requests are the same if their digests are."""
+    """Return a digest of a request's parts. Two requests count as the same if their digests are equal."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -70,14 +79,17 @@ def digest_of(*parts: bytes) -> str:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Line:
-    """Holds the waiting operations of one line.
+    """Holds the waiting operations of one line, the queue of one model or one sampler.
 
     ordered: whether its operations run in the order of their numbers.
     next: the number that runs next in an ordered line.
     waiting: number → operation.
-    failed: the failure that the client must be told before anything runs.
+    failed: the failure (message, fault) of which the client must be told before anything runs; None
+        if there is none.
     failed_at: the lowest number whose answer tells the client of that failure.
-    turn: a number that is set when the line is opened or served. The line with the lowest is next.
+    running: whether one of its operations runs now.
+    turn: a number that grows each time the line is opened or served. The line with the lowest
+        number is served next.
     """
 
     ordered: bool = True
@@ -89,6 +101,9 @@ class Line:
     turn: int = 0
 
     def stop(self, why: tuple[str, Fault], failed_at: int) -> None:
-        """Stop an ordered line until its client was told of the failure ``why``."""
+        """Stop an ordered line until its client was told of the failure ``why``. An unordered line goes on.
+
+        failed_at: the lowest number whose answer tells the client.
+        """
         if self.ordered:
             self.failed, self.failed_at = why, failed_at

@@ -1,21 +1,22 @@
 """The queue of operations on rank 0: a model's operations run in the order of their numbers, each once. Thread-safe.
 
+A line is the queue of one model or one sampler. A model's operations are numbered from 0. A
+sampler's requests run in any order, many at a time.
+
 Invariants (tests/unit/serve/test_operations.py checks them under Hypothesis):
 
-1. A line's operations run in the order of their numbers, for any order of their arrival. None is
-   left out.
+1. The operations of a model's line run in the order of their numbers, for any order of their
+   arrival. None is left out.
 2. An operation that arrives again is the same operation. It runs once, and every request for its
    answer gets the same answer.
 3. Another request under a used number is refused.
 4. Every accepted operation ends: by its answer, by an error, or, after ``queue_s`` or ``gap_s``, by
    an error that names the limit.
 5. If training depends on an operation that failed, the operations behind it in its line fail too,
-   until its client was told. So nothing is trained on half a step. Later requests of the client run.
+   until the client was told of the failure. So nothing is trained on half a step. Requests that the
+   client sends later run.
 6. Lines take turns: between two operations of one line every other line with a ready operation has
    had one.
-
-A line is a model, whose operations are numbered from 0, or a sampler, whose requests run in any
-order, many at a time.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ class Operations:
 
     gap_s: seconds to wait for a missing number.
     queue_s: seconds that an operation may wait.
-    max_bytes: bytes of all waiting operations, and of all kept answers.
+    max_bytes: the maximum of bytes of all waiting operations together, and also of all kept answers
+        together.
     max_batch: the maximum of samples that run together.
-    ended: is called for each operation that has ended, without the lock.
+    ended: a function that is called with each operation that has ended. The lock is not held then.
+    clock: a function that returns monotonic seconds.
     """
 
     def __init__(
@@ -68,10 +71,14 @@ class Operations:
     def open_line(
         self, line: str, *, first: int = 0, ordered: bool = True, failed: tuple[str, Fault] | None = None
     ) -> bool:
-        """Open a line. If it is already open, return False and change nothing. Lines are never removed.
+        """Open a line (the queue of a model or a sampler). If it is open already, return False and change nothing.
 
-        first: its next number.
-        failed: a failure that its client must be told before anything runs.
+        Lines are never removed.
+
+        first: the number of the line's next operation.
+        ordered: whether operations run in the order of their numbers, as a model's do.
+        failed: a failure of which the line's client must be told before anything runs; None if
+            there is none.
         """
         with self._lock:
             if line in self._lines:
@@ -81,7 +88,7 @@ class Operations:
             return True
 
     def fail_line(self, line: str, error: tuple[str, Fault]) -> None:
-        """Fail the waiting operations of a line, and later ones until its client was told."""
+        """End a line's waiting operations by an error, and later ones too until the line's client was told of it."""
         with self._lock:
             failed_at = self._lines[line].next
             doomed = self._doom(line, error)
@@ -95,11 +102,11 @@ class Operations:
     def add(self, operation: Operation, accept: Callable[[Operation], None] = lambda _: None) -> Operation:
         """Queue an operation and return it. If it repeats an earlier operation, return the earlier one.
 
-        accept: called once for a new operation, before it can run.
+        accept: a function that is called once with a new operation, before it can run.
 
         If the line's client was not yet told of a failure, the operation fails at once. Raises
-        RequestError for a number that another request has used, and if too many bytes wait (HTTP
-        429).
+        RequestError for a number that another request has used. Raises it with HTTP 429 if too many
+        bytes wait.
         """
         with self._lock:
             # Return the operation that this one repeats, or refuse it.
@@ -157,7 +164,10 @@ class Operations:
                     operation.watchers.remove(watcher)
 
     def tell(self, operation: Operation) -> None:
-        """Note that a client was given an operation's answer or error. An error lets a failed line go on."""
+        """Note that a client was given an operation's answer or error.
+
+        An error that tells of a line's failure ends the failure: later operations of the line run.
+        """
         with self._lock:
             operation.asked_at, operation.told = self._clock(), True
             line = self._lines[operation.line]
@@ -165,18 +175,21 @@ class Operations:
                 line.failed = None
 
     def tell_line(self, line: str) -> None:
-        """Note that a line's client was told of its failure by other means than a held operation. The line goes on."""
+        """Note that a line's client was told of the line's failure other than by an operation in memory.
+
+        Later operations of the line run.
+        """
         with self._lock:
             if line in self._lines:
                 self._lines[line].failed = None
 
     def failure_of(self, line: str) -> tuple[str, Fault] | None:
-        """Return the failure that a line's client was not told yet; None if there is none."""
+        """Return the failure of which a line's client was not told yet, as (message, fault); None if there is none."""
         with self._lock:
             return self._lines[line].failed if line in self._lines else None
 
     def forget(self, older_s: float) -> list[str]:
-        """Forget ended operations that no client has asked for in the last ``older_s`` seconds; return their ids."""
+        """Forget ended operations for which no client has asked in the last ``older_s`` seconds; return their ids."""
         with self._lock:
             old = self._clock() - older_s
             return self._drop([x for x in self._all.values() if x.state == ENDED and x.asked_at < old])
@@ -241,7 +254,10 @@ class Operations:
         return sorted(self._busy.items(), key=lambda item: item[1].turn)
 
     def _served(self, name: str, line: Line, seq: int) -> Operation:
-        """Take an operation out of its line, and count this as the line's turn."""
+        """Take operation ``seq`` out of its line and return it. This counts as the line's turn.
+
+        name: the line's name.
+        """
         line.turn = next(self._turns)
         operation = line.waiting.pop(seq)
         if not line.waiting:
@@ -249,9 +265,9 @@ class Operations:
         return operation
 
     def _batch(self, first: Operation) -> list[Operation]:
-        """Return waiting requests that run together with ``first``: for the same weights, from any line.
+        """Return waiting sampling requests that run together with ``first``: for the same weights, from any line.
 
-        Together they request at most ``max_batch`` samples, unless one alone requests more.
+        Together they request at most ``max_batch`` samples, unless a single one requests more.
         """
         taken, weight = [], 0
         for name, line in self._by_turn():
@@ -264,7 +280,7 @@ class Operations:
         return taken
 
     def finish(self, operation: Operation, content: bytes, content_type: str) -> None:
-        """End an operation by its answer."""
+        """End an operation by its answer: ``content``, the body of the HTTP answer, and ``content_type``."""
         with self._lock:
             self._end(operation, content=(content, content_type))
         self._announce([operation])
@@ -272,8 +288,8 @@ class Operations:
     def fail(self, operation: Operation, message: str, fault: Fault) -> None:
         """End an operation by an error. If training depends on it, its line's waiting operations fail too.
 
-        All this is one change under the lock. So a request that a client sends after it was told
-        never fails with it.
+        All this is one change under the lock. So a request that a client sends after it was told of
+        the error never fails with it.
         """
         with self._lock:
             self._end(operation, error=(message, fault))
@@ -285,7 +301,10 @@ class Operations:
         self._announce([operation, *doomed])
 
     def _doom(self, name: str, error: tuple[str, Fault]) -> list[Operation]:
-        """End the waiting operations of a line by an error; return them to be announced. The caller holds the lock."""
+        """End the waiting operations of the line ``name`` by an error and return them. The caller holds the lock.
+
+        The caller must pass them to ``_announce`` once it has released the lock.
+        """
         line = self._lines[name]
         doomed = sorted(line.waiting.values(), key=lambda x: x.seq)
         line.waiting = {}
@@ -302,7 +321,7 @@ class Operations:
         content: tuple[bytes, str] | None = None,
         error: tuple[str, Fault] | None = None,
     ) -> None:
-        """Note that an operation has ended. The caller holds the lock."""
+        """Record that an operation has ended, by an answer or an error. The caller holds the lock."""
         was_running = operation.state == RUNNING
         operation.content, operation.error, operation.state = content, error, ENDED
         operation.asked_at = self._clock()
@@ -316,7 +335,7 @@ class Operations:
             self._arrived.notify_all()
 
     def _announce(self, operations: Sequence[Operation]) -> None:
-        """Wake everything that waits for these operations. The caller does not hold the lock."""
+        """Call ``ended`` with each operation, and wake all that wait for its end. The caller does not hold the lock."""
         for operation in operations:
             self._ended(operation)
             with self._lock:
@@ -326,7 +345,7 @@ class Operations:
                     loop.call_soon_threadsafe(event.set)
 
     def _end_overdue(self) -> None:
-        """End operations that have waited too long, behind a missing number or for their turn."""
+        """End operations that have waited too long, behind a missing number or for their turn, by an error."""
         now, doomed = self._clock(), []
         with self._lock:
             for name, line in list(self._busy.items()):

@@ -1,4 +1,4 @@
-"""Answers to clients' questions from the registry, on training runs, checkpoints, samplers and sessions."""
+"""The answers to clients' queries about training runs, checkpoints, samplers and sessions, read from the registry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = {naming.STATE: "training", naming.SAMPLER: "sampler"}
 
 
 def capabilities(served: ServedModel) -> dict[str, object]:
-    """Return the list of served models, which has one entry."""
+    """Return the answer with the list of served models, which has one entry."""
     model = {
         "model_name": served.name,
         "max_context_length": served.context_tokens,
@@ -39,13 +39,13 @@ def model_info(served: ServedModel, row: Row) -> dict[str, object]:
 
 
 def training_runs(registry: Registry, owner: str) -> dict[str, object]:
-    """Return all training runs of a client."""
+    """Return the answer with all training runs of a client. ``owner``: a digest of the client's key."""
     runs = [_run(registry, row) for row in registry.store.of_owner("models", owner)]
     return {"training_runs": runs, "cursor": {"offset": 0, "limit": len(runs), "total_count": len(runs)}}
 
 
 def training_run(registry: Registry, owner: str, model: str) -> dict[str, object]:
-    """Return one training run."""
+    """Return the answer with one training run of a client. ``owner``: a digest of the client's key."""
     return _run(registry, registry.model(model, owner))
 
 
@@ -67,7 +67,12 @@ def _run(registry: Registry, row: Row) -> dict[str, object]:
 
 
 def checkpoints(registry: Registry, owner: str, model: str | None) -> dict[str, object]:
-    """Return a model's checkpoints. ``model``: None: all checkpoints of the client."""
+    """Return the answer with a client's checkpoints.
+
+    owner: a digest of the client's key.
+    model: the model whose checkpoints are listed; None lists the checkpoints of all models of the
+        client.
+    """
     if model is not None:
         registry.model(model, owner)
     rows = [_checkpoint(row) for row in registry.store.of_owner("checkpoints", owner, model)]
@@ -88,7 +93,7 @@ def _checkpoint(row: Row) -> dict[str, object]:
 
 
 def weights_info(registry: Registry, owner: str, path: str) -> dict[str, object]:
-    """Return the facts that a client needs to continue training from a checkpoint."""
+    """Return the facts that a client needs to continue training from the checkpoint ``path``."""
     row = registry.checkpoint(path, owner)
     spec = row.facts["spec"]
     if spec is None:
@@ -104,7 +109,7 @@ def weights_info(registry: Registry, owner: str, path: str) -> dict[str, object]
 
 
 def session(registry: Registry, owner: str, id: str) -> dict[str, object]:
-    """Return a session's training runs and samplers."""
+    """Return the answer with the training runs and samplers of the session ``id``."""
     row = registry.known_session(id, owner)
     return {
         "training_run_ids": [x.id for x in registry.store.of_owner("models", owner, id)],
@@ -115,13 +120,13 @@ def session(registry: Registry, owner: str, id: str) -> dict[str, object]:
 
 
 def sampler(registry: Registry, owner: str, id: str) -> dict[str, object]:
-    """Return a sampling session's weights."""
+    """Return the answer with the weights from which the sampling session ``id`` samples."""
     row = registry.sampler(id, owner)
     return {"sampler_id": id, "base_model": row.facts["base_model"], "model_path": row.facts["path"]}
 
 
 def remove(registry: Registry, owner: str, path: str) -> dict[str, object]:
-    """Remove a checkpoint."""
+    """Remove a client's checkpoint from the registry and from disk; return an empty answer."""
     registry.checkpoint(path, owner)
     remove_checkpoint(registry, path)
     return {}

@@ -1,9 +1,9 @@
 """Rank 0's records of its clients: sessions, models, samplers, checkpoints, and operations that a restart has lost.
 
-All records are in the store, so that a restarted server knows its clients' names. A model goes on
-from its latest saved state. That is its start, the checkpoint from which it was loaded, or a state
-that ``save_state`` or ``serve.save_every_steps`` wrote. Later operations are lost, and the model's
-client is told so before anything else runs.
+All records are in the store, an SQLite file, so that a restarted server knows its clients' names.
+After a restart a model goes on from its latest saved state. That is its start, the checkpoint from
+which it was loaded, or a state that ``save_state`` or ``serve.save_every_steps`` wrote. Later
+operations are lost, and the model's client is told so before anything else runs.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ NAMED = 8  # maximum of lost operations that a message names
 
 
 class Registry:
-    """Holds the records. A lookup finds only the records of one owner."""
+    """Holds the records. A lookup by a client finds only the client's own records."""
 
     def __init__(self, store: Store, root: pathlib.Path) -> None:
-        """Take the store. ``root``: the folder of checkpoints."""
+        """Use the records in ``store``. ``root``: the folder of checkpoints."""
         self.store, self.root = store, root
         self.heard: dict[str, float] = {}  # session → time.monotonic() of its latest request
 
@@ -46,7 +46,10 @@ class Registry:
         return session
 
     def session(self, id: str, owner: str) -> Row:
-        """Return an open session, and note the request as a sign of life. Raises RequestError if it has ended."""
+        """Return an open session's record, and note the request as a sign of life.
+
+        Raises RequestError if it has ended.
+        """
         row = self._owned("sessions", id, owner, "session")
         if row.facts.get("finished"):
             raise RequestError(f"session {id} was finished by its client", status=410)
@@ -54,7 +57,7 @@ class Registry:
         return row
 
     def known_session(self, id: str, owner: str) -> Row:
-        """Return a session, whether it is open or ended."""
+        """Return a session's record, whether the session is open or ended. Raises RequestError if there is none."""
         return self._owned("sessions", id, owner, "session")
 
     def finish_session(self, id: str, owner: str) -> None:
@@ -74,7 +77,7 @@ class Registry:
     # ---- models -----------------------------------------------------------------------------------------------------
 
     def open_model(self, model: str, owner: str, session: str, facts: Mapping[str, object]) -> None:
-        """Record a model. ``facts``: its spec, its base model and its first saved state."""
+        """Record a new model. ``facts``: its adapters, its base model and its first saved state."""
         self.store.put("models", model, owner, session, {"steps": 0, "stepped": -1, "corrupted": False, **facts})
 
     def model(self, id: str, owner: str) -> Row:
@@ -85,7 +88,7 @@ class Registry:
         return None if value is None else AdapterSpec(**value)
 
     def restore_header(self, model: str) -> dict[str, object]:
-        """Return the message that makes a model from its last saved state."""
+        """Return the header of the message that restores a model on all ranks from its last saved state."""
         facts = self.store.get("models", model).facts
         saved = facts["saved"]
         if saved["folder"] is None:
@@ -93,17 +96,21 @@ class Registry:
         return {"do": "load", "model": model, "folder": saved["folder"], "with_adam": saved["with_adam"]}
 
     def note_saved(self, model: str, seq: int, folder: pathlib.Path, *, with_adam: bool) -> None:
-        """Record the folder of a model's saved state after operation ``seq``."""
+        """Record the folder of a model's saved state as the state from which it restarts.
+
+        seq: the number of the last operation that the state includes.
+        with_adam: whether the folder holds AdamW's state too.
+        """
         saved = {"seq": seq, "folder": str(folder.absolute()), "with_adam": with_adam}
         self.store.update("models", model, saved=saved)
 
     def lost_since_saved(self, model: str) -> list[OperationRow]:
-        """Return the operations that have changed the model since its latest saved state."""
+        """Return the operations that have changed the model since its latest saved state; a restart loses them."""
         saved = self.store.get("models", model).facts["saved"]["seq"]
         return [x for x in self.store.operations(model) if x.seq > saved and x.kind in MOVES and x.state != "failed"]
 
     def lost_words(self, model: str) -> tuple[str, Fault] | None:
-        """Return the message to a model's client about lost operations; None if none are lost."""
+        """Return (message, fault) for a model's client about lost operations; None if none are lost."""
         lost = self.lost_since_saved(model)
         if not lost:
             return None
@@ -118,7 +125,7 @@ class Registry:
         )
 
     def next_seq(self, model: str) -> int:
-        """Return the number of a model's next operation."""
+        """Return the number that a model's next operation must have."""
         return max((x.seq for x in self.store.operations(model)), default=-1) + 1
 
     # ---- samplers and checkpoints -----------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The HTTP routes of Tinker's API, served by a thread of rank 0.
 
-Every error has a message, and a status that the SDK does not retry for ever. The status is 4xx for a
-request that cannot be served, 429 if the client should wait, and 5xx for faults of the server. A
-failed operation is answered with ``error`` and ``category``.
+Every error has a message, and a status that the SDK does not retry for ever. The status is 4xx for
+a request that cannot be served, 429 if the client should wait, and 5xx for faults of the server. A
+client that asks for a failed operation's result gets a JSON object with ``error`` and ``category``.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ NUMBERED = ("optim_step", "save_weights", "save_weights_for_sampler", "load_weig
 class Routes:
     """Answers HTTP requests.
 
-    keys: the keys that clients may present. Empty: any key, or none. Even then, clients with different
-        keys are different owners.
+    keys: the keys that clients may present. If it is empty, clients may present any key or none.
+        Even then, clients with different keys are different owners of models and checkpoints.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Routes:
         self._add_queries()
 
     def _add_queries(self) -> None:
-        """Add the routes that need only the store. They read, remove a checkpoint, or finish a session."""
+        """Add the routes that need only the store: those that read, remove a checkpoint, or finish a session."""
         registry, served = self.registry, self.handlers.served
         get: dict[str, Callable[..., object]] = {
             "healthz": lambda owner: {"status": "ok"},
@@ -128,11 +128,11 @@ class Routes:
     # ---- what every route does --------------------------------------------------------------------------------------
 
     def _owner(self, request: Request) -> str:
-        """Return the client as a digest of its key. ``Doors`` has already checked the key."""
+        """Return the request's client as a digest of its key. The middleware ``Doors`` has already checked the key."""
         return hashlib.sha256(_key(request.headers).encode()).hexdigest()[:16]
 
     async def _in_thread(self, handle: Callable, owner: str, content: bytes) -> object:
-        """Return a function's result for a body, computed in a thread. Only FEW large bodies are handled at a time."""
+        """Return ``handle(owner, content)``, computed in a thread. Only FEW large bodies are handled at a time."""
         limiter = self._few if len(content) > LARGE else None
         return await anyio.to_thread.run_sync(handle, owner, content, limiter=limiter)
 
@@ -212,7 +212,10 @@ class Routes:
         return Response(content, media_type=kind)
 
     def _retrieve_lost(self, owner: str, id: str) -> Response:
-        """Answer for an operation that is not in memory, after a restart or because its answer was forgotten."""
+        """Return the answer for operation ``id``, which is not in memory.
+
+        The server was restarted since, or has forgotten the operation's answer.
+        """
         line, seq = line_of(id)
         if (row := self.registry.store.operation(id)) is None:
             self.registry.sampler(line, owner)  # the client may sample again, since nothing depends on the draws
@@ -238,7 +241,7 @@ async def _refused(_: Request, error: RequestError) -> Response:
 
 
 async def _unwritten(request: Request, error: Exception) -> Response:
-    """Answer a request that failed for lack of disk space or descriptors, so that the client tries again."""
+    """Return the answer to a request that failed for lack of disk space or descriptors: the client shall try again."""
     log.error("%s: %s: %s", request.url.path, type(error).__name__, error)
     text = f"the server cannot write down the request ({type(error).__name__}: {error}); try again"
     return JSONResponse({"detail": text, "category": Fault.SERVER.value}, status_code=503)
@@ -249,7 +252,7 @@ def _key(headers: Mapping[str, str]) -> str:
 
 
 def _numbered(content: bytes) -> bodies.Numbered | None:
-    """Return a body's model and number; None if these are faulty."""
+    """Return a body's model and number; None if one of them is faulty."""
     try:
         return bodies.read(bodies.Numbered, content, most=len(content))
     except RequestError:

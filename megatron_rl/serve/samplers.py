@@ -2,7 +2,7 @@
 
 Weights that a client has named are on disk, and are read at the first request for them. Unnamed
 snapshots are kept in the host memory of every rank. If a request needs other weights than the
-engines hold, its weights are sent first, with adapters merged.
+engines hold, its weights are first sent to the engines, with adapters merged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ log.addFilter(QUIET)
 
 
 class Samplers:
-    """Holds sampler weights by name, and samples with them. Every method is a collective unless it says otherwise."""
+    """Holds sampler weights by name, and samples with them. Every method is a collective unless it says otherwise.
+
+    models: the models in training, from which snapshots are taken.
+    """
 
     def __init__(self, models: Models, tokenizer) -> None:
         self.models, backend = models, models.backend
@@ -78,11 +81,11 @@ class Samplers:
         )
 
     def snapshot(self, name: str, model: str) -> None:
-        """Keep a model's current weights under a sampler's name."""
+        """Keep a copy of the current weights of ``model`` under a sampler's name."""
         self._keep(name, self.models.snapshot(model))
 
     def read(self, name: str, folder: pathlib.Path) -> None:
-        """Keep the weights of a checkpoint under a sampler's name."""
+        """Read the weights of a checkpoint and keep them under a sampler's name."""
         self._keep(name, self.models.read(folder))
 
     def _keep(self, name: str, weights: Weights) -> None:
@@ -94,25 +97,28 @@ class Samplers:
         return name in self._weights
 
     def drop(self, name: str) -> None:
-        """Forget a sampler's weights. Do nothing if they are not held."""
+        """Forget a sampler's weights. Do nothing if they are not in memory."""
         self._weights.pop(name, None)
 
     @property
     def version(self) -> int:
-        """Return the version of the weights for the next samples. Not a collective."""
+        """Return the version number of the weights for the next samples. Not a collective."""
         return self._version
 
     def tensors(self, engine: Engine):
-        """Yield the weights for the next samples."""
+        """Yield (Hugging Face name, tensor) of all weights for the next samples, with adapters merged."""
         with self.models.reading(self._weights[self._wanted]) as backend:
             yield from backend.export(bucket_bytes=self.config.weight_sync.bucket_bytes // 2)
 
     def sample(self, name: str, requests: Sequence[SampleRequest]) -> list[SampleResult | SampleFailed]:
-        """Return the requests' results, in order, on every rank. Each rank with an engine samples its share.
+        """Return the requests' results, in order, on every rank.
 
-        If the engine cannot answer a request, its result is SampleFailed, and the others are
-        answered. Raises RequestError if the weights are not held, and EngineError if engines are lost
-        ``weight_sync.attempts`` times in a row.
+        Each rank with an engine samples its share of the requests. If the engine cannot answer a
+        request, its result is SampleFailed, and the others are answered. Raises RequestError if the
+        weights are not in memory. Raises EngineError if engines are lost ``weight_sync.attempts``
+        times in a row.
+
+        name: the name of the weights.
         """
         if name not in self._weights:
             raise RequestError(f"sampler weights {name!r} are not held here", status=404, fault=Fault.SERVER)
@@ -133,7 +139,10 @@ class Samplers:
         raise EngineError(f"engines were lost {self.config.weight_sync.attempts} times in a row: {why}")
 
     def _sample_share(self, requests: Sequence[SampleRequest]) -> tuple[dict[str, object], str | None]:
-        """Return this rank's results by request number, and why its engine was lost (None if it was not)."""
+        """Return (request's number → JSON-able result, reason) for the requests that this rank's engine samples.
+
+        The reason says why the engine was lost; None if it was not.
+        """
         if self.share is None:
             return {}, None
         number, count = self.share
@@ -150,7 +159,10 @@ class Samplers:
 
 
 def answers_of(engine: Engine, requests: Sequence[SampleRequest]) -> list[SampleResult | SampleFailed]:
-    """Return an engine's results. If it fails on several requests, each is tried alone. Raises EngineLost."""
+    """Return an engine's results of requests, in order. If it fails on several requests, each is tried alone.
+
+    A request that fails alone gets SampleFailed. Raises EngineLost if the engine has ended.
+    """
     try:
         return list(engine.sample(requests))
     except EngineLost:

@@ -1,4 +1,4 @@
-"""The server's start and its loops: every rank builds the parts, rank 0 listens to clients, all run its messages."""
+"""The server's start and its loops: every rank builds the model, rank 0 listens to clients, all run its messages."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def keys_of(settings: ServeConfig) -> tuple[str, ...]:
 
 
 def serve(config: Config) -> bool:
-    """Serve until the process is asked to end. Returns True: the run is complete, and was not preempted."""
+    """Serve until the process is asked to end. Returns True, which says that the run was not preempted."""
     check_config(config.model, config.rollout, config.weight_sync, config.loss, config.sft, config.serve)
     hf_config = load_hf_config(config.model.hf_path)
     if config.rollout.engine == "vllm":
@@ -140,7 +140,7 @@ def serve(config: Config) -> bool:
 
 
 def follow(worker: Worker) -> NoReturn:
-    """Run rank 0's messages, on every other rank."""
+    """Receive and run rank 0's messages for ever; for every rank but rank 0."""
     while True:
         worker.run(share_message(None))
 
@@ -148,10 +148,11 @@ def follow(worker: Worker) -> NoReturn:
 def lead(
     worker: Worker, served: ServedModel, settings: ServeConfig, folder: pathlib.Path, config_yaml: str
 ) -> NoReturn:
-    """Listen to clients on rank 0, and run their operations.
+    """Listen to clients on rank 0, and run their operations on all ranks, for ever.
 
+    served: the description of the model.
     folder: the run's folder.
-    config_yaml: the run's settings.
+    config_yaml: the run's settings as YAML, which are written to the run's folder.
     """
     replace_text(folder / "config.yaml", config_yaml)
     store = Store(folder / STORE)
@@ -191,7 +192,10 @@ def served_model(
     *,
     seed: int,
 ) -> ServedModel:
-    """Return the description of the model that is served."""
+    """Return the description of the served model, from the settings, the backend and the tokenizer.
+
+    seed: ``run.seed``.
+    """
     path = model.hf_path
     tokenizer_path = model.tokenizer_path or path
     repo, absolute = hub.repo_of(tokenizer_path), pathlib.Path(tokenizer_path).absolute()
@@ -217,7 +221,10 @@ def served_model(
 def serving_clients(
     settings: ServeConfig, registry: Registry, handlers: RequestHandlers, operations: Operations
 ) -> Iterator[str]:
-    """Listen in a thread within the block; yield the address. Raises RunError if the server cannot listen."""
+    """Listen for clients in a thread within the block; yield the server's address.
+
+    Raises RunError if the server cannot listen.
+    """
     from megatron_rl.serve.routes import Routes
 
     routes = Routes(settings, registry, handlers, operations, keys_of(settings))

@@ -33,10 +33,10 @@ BUSY_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Holds one session, model, sampler or checkpoint.
+    """Holds the record of one session, model, sampler or checkpoint.
 
     owner: a digest of the client's key.
-    parent: the session, or a checkpoint's model.
+    parent: the session of a model or sampler, or the model of a checkpoint; "" for a session.
     created: time.time() of its creation.
     facts: everything else, as JSON-able values.
     """
@@ -50,7 +50,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationRow:
-    """Holds one accepted operation. ``line``: its model or sampler. ``seq``: its number there."""
+    """Holds the record of one accepted operation.
+
+    line: the name of its model or sampler.
+    seq: its number there.
+    digest: a digest of the request, to recognise a repeated one.
+    state: ACCEPTED, DONE or FAILED.
+    """
 
     id: str
     owner: str
@@ -65,7 +71,7 @@ _PARENT = {"sessions": "''", "models": "session", "samplers": "session", "checkp
 
 
 class Store:
-    """Reads and writes the file. Every method is one transaction.
+    """Reads and writes the server's SQLite file. Every method is one transaction.
 
     Raises CheckpointError if the file is damaged, is no SQLite file, or cannot be opened.
     """
@@ -91,7 +97,10 @@ class Store:
             ) from error
 
     def put(self, table: str, id: str, owner: str, parent: str, facts: Mapping[str, object]) -> None:
-        """Write a row of ``sessions``, ``models``, ``samplers`` or ``checkpoints``. Replace a row of the same id."""
+        """Write a row of the table ``sessions``, ``models``, ``samplers`` or ``checkpoints``.
+
+        A row of the same id is replaced.
+        """
         columns = "id, owner, created, facts" if table == "sessions" else f"id, owner, {_PARENT[table]}, created, facts"
         values = [id, owner, *([] if table == "sessions" else [parent]), time.time(), json.dumps(facts)]
         places = ", ".join("?" for _ in values)
@@ -110,7 +119,10 @@ class Store:
         return rows[0] if rows else None
 
     def of_owner(self, table: str, owner: str, parent: str | None = None) -> list[Row]:
-        """Return an owner's rows, the newest first. ``parent``: return only the rows of this session or model."""
+        """Return an owner's rows of a table, the newest first.
+
+        parent: the session or model whose rows are returned; None returns all rows of the owner.
+        """
         where, values = "owner = ?", [owner]
         if parent is not None:
             where, values = f"{where} AND {_PARENT[table]} = ?", [owner, parent]
@@ -131,7 +143,7 @@ class Store:
             self._file.execute(f"DELETE FROM {table} WHERE id = ?", [id])
 
     def accept(self, operation: OperationRow) -> None:
-        """Record an operation. It is called before the client is told that the operation was accepted."""
+        """Record an accepted operation. Call it before the client is told that the operation was accepted."""
         fields = ("id", "owner", "line", "seq", "kind", "digest", "state")
         values = [operation.id, operation.owner, operation.line, operation.seq, operation.kind, operation.digest]
         with self._lock:
@@ -146,7 +158,7 @@ class Store:
             self._file.execute("UPDATE operations SET state = ? WHERE id = ?", [state, id])
 
     def operations(self, line: str | None = None) -> list[OperationRow]:
-        """Return the operations of a line, or of all lines, ordered by line and number."""
+        """Return the operations of a line (a model or sampler), or of all lines if None, ordered by line and number."""
         where, values = ("line = ?", [line]) if line is not None else ("1 = 1", [])
         query = f"SELECT id, owner, line, seq, kind, digest, state FROM operations WHERE {where} ORDER BY line, seq"
         with self._lock:

@@ -1,9 +1,9 @@
-"""The work of a training request on every rank: its data become a batch, a plan and passes, and then its answer.
+"""The work of a training request on every rank: its data become a batch, are planned and run, and give its answer.
 
-Every rank holds the whole request, so that nothing is exchanged before the pass. As in the trainer,
-data without signal are skipped: if all coefficients of a datum are 0, it trains nothing. Then it runs
-only forward, for its log-probs. Under ``serve.logprobs=trained`` it does not run at all. Gradients
-add up in the backend until ``optim_step``.
+Every rank holds the whole request, so that ranks exchange nothing before the forward pass. If the
+loss's coefficients of a datum are all 0, the datum trains nothing. As in the trainer, its backward
+pass is then skipped: it runs only forward, for its log-probs. Under ``serve.logprobs=trained`` it
+does not run at all. Gradients add up in the backend until ``optim_step``.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from megatron_rl.types import Sample, StepKind, StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """Holds a request in the backend's form.
+    """Holds a training request of S data in the backend's form. The batch reads T of their targets.
 
-    starts: int64 [S], the first input token of each datum whose target is in the batch; 0 under
-        ``logprobs=all``.
-    sequences: int64 [T], the datum of each target in the batch.
-    signal: bool [S], the data whose gradient may be non-zero.
-    trained: bool [S], the data that run backward: the data with signal, or all under
+    starts: int64 [S], the index of each datum's first input token whose target is in the batch; 0
+        under ``serve.logprobs=all``.
+    sequences: int64 [T], the number of the datum to which each target in the batch belongs.
+    signal: bool [S], True for data whose gradient may be non-zero.
+    trained: bool [S], True for data that run backward: the data with signal, or all under
         ``skip.mode=off``.
-    wanted: bool [S], the data whose log-probs are in the answer.
+    wanted: bool [S], True for data whose log-probs are in the answer.
     """
 
     call: TrainingCall
@@ -55,7 +55,7 @@ class Prepared:
 
 
 def prepare(backend: MegatronBackend, call: TrainingCall, *, logprobs: str, least_advantage: float = 0.0) -> Prepared:
-    """Make a request's batch. Not a collective.
+    """Return a training request in the backend's form: its batch, and its loss's inputs. Not a collective.
 
     logprobs: ``serve.logprobs``.
     least_advantage: ``serve.least_advantage``.
@@ -87,7 +87,10 @@ def prepare(backend: MegatronBackend, call: TrainingCall, *, logprobs: str, leas
 
 
 def _read_targets(loss: ServedLoss, datum: Datum, everything: bool) -> np.ndarray:
-    """Return bool [N], the input tokens after which a log-prob is taken."""
+    """Return bool [N], True for a datum's input tokens after which the loss or the answer reads a log-prob.
+
+    everything: whether the answer has the log-probs of all targets.
+    """
     if everything or loss.trains_all:
         return np.ones(len(datum.tokens), dtype=bool)
     read = coefficients(loss, datum) != 0
@@ -97,15 +100,22 @@ def _read_targets(loss: ServedLoss, datum: Datum, everything: bool) -> np.ndarra
 
 
 def _start(read: np.ndarray) -> int:
-    """Return the first place that is read. The tokens before it count as a prompt, which equal prompts may share."""
+    """Return the index of the first True in ``read``, the input tokens after which a log-prob is read; 0 if none is.
+
+    The tokens up to this index become the sample's prompt. Equal prompts may be run once for
+    several samples.
+    """
     return int(read.argmax()) if read.any() else 0
 
 
 def _sample(number: int, datum: Datum, read: np.ndarray, start: int) -> Sample:
-    """Return a datum as a row. Its tokens up to place ``start`` are the prompt, each later one is a response token.
+    """Return a datum as the backend's Sample: tokens up to index ``start`` are its prompt, later ones its response.
 
-    The last target is added as a last token. If the targets then are the row's own next tokens, no
-    separate targets are needed.
+    The last target is appended as the last token. A plain Sample suffices if each target that is
+    read is the next token of the sequence. Otherwise the result is a TargetSample with the targets.
+
+    number: the datum's index in the request.
+    read: bool [N], the input tokens after which a log-prob is read.
     """
     fields = dict(
         sample_id=f"data[{number}]",
@@ -125,7 +135,10 @@ def _next(tokens: np.ndarray, read: np.ndarray, start: int) -> np.ndarray:
 
 
 def _flat_inputs(loss: ServedLoss, datum: Datum, start: int) -> dict[str, np.ndarray]:
-    """Return the flat inputs of a datum's targets from place ``start`` on. Old log-probs that are not read are 0."""
+    """Return the loss's inputs at a datum's targets from index ``start`` on: name → float32, flat over the targets.
+
+    Old log-probs that the loss does not read are 0.
+    """
     coefficient, mask = coefficients(loss, datum)[start:], ratio_mask(loss, datum)[start:]
     old = datum.inputs["logprobs"][start:] if "logprobs" in loss.reads else np.zeros_like(coefficient)
     read = np.ones_like(coefficient) if loss.trains_all else (coefficient != 0) | (mask != 0) & loss.reads_mask
@@ -137,7 +150,10 @@ def _flat_inputs(loss: ServedLoss, datum: Datum, start: int) -> dict[str, np.nda
 
 
 def run(backend: MegatronBackend, prepared: Prepared) -> TrainingAnswer:
-    """Run a request's passes, and add its gradient to the accumulated gradient. A collective."""
+    """Run a request forward and backward, and add its gradient to the accumulated gradient. A collective.
+
+    Returns the answer: log-probs and metrics.
+    """
     # Run the data that train forward and backward.
     batch, signal = prepared.batch, prepared.trained
     tokens = tokens_of(batch.facts, share_prompts=backend.rules.share_prompts)
@@ -191,7 +207,10 @@ def _answer(prepared: Prepared, flat: np.ndarray, executed: int) -> TrainingAnsw
 
 
 def _in_shape(datum: Datum, start: int, values: np.ndarray) -> np.ndarray:
-    """Return a datum's log-probs in the shape of its targets, with 0 before place ``start``."""
+    """Return a datum's log-probs in the shape of its targets, with 0 before index ``start``.
+
+    values: float32, the log-probs from ``start`` on, flat.
+    """
     whole = np.zeros(datum.targets.shape, dtype=np.float32)
     whole[start:] = values.reshape(-1, datum.targets.shape[1])
     return whole[:, 0] if datum.flat else whole

@@ -1,4 +1,4 @@
-"""The values that the server's stages pass on, and the errors that become answers to a client."""
+"""The values that the server's modules pass to one another, and the errors that become answers to a client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TICK_S = 10.0  # seconds between two messages to the ranks while there is nothin
 
 
 class Fault(Enum):
-    """Names whose fault an operation's error is, in the SDK's words."""
+    """Names who is at fault for an operation's error, the client or the server, in the SDK's words."""
 
     USER = "user"
     SERVER = "server"
@@ -21,7 +21,8 @@ class Fault(Enum):
 class RequestError(ValueError):
     """Raised for a request that cannot be served. The message names the field, its value and the fix.
 
-    status: HTTP's status if the request is refused at once.
+    status: the HTTP status of the answer, if the request is refused before it becomes an operation.
+    fault: who is at fault.
     """
 
     def __init__(self, message: str, *, status: int = 400, fault: Fault = Fault.USER) -> None:
@@ -53,8 +54,10 @@ class Datum:
 class TrainingCall:
     """Holds one request of ``forward_backward``.
 
+    seq_id: the request's number among the requests to its model.
     loss: Tinker's name of the loss.
-    settings: its ``loss_fn_config``.
+    settings: the request's ``loss_fn_config``.
+    forward_only: whether only log-probs and the loss are wanted, and no gradient.
     """
 
     model_id: str
@@ -70,8 +73,8 @@ class TrainingAnswer:
     """Holds the answer to a TrainingCall.
 
     logprobs: for each datum, float32 [N] or [N, K], in the shape of its targets.
-    metrics: name → value. A name ends with the reduction by which the SDK combines the requests of
-        one call.
+    metrics: name → value. A name such as "loss:sum" ends with the reduction by which the SDK
+        combines the requests of one call.
     """
 
     logprobs: Sequence[np.ndarray]
@@ -80,11 +83,11 @@ class TrainingAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec:
-    """Holds the adapters that a client requests.
+    """Holds which adapters a client requests for a model.
 
     rank: the rank of A and B, at most ``lora.rank``.
     seed: the seed of A's initial values.
-    attention, mlp: whether these layers have adapters.
+    attention, mlp: whether the attention layers and the MLP layers have adapters.
     """
 
     rank: int
@@ -94,7 +97,7 @@ class AdapterSpec:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Return Megatron-Core's names of the layers that train."""
+        """Return Megatron-Core's names of the layers that have adapters."""
         return ("linear_qkv", "linear_proj") * self.attention + ("linear_fc1", "linear_fc2") * self.mlp
 
 
@@ -107,7 +110,12 @@ class SampleFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Message:
-    """Holds the work that every rank runs next. ``parsed``: the body's values, if this rank already has them."""
+    """Holds a message from rank 0 with the work that every rank runs next.
+
+    header: JSON-able values: the work's name under "do", and its arguments.
+    body: the client's data.
+    parsed: the values of ``body`` if this rank has them already; None if it must parse the body.
+    """
 
     header: Mapping[str, object]
     body: bytes = b""
@@ -116,7 +124,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcome:
-    """Holds the outcome of a message: a value, or an error's text and whose fault it is."""
+    """Holds the outcome of a message: a value if it succeeded, or an error's text and who is at fault."""
 
     value: object = None
     error: str | None = None

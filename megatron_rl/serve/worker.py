@@ -1,14 +1,15 @@
 """The collective loop of all ranks: rank 0 sends a message, every rank runs it, and all agree on its outcome.
 
-A message is a header in JSON and a body of bytes. Rank 0 broadcasts it in host memory. While nothing
-waits, rank 0 sends a tick every TICK_S, so that no collective waits longer than ``run.deadline_s``.
+A message is a header in JSON and a body of bytes. Rank 0 broadcasts it in host memory. While no
+message waits, rank 0 sends a tick, a message that does nothing, every TICK_S seconds. So no
+collective waits longer than ``run.deadline_s``.
 
 An operation may fail on every rank alike, because of a request that cannot be served, a file, or a
 gradient that is not finite. Then the error is the answer to its client, and the server goes on. The
 model is as before, without the gradient accumulated since its last step.
 
-After an error within a collective, ranks are at different places. So the server ends, the watchdog
-names the rank, and a restart goes on from the saved state.
+After an error within a collective, the ranks may have stopped at different points of the work. So
+the server ends, and the watchdog names the failed rank. A restart goes on from the saved state.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ ANSWERS = (RequestError, ConfigError, CheckpointError, EngineError, NonFiniteAdv
 
 
 def share_message(message: Message | None) -> Message:
-    """Return rank 0's message on every rank. A collective. ``message``: None on the other ranks."""
+    """Return rank 0's message on every rank. A collective.
+
+    message: the message on rank 0; None on the other ranks.
+    """
     header = b"" if message is None else json.dumps(message.header).encode()
     body = b"" if message is None else message.body
     sizes = broadcast_on_host(torch.tensor([len(header), len(body)], dtype=torch.int64)).tolist()
@@ -69,7 +73,7 @@ class Worker:
         self.settings, self.models, self.samplers, self.watchdog = settings, models, samplers, watchdog
 
     def run(self, message: Message) -> Outcome:
-        """Run a message that every rank has, and agree on its outcome."""
+        """Run a message that every rank has received; return the outcome on which all ranks have agreed."""
         header = message.header
         kind = str(header["do"])
         with self.watchdog.stage(kind):
@@ -89,7 +93,11 @@ class Worker:
             return outcome
 
     def _prepare(self, message: Message) -> tuple[object, Exception | None]:
-        """Prepare the work of a message, before any rank enters a collective. Not a collective."""
+        """Return (prepared work, error) of a message, before any rank enters a collective. Not a collective.
+
+        The work is a training request's Prepared, and None for any other message. The error is None
+        if there is none.
+        """
         if message.header["do"] != "forward_backward":
             return None, None
         try:
@@ -103,14 +111,20 @@ class Worker:
             return None, error
 
     def _agreed(self, error: Exception | None) -> Outcome | None:
-        """Return the outcome of an error on any rank; None if no rank has one."""
+        """Return the outcome that tells of the first rank's error; None if no rank has an error.
+
+        error: this rank's error; None if it has none.
+        """
         fault = error.fault if isinstance(error, RequestError) else Fault.SERVER
         own = None if error is None else [f"{error}" if isinstance(error, ANSWERS) else repr(error), fault.value]
         errors = [x for x in gather_json(own) if x is not None]
         return Outcome(error=errors[0][0], fault=Fault(errors[0][1])) if errors else None
 
     def _ended(self, header: Mapping[str, object], failed: Outcome) -> Outcome:
-        """Discard the gradient after a failed operation, so that no half of a step is left. Return ``failed``."""
+        """Discard the model's gradient after a failed operation, so that no half of a step is left.
+
+        Return ``failed``.
+        """
         if header["do"] in ("forward_backward", "optim_step", "load"):
             self.models.discard_gradient(str(header["model"]))
         return failed

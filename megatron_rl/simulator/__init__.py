@@ -1,4 +1,4 @@
-"""The forecast of a configuration's update on a number of GPUs: the real planner's plans, predicted times, memory.
+"""The forecast of one update (a rollout's optimizer steps) on a number of GPUs, from the real planner's plans.
 
-It joins no world and builds no model.
+It predicts times and memory. It starts no processes and builds no model.
 """

@@ -3,8 +3,9 @@
     megatron-rl simulate --config my.yaml --nodes 512 --lengths lognormal:2000,0.7 --svg pipeline.svg
     megatron-rl simulate --from-run runs/my-run --nodes 4   # its config.yaml, samples and measured costs
 
-Its samples come from a trace or from stated lengths. It joins no world, builds no model and needs
-no GPU; of model.hf_path only config.json is read. See docs/simulate-cluster.md.
+The samples come from a trace or from stated distributions. No process group is joined, no model is
+built, and no GPU is needed. Of model.hf_path only config.json is read. See
+docs/simulate-cluster.md.
 """
 
 from __future__ import annotations

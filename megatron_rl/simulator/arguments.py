@@ -1,4 +1,4 @@
-"""The simulation's own arguments, which ``megatron-rl simulate`` and ``megatron_rl.train --dry-run`` share."""
+"""The command-line arguments that ``megatron-rl simulate`` and ``megatron_rl.train --dry-run`` share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pathlib
 
 
 def add_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add the simulation's own arguments, which are not in the configuration."""
+    """Add the arguments of a forecast that are no settings of the configuration, such as ``--nodes``."""
     parser.add_argument(
         "--nodes",
         type=int,

@@ -1,4 +1,7 @@
-"""The forecast of an update for ``megatron-rl simulate`` and ``megatron_rl.train --dry-run``, made and printed."""
+"""The forecast of an update as a command: it is computed, printed and written to files.
+
+``megatron-rl simulate`` and ``megatron_rl.train --dry-run`` call it.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +42,11 @@ def simulate_job(
 ) -> str | None:
     """Forecast the configuration's update, print it, and write the files of ``--json`` and ``--svg``.
 
-    size: the job's GPUs; None: by the arguments and this process's variables.
-    prompt_lengths: tokens of a rollout's prompts, for a workload that is drawn.
-    responses: the supervised steps on the data; without RL's rollouts only these are forecast.
+    size: the number of GPUs; None to take it from the arguments and the environment variables.
+    prompt_lengths: tokens of each prompt of a rollout, used if no trace gives the samples.
+    responses: the supervised steps on the data. In a run without RL only these are forecast.
 
-    Returns None if the job fits, else the reason and a way out. Raises ConfigError as a run would.
+    Returns None if the job fits, else a text with remedies. Raises ConfigError as a run would.
     """
     from megatron_rl.simulator.degrees import degrees_of
     from megatron_rl.simulator.engine_memory import GIB
@@ -93,7 +96,7 @@ def simulate_job(
 def _model_files(
     config: Config, options: argparse.Namespace, shape: ModelShape, degrees: Degrees, size: JobSize
 ) -> dict[str, Any]:
-    """Return the estimated cost of the policy's load and export, in bytes and seconds."""
+    """Return the figures of loading and exporting the policy's weights, in bytes and seconds, as JSON-able values."""
     from megatron_rl.model.seam_fields import DTYPES
     from megatron_rl.simulator.model_files import GB, count_model_files
     from megatron_rl.weights.file_plan import FileSizes, plan_files
@@ -106,7 +109,7 @@ def _model_files(
 
 
 def _write(options: argparse.Namespace, content: dict[str, Any], shown: Forecast) -> None:
-    """Write ``content`` to ``--json``'s file, and the picture of ``shown`` to ``--svg``'s, each if it is given."""
+    """Write ``content`` to the file of ``--json``, and a picture of ``shown`` to the file of ``--svg``, if given."""
     from megatron_rl.simulator.picture import picture
 
     if options.json:
@@ -137,7 +140,7 @@ def _say_what_is_left_out(*, critic: bool, teacher: bool, pairs: bool) -> None:
 
 
 def _from_run(options: argparse.Namespace) -> argparse.Namespace:
-    """Replace ``--from-run`` by the two options that it stands for."""
+    """Return the options with ``--from-run FOLDER`` replaced by ``--trace FOLDER --coefficients FOLDER``."""
     if options.from_run is None:
         return options
     repeated = [
@@ -157,7 +160,10 @@ def _from_run(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def read_shape(config: Config, degrees: Degrees, value_head: bool = False) -> ModelShape:
-    """Return the ModelShape by ``model.hf_path``'s config.json, with a value head if asked; no weights are read."""
+    """Return the ModelShape of ``model.hf_path``; only its config.json is read.
+
+    value_head: whether the model has a value head in place of the LM head, as a critic has.
+    """
     from megatron_rl.backend.megatron_ddp import REFUSED_DDP_FIELDS
     from megatron_rl.backend.trainable_model import DistributedDataParallelConfig
     from megatron_rl.model.hf_config import model_shape
@@ -180,7 +186,10 @@ def read_shape(config: Config, degrees: Degrees, value_head: bool = False) -> Mo
 
 
 def _largest_job(jobs, forecasts):
-    """Return the job whose largest stage needs the most memory."""
+    """Return the job whose largest pipeline stage needs the most memory.
+
+    forecasts: one forecast for each job.
+    """
     return max(zip(jobs, forecasts, strict=True), key=lambda pair: max(stage.total for stage in pair[1].memory))[0]
 
 
@@ -232,7 +241,7 @@ def _evenly(recorded: Sequence[Workload]) -> list[Workload]:
 
 
 def _longest(steps: Sequence[Workload]) -> list[Workload]:
-    """Return the supervised step with the longest response, as a list; [] without steps."""
+    """Return a list with the supervised step that has the longest sample; [] without steps."""
     return sorted(steps, key=lambda step: step.lengths.max())[-1:]
 
 

@@ -1,4 +1,4 @@
-"""The sizes of a topology's groups, for ranks that have not joined it."""
+"""The degrees of parallelism of a topology, as numbers alone, without ranks or process groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_rl.distributed.topology import check_degrees
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Degrees:
-    """Holds the sizes of a topology's groups under Topology's names, without ranks or groups.
+    """Holds the sizes of a topology's process groups under Topology's names, without ranks or groups.
 
     Example: 16 GPUs with TP=2 and PP=2 leave ``data_size=4``.
     """
@@ -26,26 +26,27 @@ class Degrees:
 
     @property
     def lockstep_replicas(self) -> int:
-        """Return the number of replicas that run in lockstep, as Topology.lockstep_replicas."""
+        """Return the number of data-parallel replicas that share experts, and so run equally many micro-batches."""
         return max(1, self.expert_size * self.expert_tensor_size // (self.tensor_size * self.context_size))
 
     @property
     def expert_data_size(self) -> int:
-        """Return the number of ranks that hold the same experts and add their gradients."""
+        """Return the number of ranks that hold the same experts, over which their gradients are summed."""
         return self.world_size // (self.expert_size * self.expert_tensor_size * self.pipeline_size)
 
     @property
     def named(self) -> str:
-        """Return the sizes in words for tables: TP, PP and DP always, the others if they are above 1."""
+        """Return the sizes as text for tables: TP, PP and DP always, the others if they are above 1."""
         rarer = (("VPP", self.virtual_size), ("CP", self.context_size), ("EP", self.expert_size))
         always = f"TP {self.tensor_size}, PP {self.pipeline_size}, DP {self.data_size}"
         return ", ".join([always, *(f"{name} {size}" for name, size in rarer if size > 1)])
 
 
 def degrees_of(parallel: ParallelConfig, world_size: int) -> Degrees:
-    """Return a configuration's degrees on ``world_size`` GPUs.
+    """Return the sizes of the process groups of a configuration on ``world_size`` GPUs.
 
-    Raises ConfigError if they do not divide the world or one another, as at the start of a run.
+    Raises ConfigError if the degrees of parallelism do not divide ``world_size`` or one another, as
+    a run does.
     """
     expert_tensor = parallel.expert_tensor or parallel.tensor
     check_degrees(world_size, parallel.tensor, parallel.context, parallel.pipeline, parallel.expert, expert_tensor)

@@ -1,10 +1,10 @@
-"""The bytes that a run's own engine takes on each GPU, next to the trainer or in turns with it.
+"""The bytes that the engine which generates samples takes on each GPU, beside the trainer or in turns with it.
 
 vLLM takes ``rollout.gpu_memory_utilization`` of the GPU, whatever it needs. Unless
-``rollout.sleep=never``, it gives this memory back while the trainer trains, and gradients and
-optimizer state leave the GPU while it generates. The embedded engine keeps a whole copy of the
-weights at all times, and its KV cache while it generates. Running servers (``rollout.servers``)
-take nothing here. Every GPU is counted as if it had an engine.
+``rollout.sleep=never``, vLLM and the trainer take turns: vLLM frees its memory while the trainer
+trains, and gradients and optimizer state leave the GPU while vLLM generates. The embedded engine
+always keeps a whole copy of the weights, and its KV cache while it generates. Servers that already
+run (``rollout.servers``) take nothing on these GPUs. Every GPU is counted as if it had an engine.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ ONE_GPU = Degrees(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """Holds an engine's bytes on one GPU.
+    """Holds the bytes that an engine takes on one GPU.
 
-    while_training, while_generating: the bytes that it takes at these times.
-    needed: the least that it can work with: its weights, and the KV cache of one longest sample.
+    while_training: the bytes that it takes while the trainer trains.
+    while_generating: the bytes that it takes while it generates.
+    needed: the fewest bytes with which it works: its weights, and the KV cache of one sample of the
+        largest length.
     takes_turns: whether trainer and engine take turns on the GPU.
     """
 
@@ -47,9 +49,11 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNeeds:
-    """Holds the most bytes that a GPU needs at each time, the stage that needs them, and the engine's part.
+    """Holds the most bytes that any GPU needs, and the pipeline stage whose GPUs need them.
 
-    training, generating: (bytes, stage).
+    training: (bytes, stage) while the trainer trains.
+    generating: (bytes, stage) while the engine generates.
+    engine: the engine's bytes, which are included in both.
     critic: (bytes, stage) of a critic on separate ranks; None without one.
     """
 
@@ -64,7 +68,7 @@ class GpuNeeds:
 
 
 def engine_memory(job: Job, gpu_bytes: float) -> EngineMemory:
-    """Return the engine's bytes on a GPU of ``gpu_bytes``, for a run with one or no engine on each."""
+    """Return the bytes that the engine takes on a GPU of ``gpu_bytes``; zeros if the GPU has no engine."""
     config, shape, size = job.config, job.shape, job.placed.element_bytes
     rollout = config.rollout
     if rollout.servers or not config.generates:
@@ -93,14 +97,15 @@ def engine_memory(job: Job, gpu_bytes: float) -> EngineMemory:
 
 
 def gib(size: float) -> str:
-    """Return bytes in GiB for people, without the unit: ``48.3``, ``0.0031``."""
+    """Return a number of bytes as text in GiB, without the unit: ``48.3``, ``0.0031``."""
     return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2g}"
 
 
 def gpu_needs(memory: tuple[StageMemory, ...], engine: EngineMemory, critic: tuple[StageMemory, ...] = ()) -> GpuNeeds:
-    """Return the most bytes that a GPU of any stage needs.
+    """Return the most bytes that a GPU of any pipeline stage needs, the engine's included.
 
-    critic: the stages of a critic on separate ranks.
+    memory: the memory of each of the policy's stages.
+    critic: the memory of each stage of a critic on separate ranks; () without one.
     """
     training = max((stage.total + engine.while_training, stage.stage) for stage in memory)
     generating = max(
@@ -111,7 +116,7 @@ def gpu_needs(memory: tuple[StageMemory, ...], engine: EngineMemory, critic: tup
 
 
 def shortfalls(needs: GpuNeeds, rollout: RolloutConfig, gpu_bytes: float) -> list[str]:
-    """Return a sentence for each way in which a job does not fit on GPUs of ``gpu_bytes``; [] if it fits."""
+    """Return a sentence for each need that exceeds GPUs of ``gpu_bytes``; [] if the job fits."""
     sentences, whole = [], f"{gpu_bytes / GIB:g} GiB"
     engine = f"the {rollout.engine} engine"
     for time, (most, stage), part in (

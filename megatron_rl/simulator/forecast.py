@@ -1,6 +1,8 @@
-"""The forecast: the real planner's plans, dense and with the skip, put on the clock of planning/timeline.py.
+"""The forecast of an update: the real planner's plans, timed by planning/timeline.py.
 
-It has the update's time, the bubble, the balance, the memory, and the constraints that bind.
+An update is planned twice: dense, with all samples, and with the skip, which drops samples without
+signal (whose advantage is 0). The forecast has each update's time, pipeline bubbles and load
+balance, the memory, and what limits the speed.
 """
 
 from __future__ import annotations
@@ -27,16 +29,19 @@ from megatron_rl.validate.critic import critic_config, teacher_config
 from megatron_rl.weights.model_shape import ModelShape
 
 ReadShape = Callable[..., ModelShape]
-"""Maps (configuration, degrees, value_head=False) to the shape of its model: simulator/command.py ``read_shape``."""
+"""The type of ``read_shape`` (simulator/command.py), which returns the shape of a configuration's model."""
 MAX_OPERATIONS = 400_000  # per mini-batch; above, the clock runs only for the busiest data-parallel ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drawn:
-    """Holds the pipeline in the picture: the first mini-batch that runs, on its slowest data-parallel rank.
+    """Holds the pipeline that the picture shows: the first mini-batch that runs, on its slowest data-parallel rank.
 
-    dead: [M] share of each micro-batch's tokens without signal.
-    filler: bool [M], True for a filler micro-batch.
+    rank: that data-parallel rank.
+    timeline: when each pass of that pipeline begins and ends.
+    dead: [M] float, the share of each micro-batch's tokens whose samples have no signal (advantage
+        0).
+    filler: [M] bool, True for a filler micro-batch, one of weight zero.
     """
 
     rank: int
@@ -47,14 +52,20 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcome:
-    """Holds the seconds and counts of one way to run a rollout's update, over all its optimizer steps.
+    """Holds the predicted seconds and counts of a rollout's update, over all its optimizer steps.
 
-    busiest_s, mean_s: on the slowest replica, the seconds of computing on its busiest stage, and on
-        its stages on average.
-    bubble_share: [P] share of each stage's time that the slowest replica waits, over all
-        mini-batches.
+    plan: the plan that was timed.
+    pipeline_s: the seconds of the forward and backward passes.
+    busiest_s: of these, the seconds in which the busiest pipeline stage of the slowest replica
+        computes.
+    mean_s: the same as a mean over the stages of that replica.
+    optimizer_s: the seconds of reduction, norm, AdamW and gather.
+    bubble_share: [P], the share of ``pipeline_s`` in which each stage of the slowest replica waits.
     imbalance: the busiest replica's work over the mean, less 1.
-    microbatches: (fewest, most) of a replica in one mini-batch.
+    microbatches: (fewest, most) micro-batches of a replica in one mini-batch.
+    largest_tokens: the number of tokens, pads included, of the largest micro-batch.
+    tokens: the number of tokens that run, without pads.
+    drawn: the mini-batch in the picture; None if nothing runs.
     """
 
     plan: BatchPlan
@@ -74,7 +85,10 @@ class Outcome:
         return self.pipeline_s + self.optimizer_s
 
     def count(self, name: str) -> int:
-        """Return ``num_fillers`` or ``silent_ranks`` summed over all mini-batches, or the number of ``ghosts``."""
+        """Return the sum of ``num_fillers`` or ``silent_ranks`` over all mini-batches, or the number of ``ghosts``.
+
+        A ghost is a mini-batch in which no sample has signal.
+        """
         if name == "ghosts":
             return sum(x.kind is StepKind.GHOST for x in self.plan.mini_batches)
         return sum({"num_fillers": x.num_fillers, "silent_ranks": x.silent_ranks}[name] for x in self.plan.mini_batches)
@@ -82,7 +96,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """Names one constraint that lengthens the update, and the seconds saved without it."""
+    """Names a limit that makes the update slower, and the seconds that the update would save without it."""
 
     name: str
     saves_s: float
@@ -91,10 +105,15 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Forecast:
-    """Holds the outcomes of the dense run and of the skip run, with memory and constraints.
+    """Holds the predicted update of all samples (dense) and of samples with signal alone (skip).
 
-    ideal: dense tokens over surviving tokens; None if nothing survives.
-    gain: the dense run's predicted update time over the skip run's.
+    dense, skip: the two updates. A sample without signal has an advantage of 0, and the skip drops
+        it.
+    ideal: dense tokens over tokens of samples with signal; None if no sample has signal.
+    gain: the dense update's predicted time over the skip update's.
+    memory: the memory of each pipeline stage in the dense run.
+    constraints: what limits the skip update, the largest saving first.
+    dead_samples: the share of samples without signal.
     """
 
     dense: Outcome
@@ -111,9 +130,14 @@ class Forecast:
 class Job:
     """Holds the inputs of one forecast.
 
-    config: its `model.dtype` is settled (weights/model_dtype.py).
-    critic: the inputs for PPO's critic, on its own grid; None without a critic.
-    teacher: the shape of a teacher whose weights lie beside the policy's; None without one.
+    config: the configuration; its ``model.dtype`` is settled (weights/model_dtype.py).
+    shape: the shape of the policy.
+    workload: the samples of the update.
+    costs: the costs from which seconds are computed.
+    critic: the same inputs for PPO's critic, with its own degrees of parallelism; None without a
+        critic.
+    teacher: the shape of a teacher whose weights lie beside the policy's on each GPU; None without
+        one.
     """
 
     config: Config
@@ -129,9 +153,10 @@ class Job:
         return PlacedModel.of(self.config, self.shape, self.degrees)
 
     def rules(self) -> PlanRules:
-        """Return the backend's plan rules, with prior costs or a run's own.
+        """Return the rules by which the backend would plan.
 
-        A run's own costs are used if they are given and ``plan.calibrate`` is on.
+        If ``plan.calibrate`` is on and a run gave the costs, the rules use them. Otherwise they use
+        prior costs.
         """
         config = self.config
         shares = shares_prompts(config.plan, config.parallel, config.megatron, self.shape.layer_spec)
@@ -147,11 +172,11 @@ class Job:
         return dataclasses.replace(rules, cost=self.costs.model) if calibrated else rules
 
     def signal(self) -> np.ndarray:
-        """Return [S] bool, True for a sample with signal, by the run's own advantages and rule.
+        """Return [S] bool, True for a sample with signal: with a loss token and an advantage that a run would not drop.
 
-        Under GAE, a teacher or a KL in the reward, advantages need values or log-probs, which a
-        trace lacks. Every sample with a loss token then counts as one with signal, and so does
-        every response of a supervised step.
+        Some advantages need more than a trace has: GAE needs values, and a teacher or a KL in the
+        reward needs log-probs. Then every sample with a loss token counts as one with signal. So
+        does every response of a supervised step.
         """
         config, workload = self.config, self.workload
         if workload.supervised or config.has_critic or config.has_teacher or config.kl_in_reward:
@@ -159,7 +184,11 @@ class Job:
         return workload.signal(config.advantage, config.reward, epsilon=signal_rule(config).advantage_epsilon)
 
     def plan(self, rules: PlanRules, signal: np.ndarray, *, drops: bool) -> BatchPlan:
-        """Return the plan that MegatronBackend.plan_training would make."""
+        """Return the plan that MegatronBackend.plan_training would make of the samples.
+
+        signal: [S] bool, True for a sample with signal (an advantage other than 0).
+        drops: whether samples without signal are dropped.
+        """
         config = self.config
         members = self.workload.mini_batches(config.train)
         merge = config.skip.steps == "merge" and drops
@@ -167,7 +196,7 @@ class Job:
         return plan_steps("train", members, tokens, signal, rules, drops=drops, merge=merge)
 
     def padded(self, rules: PlanRules) -> SampleTokens:
-        """Return the tokens that each sample runs, pads included."""
+        """Return the number of tokens that run for each sample, with pads."""
         return self._tokens(rules).padded(rules.pad_multiple)
 
     def _tokens(self, rules: PlanRules) -> SampleTokens:
@@ -175,7 +204,7 @@ class Job:
 
 
 def forecast(job: Job) -> Forecast:
-    """Forecast a job; raise ConfigError if the planner or the configuration refuses it."""
+    """Return the forecast of a job; raise ConfigError if the planner or the configuration refuses it."""
     rules, signal = job.rules(), job.signal()
     drops = signal_rule(job.config).drops
     dense = run_plan(job, rules, signal, drops=False)
@@ -195,11 +224,11 @@ def forecast(job: Job) -> Forecast:
 
 
 def with_critic(job: Job, read_shape: ReadShape) -> Job:
-    """Return the job with its critic's job, if it has a critic; the critic's times are not forecast.
+    """Return the job with the inputs for its critic, if it has one; of the critic only the memory is forecast.
 
-    read_shape: returns the shape of a configuration's model (simulator/command.py).
+    read_shape: a function that returns the shape of a configuration's model (simulator/command.py).
 
-    Raises ConfigError if the critic's degrees do not divide its ranks or its model.
+    Raises ConfigError if the critic's degrees of parallelism do not divide its ranks or its model.
     """
     if not job.config.has_critic:
         return job
@@ -212,7 +241,10 @@ def with_critic(job: Job, read_shape: ReadShape) -> Job:
 
 
 def with_teacher(job: Job, read_shape: ReadShape) -> Job:
-    """Return the job with the shape of the teacher that its ranks hold, if any; its passes are not forecast."""
+    """Return the job with the shape of its teacher, if its ranks hold one; only the teacher's memory is forecast.
+
+    read_shape: a function that returns the shape of a configuration's model (simulator/command.py).
+    """
     path = job.config.teacher.hf_path
     if path is None:
         return job
@@ -220,12 +252,15 @@ def with_teacher(job: Job, read_shape: ReadShape) -> Job:
 
 
 def critic_memory(critic: Job) -> tuple[StageMemory, ...]:
-    """Return the memory of each stage of a critic, which trains every sample that has a loss token."""
+    """Return the memory of each pipeline stage of a critic; it trains on every sample with a loss token."""
     return memory_of(critic, critic.plan(critic.rules(), critic.workload.loss_tokens > 0, drops=True))
 
 
 def memory_of(job: Job, plan: BatchPlan) -> tuple[StageMemory, ...]:
-    """Return the memory of every pipeline stage of the policy under a plan, with a critic that shares its GPUs."""
+    """Return the memory of each pipeline stage of the policy under a plan.
+
+    A teacher on these GPUs and a critic that shares them are included.
+    """
     padded = job.padded(job.rules())
     real = [step for step in plan.mini_batches if step.kind is not StepKind.GHOST]
     tokens, loss_tokens = max((_largest(step, padded, job.workload.loss_tokens) for step in real), default=(0, 0))
@@ -242,12 +277,16 @@ def memory_of(job: Job, plan: BatchPlan) -> tuple[StageMemory, ...]:
 
 
 def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, plan: BatchPlan | None = None) -> Outcome:
-    """Plan a job's update, and put every mini-batch on the clock.
+    """Return the predicted times and counts of a job's update under a plan.
 
-    A ghost step counts as a whole optimizer step, though it takes the local part of one at most.
+    rules: the planner's rules.
+    signal: [S] bool, True for a sample with signal (an advantage other than 0).
+    drops: whether samples without signal are dropped.
+    plan: the result of ``job.plan`` with the same arguments, if it was made before; it does not
+        depend on the job's costs.
 
-    plan: the result of ``job.plan`` with the same arguments, if already made; the job's costs are
-        not in it.
+    A ghost step, one in which no sample has signal, counts as a whole optimizer step. It takes at
+    most the part of one that needs no communication.
     """
     plan = plan or job.plan(rules, signal, drops=drops)
     own = job.workload.tokens(share_prompts=rules.share_prompts)
@@ -288,7 +327,10 @@ def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, pla
 
 
 def _sums(mini_batch: StepPlan, values: np.ndarray) -> np.ndarray:
-    """Return [M], the sum of a value over each micro-batch; no micro-batch is empty."""
+    """Return [M], the sum of ``values`` over the samples of each micro-batch.
+
+    values: [S]. No micro-batch may be empty.
+    """
     return np.add.reduceat(values[mini_batch.order], mini_batch.microbatch_offsets[:-1])
 
 
@@ -300,10 +342,11 @@ def _largest(mini_batch: StepPlan, padded: SampleTokens, loss_tokens: np.ndarray
 def _slowest(
     job: Job, rules: PlanRules, mini_batch: StepPlan, padded: SampleTokens
 ) -> tuple[int, Timeline, np.ndarray]:
-    """Return the rank whose pipeline ends last, its timeline, and [D] the work on each rank's busiest stage.
+    """Return the data-parallel rank whose pipeline ends last, its timeline, and [D] each rank's seconds of work.
 
-    Ranks that share experts wait for one another in every layer: each micro-batch takes as long as
-    the longest in its block of ranks.
+    A rank's work is the seconds of its busiest stage. Ranks that share experts wait for one another
+    in every layer. So each of their micro-batches takes as long as the longest one among these
+    ranks.
     """
     # Each rank's own work, which names the busiest rank of every block in lockstep.
     forward_s, backward_s = job.costs.chunk_seconds(*padded.sums(mini_batch.order, mini_batch.microbatch_offsets))
@@ -331,9 +374,9 @@ def _slowest(
 
 
 def _whole_groups(forward_s: np.ndarray, backward_s: np.ndarray, degrees: Degrees) -> tuple[np.ndarray, np.ndarray]:
-    """Pad to a multiple of the pipeline with micro-batches that take no time.
+    """Return the seconds [chunks, M] with empty micro-batches added, up to a multiple of the pipeline's size.
 
-    The interleaved schedule would refuse such what-if plans without the padding.
+    The interleaved schedule requires that multiple, and a plan made without the rule may break it.
     """
     short = -forward_s.shape[1] % degrees.pipeline_size if degrees.virtual_size > 1 else 0
     return tuple(np.pad(x, ((0, 0), (0, short))) for x in (forward_s, backward_s))
@@ -349,7 +392,11 @@ def _drawn(rank: int, timeline: Timeline, mini_batch: StepPlan, lengths: np.ndar
 def _constraints(
     job: Job, rules: PlanRules, signal: np.ndarray, skip: Outcome, *, drops: bool
 ) -> tuple[Constraint, ...]:
-    """Return the constraints, most binding first, from plans without one rule each, on the same clock."""
+    """Return what limits the update's speed, the largest saving first.
+
+    Some savings are read from the predicted update, the others from the time of a plan made without
+    one rule.
+    """
     epochs_s, longest = skip.update_s, int(job.padded(rules).whole.max(initial=0))
 
     def saved(**changed) -> float:

@@ -1,4 +1,4 @@
-"""The number of a job's GPUs: by the command line, a launcher's or SLURM's variables, or a printed assumption."""
+"""The number of a job's GPUs: from the command line, from torchrun's or SLURM's variables, or assumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ NODE_GPUS = 8  # on a node of which nothing is known
 class JobSize:
     """Holds the number of GPUs of a job, and of each of its nodes.
 
-    assumed: the assumption in words, if nothing states the number; else None.
+    gpus: the GPUs of the whole job.
+    on_node: the GPUs of each node.
+    assumed: a sentence on the assumption, if nothing states the numbers; else None.
     """
 
     gpus: int
@@ -34,14 +36,16 @@ def job_size(
     *,
     host_gpus: int = 0,
 ) -> JobSize:
-    """Return the GPUs of a job as the arguments, torchrun's or SLURM's variables state them.
+    """Return the number of a job's GPUs.
 
-    If none states them, as many of one node are taken as the parallel degrees divide, or the fewest
-    whole nodes.
+    It is taken from ``nodes`` and ``gpus_per_node``, else from torchrun's or SLURM's variables. If
+    none states it, it is assumed: as many GPUs of one node as the degrees of parallelism divide,
+    else the fewest whole nodes.
 
-    host_gpus: GPUs of this host, which an unknown node is assumed to resemble; 0: it has none.
+    host_gpus: the number of GPUs of this host, to which an unknown node is assumed equal; 0 if it
+        has none.
 
-    Raises ConfigError if SLURM's variables state only a part.
+    Raises ConfigError if SLURM's variables give the nodes and not their GPUs.
     """
     for option, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
         if value is not None and value < 1:
@@ -72,17 +76,19 @@ def job_size(
 
 
 def say_if_assumed(size: JobSize) -> JobSize:
-    """Return the job's GPUs, after a line on stderr if they are assumed."""
+    """Print a line on stderr if the number of GPUs is assumed; return ``size``."""
     if size.assumed:
         print(f"note: {size.assumed}", file=sys.stderr)
     return size
 
 
 def _assumed(on_node: int, unit: int, *, of_critic: int, of_engines: int) -> JobSize:
-    """Return the size of a job that nothing states: on one node if its degrees and engines fit there.
+    """Return an assumed size, on one node if the policy, the critic and the engines fit there.
 
-    unit: the number of ranks that the policy's degrees take; the policy gets a multiple of it.
-    of_critic, of_engines: the ranks of the critic and of the engines.
+    on_node: the GPUs of a node.
+    unit: the number of ranks that one replica of the policy takes; the policy gets a multiple of
+        it.
+    of_critic, of_engines: the number of ranks of the critic, and of GPUs of the engines.
     """
     gpus = next(
         gpus
@@ -100,7 +106,10 @@ def _assumed(on_node: int, unit: int, *, of_critic: int, of_engines: int) -> Job
 
 
 def _sizes(on_node: int, unit: int, of_critic: int) -> Iterator[int]:
-    """Yield sizes: on one node from the largest down, then whole nodes, then any that the degrees divide."""
+    """Yield numbers of GPUs to try: those of one node, the largest first, then of whole nodes, then of any nodes.
+
+    The last ones are multiples of ``unit``, the ranks of one replica, plus the critic's ranks.
+    """
     yield from range(on_node, 0, -1)
     yield from range(2 * on_node, on_node * (unit + of_critic + 1) + 1, on_node)
     whole = unit

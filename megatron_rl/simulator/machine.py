@@ -1,8 +1,9 @@
-"""The conversion of a GPU's rates, stated or fitted, or of a run's coefficients to the seconds of a forecast.
+"""The conversion of a GPU's speed, or of coefficients that a run has measured, to the seconds of a forecast.
 
-FLOPs of a token, forward and backward: 6 per element of each matrix that it passes (8 under full
-recompute). In the LM head it is 8, since logits are made twice, and only at loss positions. For
-causal attention, 6 · heads · head_dim per layer and Σ l².
+A token costs, forward and backward, 6 FLOPs per element of each matrix that it passes (8 under full
+recompute). In the LM head it costs 8, since logits are computed twice, and only loss tokens pass
+it. Causal attention costs 6 · heads · head_dim FLOPs per layer, times Σ l² over the samples'
+lengths l.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ DENSE_FLOPS_PER_S, MIXTURE_FLOPS_PER_S = 4e14, 2.7e14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Holds the rates of one GPU (or process).
+    """Holds the speed of one GPU (or process).
 
     flops_per_s: FLOP/s in matrix products.
     attention_flops_per_s: FLOP/s in attention scores.
-    layer_overhead_s: seconds per micro-batch and layer, forward and backward.
-    adam_s: seconds per parameter whose optimizer state the rank holds.
-    reduce_s: seconds per held parameter whose gradient is reduced.
-    update_overhead_s: seconds per update.
+    layer_overhead_s: seconds per micro-batch and layer, forward and backward together.
+    adam_s: seconds of AdamW per parameter whose optimizer state the rank holds.
+    reduce_s: seconds of reduction per parameter of the rank whose gradient is reduced.
+    update_overhead_s: seconds per optimizer step.
     """
 
     flops_per_s: float
@@ -55,13 +56,14 @@ class Machine:
 class Costs:
     """Holds the costs from which a forecast computes seconds.
 
-    forward_share: share of a micro-batch's time that its forward pass takes.
-    optimizer_s: seconds of reduction, norm, AdamW and gather.
-    chunk_shares: for each stage, over all chunks in the order of the layers, its share of its
-        pipeline rank's time.
+    model: the cost of a micro-batch on each pipeline rank, by its tokens and squared lengths.
+    forward_share: the share of a micro-batch's time that its forward pass takes.
+    optimizer_s: seconds of reduction, norm, AdamW and gather of one optimizer step.
+    chunk_shares: for each model chunk, in the order of the layers, its share of its pipeline rank's
+        time.
     source: the origin of the costs, in words.
-    from_run: True if a run with these stages fitted the costs, so that a calibrated planner would
-        plan by them.
+    from_run: True if a run measured the costs with these pipeline stages; a planner with
+        ``plan.calibrate`` would use them too.
     """
 
     model: CostModel
@@ -72,7 +74,11 @@ class Costs:
     from_run: bool = False
 
     def chunk_seconds(self, tokens: np.ndarray, squares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the forward and backward seconds [stages x virtual, M], in the order of the layers."""
+        """Return the forward seconds and the backward seconds of each micro-batch, [chunks, M] each.
+
+        tokens, squares: [M], the tokens and the sum of squared lengths of each micro-batch. Chunks
+            are in the order of the layers.
+        """
         ranks = self.model.stages
         rank_s = np.array([rank.seconds(tokens, squares) for rank in ranks]).reshape(len(ranks), len(tokens))
         chunk_s = np.concatenate([rank_s] * self.model.virtual) * np.array(self.chunk_shares)[:, None]
@@ -80,14 +86,18 @@ class Costs:
 
 
 def layer_flops(shape: ModelShape) -> tuple[float, float]:
-    """Return the FLOPs of one layer, forward and backward: per token without attention scores, and per Σ l²."""
+    """Return the FLOPs of one layer, forward and backward: per token, and per squared length of a sample.
+
+    The first number leaves out attention scores, which the second counts.
+    """
     return 6.0 * shape.layer_parameters, 6.0 * shape.score_width
 
 
 def machine_costs(machine: Machine, placed: PlacedModel, *, loss_share: float, source: str) -> Costs:
-    """Return the costs of every stage.
+    """Return the costs of a model on GPUs of the given speed.
 
-    loss_share: loss tokens over all tokens.
+    loss_share: the number of loss tokens over the number of all tokens.
+    source: the origin of the speed, in words.
     """
     shape, degrees = placed.shape, placed.degrees
     recompute_factor = 4 / 3 if placed.full_recompute else 1.0
@@ -114,9 +124,12 @@ def machine_costs(machine: Machine, placed: PlacedModel, *, loss_share: float, s
 
 
 def chunk_shares(shape: ModelShape, degrees: Degrees, loss_share: float) -> tuple[float, ...]:
-    """Return each stage's share of its pipeline rank's time, by the weights that a token passes.
+    """Return each model chunk's share of its pipeline rank's time, in the order of the layers.
 
-    loss_share: loss tokens over all tokens; they alone pass the LM head.
+    The time is taken as proportional to the parameters that a token passes.
+
+    loss_share: the number of loss tokens over the number of all tokens; only loss tokens pass the
+        LM head.
     """
     costs = np.array([sum(map(shape.passed_parameters, shape.layers_on(stage))) for stage in range(shape.num_stages)])
     costs = np.maximum(costs, LEAST_LAYERS * shape.layer_parameters)
@@ -126,7 +139,11 @@ def chunk_shares(shape: ModelShape, degrees: Degrees, loss_share: float) -> tupl
 
 
 def optimizer_parameters(placed: PlacedModel, stage: int) -> tuple[float, float]:
-    """Return the numbers of a stage's parameters that AdamW updates on one rank, and whose gradients are reduced."""
+    """Return two numbers of parameters of one rank of a pipeline stage.
+
+    The first are those that AdamW updates on the rank. The second are those whose gradients are
+    reduced over ranks.
+    """
     degrees = placed.degrees
     dense, experts = stage_parameters(placed.shape, degrees, stage)
     replicas = degrees.data_size * degrees.context_size
@@ -140,10 +157,10 @@ def optimizer_seconds(machine: Machine, placed: PlacedModel, stage: int) -> floa
 
 
 def stated_machine(flops_per_s: float, placed: PlacedModel, overhead_tokens: float) -> Machine:
-    """Return the machine for a stated FLOP/s.
+    """Return the speed of a GPU for which only ``flops_per_s`` is known.
 
-    overhead_tokens: a micro-batch's fixed cost in tokens, the planner's
-        ``plan.microbatch_overhead_tokens``.
+    overhead_tokens: the fixed cost of a micro-batch, as a number of tokens that take as long
+        (``plan.microbatch_overhead_tokens``).
     """
     degrees = placed.degrees
     token = layer_flops(placed.shape)[0] / (degrees.tensor_size * degrees.context_size * flops_per_s)
@@ -155,7 +172,7 @@ def stated_machine(flops_per_s: float, placed: PlacedModel, overhead_tokens: flo
 
 
 def assumed_flops(shape: ModelShape) -> tuple[float, str]:
-    """Return the FLOP/s that are assumed for a GPU on a model, and their origin in words."""
+    """Return the FLOP/s that a GPU is assumed to reach on a model, and the origin of the number in words."""
     if shape.num_experts:
         return MIXTURE_FLOPS_PER_S, (
             f"assumed: {MIXTURE_FLOPS_PER_S:.3g} FLOP/s per GPU (27 % of an H100's; of mixtures 24 to 30 % are "
@@ -165,16 +182,19 @@ def assumed_flops(shape: ModelShape) -> tuple[float, str]:
 
 
 def load_coefficients(path: str | pathlib.Path, placed: PlacedModel, *, loss_share: float) -> Costs:
-    """Read costs from a JSON file, or from the coefficients.json in a run's folder.
+    """Return the costs in a JSON file, or in the coefficients.json of a run's folder.
 
-    The file holds a run's ``stages`` or a ``machine`` (Machine's fields).
+    loss_share: the number of loss tokens over the number of all tokens.
 
-    A run's file is ``{"stages": [{"overhead": s, "token": s, "square": s}, ...], "virtual": 1,
-    "optimizer_s": s, "measured_on": "..."}``, with one entry per pipeline stage. It may have
-    ``forward_share``, and ``fitted_with`` (see the function of that name), which must then equal
-    this configuration's.
+    A file that a run wrote is ``{"stages": [{"overhead": s, "token": s, "square": s}, ...],
+    "virtual": 1, "optimizer_s": s, "measured_on": "..."}``, with one entry per pipeline stage. It
+    may have ``forward_share``, and ``fitted_with`` (see the function of that name), which must then
+    equal this configuration's.
 
-    A machine's file is ``{"machine": {"flops_per_s": ..., ...}, "measured_on": "..."}``.
+    A file on a GPU's speed is ``{"machine": {"flops_per_s": ..., ...}, "measured_on": "..."}``,
+    with the fields of Machine.
+
+    Raises ConfigError for a file that cannot be read, or that was measured under other settings.
     """
     path = pathlib.Path(path)
     path = path / "coefficients.json" if path.is_dir() else path

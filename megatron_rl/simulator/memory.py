@@ -3,12 +3,12 @@
 - Weights are counted from the shape and equal those of the built model
   (tests/tools/test_simulate_cluster.py).
 - Gradients lie in one float32 buffer per rank (``grad_reduce_in_fp32``) and are not sharded.
-- AdamW keeps two float32 moments per parameter and, for bfloat16 weights, a float32 master.
-  ``optimizer.distributed`` shards these over data and context parallel ranks. Under adapters
+- AdamW keeps two float32 moments per parameter and, for bfloat16 weights, a float32 master copy.
+  ``optimizer.distributed`` shards all three over data and context parallel ranks. With adapters
   (``lora.rank``) the frozen weights have neither gradients nor optimizer state.
-- A critic on the same GPUs keeps its own state. Its updates and the policy's take turns, so that of
-  their activations and logits the larger sum counts.
-- Activations are the elements that autograd saves per token and layer with an attention that keeps
+- A critic on the same GPUs keeps its own weights, gradients and optimizer state. It is updated in
+  turns with the policy, so only the larger sum of activations and logits counts.
+- Activations are the elements that autograd saves per token and layer, with an attention that saves
   no scores.
 
 The sum leaves out allocator fragments, communication buffers, and CUDA itself.
@@ -31,18 +31,19 @@ from megatron_rl.weights.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Holds the bytes on a GPU of one pipeline stage.
+    """Holds the bytes that the trainer needs on a GPU of one pipeline stage.
 
-    layers: the number of its layers, over all chunks.
-    reference: a second copy of the weights if a reference is kept under
-        ``reference.placement=device``, and a teacher's weights.
-    optimizer: as the config shards it; the next two fields are with and without
-        ``optimizer.distributed``.
-    activations: as the config recomputes them; the next two fields are without and with full
-        recompute.
-    critic_weights, critic_state, critic_working: for a critic on the same GPU: its weights, its
-        gradients and optimizer state, and its activations and values during its update, when the
-        policy has none.
+    stage: the number of the stage.
+    layers: the number of its layers, over all its model chunks.
+    reference: a reference's weights if ``reference.placement=device``, and a teacher's weights.
+    optimizer: the optimizer state under the configured ``optimizer.distributed``.
+    optimizer_sharded, optimizer_whole: the same with and without ``optimizer.distributed``.
+    activations: the activations under the configured recompute.
+    activations_kept, activations_recomputed: the same without and with full recompute.
+    critic_weights: the weights of a critic on the same GPU.
+    critic_state: that critic's gradients and optimizer state.
+    critic_working: that critic's activations and values during its update, when the policy has
+        none.
     """
 
     stage: int
@@ -63,7 +64,7 @@ class StageMemory:
 
     @property
     def state(self) -> int:
-        """Return the bytes that are kept between updates."""
+        """Return the bytes that stay on the GPU between updates: everything except activations and logits."""
         own = self.weights + self.reference + self.gradients + self.optimizer
         return own + self.critic_weights + self.critic_state
 
@@ -74,7 +75,7 @@ class StageMemory:
     def kept_while_generating(self, takes_turns: bool) -> int:
         """Return the bytes that the trainer keeps on the GPU while an engine generates there.
 
-        takes_turns: whether gradients and optimizer state leave the GPU meanwhile
+        takes_turns: whether gradients and optimizer state are moved off the GPU meanwhile
             (rollout/colocation.py).
         """
         offloaded = self.gradients + self.optimizer + self.critic_state
@@ -82,7 +83,7 @@ class StageMemory:
 
 
 def layer_parameters(shape: ModelShape, degrees: Degrees, layer: int) -> tuple[int, int]:
-    """Return a rank's parameters of a layer: those outside the experts, and those of its experts."""
+    """Return the number of a layer's parameters on one rank, as (outside the experts, in the rank's experts)."""
     tensor, hidden, heads = degrees.tensor_size, shape.hidden_size, shape.num_heads
     qkv = (heads + 2 * shape.num_kv_heads) * shape.head_dim // tensor
     attention = shape.attention_parameters(tensor) + (qkv if shape.qkv_bias else 0)
@@ -106,16 +107,16 @@ def layer_parameters(shape: ModelShape, degrees: Degrees, layer: int) -> tuple[i
 
 
 def layers_of(shape: ModelShape, degrees: Degrees, stage: int) -> list[int]:
-    """Return the numbers of the layers on a pipeline stage, over all of its chunks."""
+    """Return the numbers of the layers on a pipeline stage, over all its model chunks."""
     chunks = range(stage, shape.num_stages, degrees.pipeline_size)
     return [layer for chunk in chunks for layer in shape.layers_on(chunk)]
 
 
 def stage_parameters(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[int, int]:
-    """Return the dense and the experts' parameters that a rank of the pipeline stage holds.
+    """Return the number of parameters on one rank of a pipeline stage, as (outside the experts, in its experts).
 
-    A tied embedding lies on both ends of a pipeline; a critic has a row in place of the output
-    matrix.
+    A tied embedding is counted on the first and on the last stage. A critic has one row of weights
+    in place of the LM head.
     """
     layers = [layer_parameters(shape, degrees, layer) for layer in layers_of(shape, degrees, stage)]
     dense, experts = sum(own for own, _ in layers), sum(own for _, own in layers)
@@ -133,7 +134,10 @@ def stage_parameters(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[i
 
 
 def stage_adapters(model: PlacedModel, stage: int) -> tuple[int, int]:
-    """Count a rank's adapter parameters on the stage, outside the experts and in them; 0 if every weight is trained."""
+    """Return the number of LoRA parameters on one rank of a stage, as (outside the experts, in its experts).
+
+    Both are 0 if every weight is trained.
+    """
     shape, degrees = model.shape, model.degrees
     adapted, dense, experts = shape.with_adapters(model.lora), 0, 0
     for layer in layers_of(shape, degrees, stage):
@@ -148,24 +152,24 @@ def stage_adapters(model: PlacedModel, stage: int) -> tuple[int, int]:
 
 
 def kept_elements(model: PlacedModel, layer: int) -> float:
-    """Return the elements that autograd saves per token of a rank in a layer, with torch's layers in float32.
+    """Return the number of elements that autograd saves in a layer per token of a rank.
 
-    In bfloat16 on a GPU, and with Transformer Engine's layers, fused kernels keep less
-    (``fused_kept_elements``). Layers with norms after attention and MLP, with bounded or other
-    activations, or with latents are counted by this function.
+    In bfloat16, plain layers run fused kernels, which save less (``fused_kept_elements``). The
+    counts below are for torch's layers in float32. In bfloat16 they also hold for layers that
+    ``takes_fused_kernels`` excludes.
 
-    - Each of the two norms keeps input, normalised values and output (6 h in all, split by sequence
-      parallelism). Norms after attention and MLP keep input and normalised values.
-    - Attention keeps the projection of which v is a part, q and k as rotated, its output, and the
-      cosines and sines. Norms of q and k also keep their inputs, of which k's is a part of the
-      projection, and the normalised values.
-    - Multi-latent attention keeps q, k, v and its output at q's width, and the output once more at
-      v's. Its latents' norms count like the other norms.
-    - The MLP keeps gate and up, the activated gate, up, and their product. Bounds of gate and up
-      keep three more: the bounded gate, its sigmoid and the bounded up.
-    - An expert's tokens lie in memory before and after it, once per choice. With even routing a
-      rank's experts get its share of the choices. Under sequence parallelism a tensor rank sends
-      only its own tokens; expert-tensor ranks take the same tokens.
+    - Each of the two norms saves input, normalised values and output (6 h in all, split by sequence
+      parallelism). Norms after attention and MLP save input and normalised values.
+    - Attention saves the joint projection that includes v, the rotated q and k, its output, and the
+      cosines and sines. Norms of q and k also save their normalised values and the input of q's
+      norm. The input of k's norm is part of the projection.
+    - Multi-latent attention saves q, k, v and its output at q's width, and the output once more at
+      v's. The norms of its latents count like the other norms.
+    - The MLP saves gate and up, the activated gate, up, and their product. If gate and up are
+      bounded, it saves three more: the bounded gate, its sigmoid and the bounded up.
+    - A mixture saves the tokens before and after the experts, once for each choice of an expert.
+      With even routing each rank's experts get an equal share of the choices. Under sequence
+      parallelism a tensor rank sends only its own tokens. Expert-tensor ranks take the same tokens.
     """
     shape, degrees = model.shape, model.degrees
     if model.dtype == "bfloat16" and takes_fused_kernels(shape):
@@ -189,17 +193,20 @@ def kept_elements(model: PlacedModel, layer: int) -> float:
 
 
 def takes_fused_kernels(shape: ModelShape) -> bool:
-    """Return whether a family's layers are plain: norms before attention and MLP, and SwiGLU."""
+    """Return whether fused kernels apply to the layers: norms only before attention and MLP, and plain SwiGLU.
+
+    Layers with latents (multi-latent attention) are excluded too.
+    """
     return not (shape.post_norms or shape.sandwich_norms or shape.swiglu_limit or shape.gelu or shape.kv_lora_rank)
 
 
 def fused_kept_elements(model: PlacedModel, layer: int) -> float:
-    """Return the elements that autograd saves per token of a rank in a layer under fused norms and SwiGLU.
+    """Return the number of elements that autograd saves in a layer per token of a rank, with fused norms and SwiGLU.
 
-    A norm keeps only its input; its output is kept by the next product (4 h). SwiGLU keeps gate and
-    up, and the product after it keeps their product. Norms of q and k keep q beside the projection.
-    Cosines and sines are kept once per micro-batch. An expert's SwiGLU takes the router's weights,
-    so that its output is not kept.
+    A norm saves only its input. Its output is saved by the matrix product after it (4 h for both
+    norms). SwiGLU saves gate and up, and the matrix product after it saves their product. Norms of
+    q and k save q beside the projection. Cosines and sines are saved once per micro-batch. An
+    expert's SwiGLU applies the router's weights, so that the expert's output is not saved.
     """
     shape, degrees = model.shape, model.degrees
     tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
@@ -213,17 +220,21 @@ def fused_kept_elements(model: PlacedModel, layer: int) -> float:
 
 
 def in_flight(degrees: Degrees, stage: int, microbatches: int) -> float:
-    """Return the most micro-batches whose activations a rank of the stage holds, each for all of its layers."""
+    """Return the most micro-batches whose activations a rank of a pipeline stage holds at once.
+
+    With several model chunks, a micro-batch counts by the share of the rank's chunks whose
+    activations are held.
+    """
     virtual = degrees.virtual_size
     warm = warmup_forwards(stage, degrees.pipeline_size, virtual, microbatches, degrees.pipeline_size)
     return min(warm + 1, microbatches * virtual) / virtual
 
 
 def stage_memory(model: PlacedModel, stage: int, *, tokens: int, loss_tokens: int, microbatches: int) -> StageMemory:
-    """Compute the memory of one pipeline stage.
+    """Return the memory of one pipeline stage.
 
-    tokens, loss_tokens: the counts of the largest micro-batch.
-    microbatches: the most that a data-parallel rank runs.
+    tokens, loss_tokens: the numbers of tokens and of loss tokens of the largest micro-batch.
+    microbatches: the most micro-batches that a data-parallel rank runs.
     """
     # Parameters, and their optimizer state.
     shape, degrees, size = model.shape, model.degrees, model.element_bytes
@@ -264,7 +275,7 @@ def stage_memory(model: PlacedModel, stage: int, *, tokens: int, loss_tokens: in
 
 
 def _logit_bytes(model: PlacedModel, loss_tokens: int) -> float:
-    """Return the bytes of a chunk's logits on the last stage."""
+    """Return the bytes of the logits on the last stage, which are computed for a limited number of tokens at a time."""
     shape, degrees, size = model.shape, model.degrees, model.element_bytes
     columns = 1 if shape.value_head else shape.padded_vocab_size // degrees.tensor_size
     # torch's CUDA builds, for which the forecast is made, include Triton
@@ -274,7 +285,7 @@ def _logit_bytes(model: PlacedModel, loss_tokens: int) -> float:
 
 
 def beside_teacher(stage: StageMemory, teacher: ModelShape, policy: PlacedModel) -> StageMemory:
-    """Return a stage's memory with a frozen teacher's weights of the same stage, in the policy's dtype."""
+    """Return a stage's memory with the weights of a frozen teacher's same stage added, in the policy's dtype."""
     held = sum(stage_parameters(teacher, policy.degrees, stage.stage)) * policy.element_bytes
     return dataclasses.replace(stage, reference=stage.reference + held)
 
@@ -282,10 +293,10 @@ def beside_teacher(stage: StageMemory, teacher: ModelShape, policy: PlacedModel)
 def beside_critic(
     policy: Sequence[StageMemory], critic: Sequence[StageMemory], num_ranks: int
 ) -> tuple[StageMemory, ...]:
-    """Return the policy's stages with a critic on the same ranks, whose pipeline may have another length.
+    """Return the memory of the policy's stages with a critic on the same ranks added.
 
-    A stage is a block of successive ranks, so that a policy's stage overlaps one or more of the
-    critic's. The GPU with the greatest need counts.
+    The critic's pipeline may have another number of stages. Ranks of one of the policy's stages may
+    then hold several of the critic's. The GPU that needs the most counts.
     """
     stages = []
     for number, stage in enumerate(policy):

@@ -1,7 +1,8 @@
-"""The estimated cost of loading and exporting a model: bytes, reads, files and messages of each rank, and seconds.
+"""The estimated cost of loading and exporting a model's weights: bytes, reads, files, messages and seconds.
 
-Pure: it takes a model's shape and a topology's degrees, and asks ``file_plan`` and ``mapping`` what
-the real load and export will do. Bytes are the tensors' bytes; files' headers are not counted.
+It is computed from a model's shape and degrees of parallelism alone. ``file_plan`` and ``mapping``,
+which plan the real load and export, say what each rank does. Bytes are the tensors' bytes; headers
+of files are not counted.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ GB = 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFiles:
-    """Counts one rank's part: bytes of tensors, and calls or messages.
+    """Counts what one rank reads in a load, and what it writes and sends in an export.
 
-    read_bytes, num_reads: slices of the model's files, each read once.
-    written_bytes, num_files: of an export.
-    sent_bytes, num_messages: sent to the owners in its groups.
+    read_bytes, num_reads: the slices of weight files that it reads, each once.
+    written_bytes, num_files: the files that it writes.
+    sent_bytes, num_messages: the tensors that it sends to the ranks that write them.
     """
 
     read_bytes: int
@@ -41,12 +42,12 @@ class RankFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """Counts a model's load and export.
+    """Counts what a load and an export of a model's weights read, write and send.
 
-    ranks: in the order of global ranks.
-    read_by_host: the bytes that the ranks of each host read from storage; shared bytes count once,
-        if the host's page cache holds them.
-    num_files, largest_file_bytes: of the export.
+    ranks: the counts of each rank, in the order of global ranks.
+    read_by_host: the bytes that the ranks of each host read from storage. Bytes that several of
+        them read count once, as if the host's page cache held them.
+    num_files, largest_file_bytes: the files of an export.
 
     Example: 16 bytes, DP=2 on one host: each rank reads 16, the host 16, one rank writes 16.
     """
@@ -65,15 +66,18 @@ class ModelFiles:
         return tuple(sum(written[i : i + self.ranks_per_host]) for i in range(0, len(written), self.ranks_per_host))
 
     def load_s(self, bytes_per_s: float) -> float:
-        """Return the seconds of loading at a host's bandwidth from storage."""
+        """Return the seconds of a load if each host reads ``bytes_per_s`` from storage."""
         return max(self.read_by_host) / bytes_per_s
 
     def export_s(self, bytes_per_s: float) -> float:
-        """Return the seconds of exporting at a host's bandwidth to storage."""
+        """Return the seconds of an export if each host writes ``bytes_per_s`` to storage."""
         return max(self.written_by_host) / bytes_per_s
 
     def figures(self, bytes_per_s: float) -> dict[str, Any]:
-        """Return the figures that the simulation writes, in bytes and seconds."""
+        """Return the counts and seconds as JSON-able values.
+
+        bytes_per_s: the bandwidth between a host and storage.
+        """
         most = {
             f"most_{name}": max(getattr(rank, name) for rank in self.ranks)
             for name in ("read_bytes", "num_reads", "written_bytes", "num_files", "sent_bytes", "num_messages")
@@ -95,9 +99,10 @@ class ModelFiles:
 
 
 def count_model_files(shape: ModelShape, degrees: Degrees, plan: FilePlan, ranks_per_host: int) -> ModelFiles:
-    """Count the load and the export of a model.
+    """Return the counts of loading and exporting a model.
 
-    plan: the plan of the export. The files to load are assumed to have numbers of the same width.
+    plan: the plan of the export. The files to load are assumed to have the same dtype.
+    ranks_per_host: the number of ranks on each host.
     """
     # Each rank's part.
     sent = _sent(plan, degrees)
@@ -134,7 +139,7 @@ def count_model_files(shape: ModelShape, degrees: Degrees, plan: FilePlan, ranks
 
 
 def _sent(plan: FilePlan, degrees: Degrees) -> list[tuple[int, int]]:
-    """Return each rank's (bytes, messages) to the owners of an export."""
+    """Return, for each rank, (bytes, messages) that it sends in an export to the ranks that write the files."""
     sent = [[0, 0] for _ in range(degrees.world_size)]
     for owner, pieces in plan.pieces.items():
         for piece in pieces:
@@ -147,10 +152,10 @@ def _sent(plan: FilePlan, degrees: Degrees) -> list[tuple[int, int]]:
 
 
 class _Reads:
-    """Counts the slices that ranks read: a part of a stage's layers, and a part of its experts.
+    """Counts the slices of weight files that ranks read in a load.
 
-    Counts are [bytes, calls] by (pipeline rank, tensor rank, whether an expert's); all
-    expert-parallel ranks read the same amount.
+    counts: {(pipeline rank, tensor rank, whether in experts): [bytes, reads]}. All expert-parallel
+        ranks read equal amounts.
     """
 
     def __init__(self, shape: ModelShape, degrees: Degrees, dtype: torch.dtype) -> None:
@@ -178,7 +183,10 @@ class _Reads:
             self.shared[pipeline_rank, of_expert] = self.shared.get((pipeline_rank, of_expert), 0) + shared
 
     def _places(self, rank: int) -> tuple[tuple[int, int, bool, int], ...]:
-        """Return a rank's places: (pipeline rank, tensor rank, whether of experts, expert-parallel rank)."""
+        """Return the keys of what a rank reads: one for weights outside the experts and one for its experts.
+
+        A key is (pipeline rank, tensor rank, whether in experts, expert-parallel rank).
+        """
         degrees = self.degrees
         stage = rank // (degrees.world_size // degrees.pipeline_size)
         expert_rank = rank // degrees.expert_tensor_size % degrees.expert_size
@@ -188,12 +196,12 @@ class _Reads:
         )
 
     def of_rank(self, rank: int) -> tuple[int, int]:
-        """Return the (bytes, calls) of a rank's slices."""
+        """Return the bytes and the number of reads of a rank."""
         counts = [self.counts.get(place[:3], [0, 0]) for place in self._places(rank)]
         return sum(x for x, _ in counts), sum(x for _, x in counts)
 
     def of_host(self, ranks: Sequence[int]) -> int:
-        """Return the bytes that a host's ranks read; bytes that several of them read count once."""
+        """Return the bytes that the ranks of one host read; bytes that several of them read count once."""
         places = {place for rank in ranks for place in self._places(rank)}
         total = sum(self.counts.get(place[:3], [0, 0])[0] for place in places)
         alike: dict[tuple[int, bool, int], int] = {}
@@ -203,7 +211,7 @@ class _Reads:
 
 
 def words(figures: dict[str, Any]) -> list[str]:
-    """Return the figures as two lines of text, for the load and for an export."""
+    """Return the figures as two lines of text, one on the load and one on the export."""
     speed = f"at {figures['host_bytes_per_s'] / GB:g} GB/s a host (--host-gb-per-s)"
     return [
         f"load: {_gb(figures['model_bytes'])} in {figures['tensors']:,} tensors; a rank reads at most "

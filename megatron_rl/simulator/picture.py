@@ -1,7 +1,8 @@
-"""The picture of a forecast as SVG: the pipeline's clock, the dense run above the skip run, on one axis of seconds.
+"""The picture of a forecast as SVG: the pipeline over time, dense above skip, on a common axis of seconds.
 
-Colours are those of the run report (observability/page/watch.css), light and dark. In the dense run
-the part of a micro-batch without signal is grey: the skip run lacks that part.
+The dense pipeline runs all samples, and the skip drops those without signal (advantage 0). In the
+dense pipeline, the share of a micro-batch's tokens that the skip drops is grey. Colours are those
+of the run report (observability/page/watch.css), light and dark.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ CSS = """
 
 
 def picture(forecast: Forecast, title: str) -> str:
-    """Return the picture of the first mini-batch that runs, dense and skip, each on its slowest replica."""
+    """Return the SVG text of the first mini-batch that runs: with all samples, and without those that the skip drops.
+
+    Each is shown on its slowest replica.
+    """
     panels = [
         (name, drawn)
         for name, drawn in (("dense", forecast.dense.drawn), ("skip", forecast.skip.drawn))
@@ -91,7 +95,14 @@ def _panel(kind: str, drawn: Drawn, top: int, rows: int, seconds: float) -> str:
 
 
 def _boxes(drawn: Drawn, rank: int, y: int, seconds: float, limit: int) -> str:
-    """Return one box per operation of a rank, slightly apart, with a grey foot for its tokens without signal."""
+    """Return SVG boxes for the forward and backward passes on one pipeline rank.
+
+    The lower, grey part of a box is the share of tokens without signal, which the skip would drop.
+
+    y: the top of the boxes in pixels.
+    seconds: the seconds that the whole width stands for.
+    limit: the most micro-batches to draw.
+    """
     timeline, parts = drawn.timeline, []
     for css, starts, ends in (
         ("forward", timeline.forward_start, timeline.forward_end),
@@ -133,7 +144,10 @@ def _axis(y: int, seconds: float) -> str:
 
 
 def ticks_between(low: float, high: float, count: int = 5) -> tuple[float, ...]:
-    """Return about ``count`` multiples of 1, 2 or 5 times a power of ten that cover [low, high]."""
+    """Return evenly spaced round numbers that cover [low, high], about ``count`` of them.
+
+    Their distance is 1, 2 or 5 times a power of ten.
+    """
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     size = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)

@@ -1,4 +1,4 @@
-"""A model on its ranks: the sizes and settings on which its bytes and seconds depend."""
+"""A model together with the parallelism and settings on which its memory and time depend."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedModel:
-    """Holds a model's shape and degrees of parallelism, and the other settings on which its memory and time depend.
+    """Holds a model's shape, its degrees of parallelism, and the settings on which its memory and time depend.
 
-    recompute_layers: layers that are recomputed at a time, under full recompute.
-    float32_gradients: whether gradients are float32 whatever the weights are.
-    shards_optimizer: whether data-parallel ranks share the optimizer's state.
-    keeps_reference: whether a reference policy's weights lie beside the policy's.
+    full_recompute: whether all activations of a layer are recomputed in the backward pass.
+    recompute_layers: the number of layers that are recomputed at a time, under full recompute.
+    float32_gradients: whether gradients are float32 even if weights are not.
+    shards_optimizer: whether the optimizer's state is sharded over data-parallel ranks.
+    keeps_reference: whether a reference policy's weights lie beside the policy's on the GPU.
     """
 
     shape: ModelShape
@@ -37,7 +38,7 @@ class PlacedModel:
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, degrees: Degrees) -> Self:
-        """Return the model of a configuration whose ``model.dtype`` is settled."""
+        """Return the PlacedModel of a configuration; its ``model.dtype`` must be settled (weights/model_dtype.py)."""
         users = config.megatron.transformer
         has_reference = config.loss.kl_coefficient != 0 or config.preference.needs_reference
         return cls(
@@ -56,10 +57,10 @@ class PlacedModel:
 
     @property
     def element_bytes(self) -> int:
-        """Return the bytes of a weight."""
+        """Return the number of bytes of one weight."""
         return ELEMENT_BYTES[self.dtype]
 
     @property
     def sequence_shards(self) -> int:
-        """Return the number of tensor ranks over which the tokens outside the linears are split."""
+        """Return the number of tensor-parallel ranks over which sequence parallelism splits tokens; 1 without it."""
         return self.degrees.tensor_size if self.sequence_parallel else 1

@@ -1,7 +1,8 @@
-"""The search for settings under which a job fits on its GPUs: each is counted as the job itself was.
+"""The search for settings under which a job that is too large would fit on its GPUs.
 
-First one setting of each kind is tried, then other degrees of parallelism on the same number of
-GPUs. The engine's share or width is changed with them if the engine is short of memory too.
+First one setting of each kind is changed, then the degrees of parallelism on the same number of
+GPUs. If the engine is short of memory too, its share of the GPU or its tensor parallelism changes
+with them. Each change is judged by the same memory forecast as the job itself.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ROUGHLY = 0.8  # factor on the usual largest micro-batch: under other degrees it
 
 
 def needs_of(job: Job, gpu_bytes: float) -> GpuNeeds:
-    """Return the bytes that a job needs on a GPU if no sample is dropped.
+    """Return the bytes that a job needs on a GPU of ``gpu_bytes`` if no sample is dropped.
 
     Raises ConfigError if the job's micro-batches cannot be planned.
     """
@@ -46,8 +47,7 @@ Stages = tuple[StageMemory, ...]
 def _trainer_memory(job: Job) -> tuple[Stages, Stages]:
     """Return the memory of each pipeline stage of the policy, and of a critic on separate ranks.
 
-    The second tuple is empty if there is no such critic. The micro-batches are planned as if no
-    sample were dropped.
+    The second tuple is empty without such a critic. No sample is taken as dropped.
     """
     plan = job.plan(job.rules(), job.signal(), drops=False)
     separate = critic_memory(job.critic) if job.critic and job.config.critic.placement == "separate" else ()
@@ -60,7 +60,10 @@ def _beside_engine(job: Job, memory: tuple[Stages, Stages], gpu_bytes: float) ->
 
 
 def _needs_at(job: Job, gpu_bytes: float, *, tokens: int, microbatches: int) -> GpuNeeds:
-    """Return the needs of a job whose largest micro-batch has ``tokens`` tokens without loss; 0: no activations."""
+    """Return the bytes that a job needs if its largest micro-batch has ``tokens`` tokens, none of them with loss.
+
+    With ``tokens`` 0, no activations are counted.
+    """
     size = {"tokens": tokens, "loss_tokens": 0, "microbatches": microbatches}
     stages = range(job.degrees.pipeline_size)
     memory = tuple(stage_memory(job.placed, stage, **size) for stage in stages)
@@ -68,13 +71,14 @@ def _needs_at(job: Job, gpu_bytes: float, *, tokens: int, microbatches: int) -> 
 
 
 def remedies(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: int) -> list[str]:
-    """Return the changes under which the job fits, each with its largest need, the fewest settings first.
+    """Return changes of settings under which the job fits, as text, each with the bytes that it would need.
 
-    read_shape: returns the shape of a configuration's model (simulator/command.py).
+    read_shape: a function that returns the shape of a configuration's model (simulator/command.py).
+    gpu_bytes: the memory of a GPU.
 
-    One setting of each kind is tried by itself. If none is enough, it is tried with full recompute,
-    with bfloat16, and with both. The mildest value of each kind that fits is returned. If no value
-    fits, the mildest other degrees are returned.
+    One setting of each kind is changed alone. If none is enough, it is combined with full
+    recompute, with bfloat16, or with both. Of each kind, the mildest value that fits is returned.
+    If none fits, other degrees of parallelism are returned.
     """
     families = list(_families(job, int(job.padded(job.rules()).whole.max(initial=1)), gpus_per_node))
     bases: list[Change] = [{}]
@@ -90,7 +94,10 @@ def remedies(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: i
 
 
 def _other_degrees(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: int) -> list[str]:
-    """Return the mildest degrees under which the job fits on as many GPUs, with the engine's changes beside them."""
+    """Return the mildest other degrees of parallelism under which the job fits on as many GPUs, as text.
+
+    The engine's share of the GPU or its tensor parallelism is changed with them if needed.
+    """
     ways, seen, planned = [], set(), 0
     engines: list[Change] = [{}, *_engine_changes(job, gpus_per_node)]
     usual = _largest_microbatch(job)
@@ -127,9 +134,10 @@ def _largest_microbatch(job: Job) -> int:
 
 
 def _rough_needs(job: Job, usual: int, gpu_bytes: float) -> GpuNeeds:
-    """Return a job's approximate needs, without planning it.
+    """Return a job's approximate needs without planning its micro-batches, which takes seconds.
 
-    Its largest micro-batch is assumed to have most of ``usual`` tokens.
+    usual: the tokens of the largest micro-batch under other degrees; it is assumed to have ROUGHLY
+        of them here.
     """
     total = int(job.padded(job.rules()).whole.sum())
     many = max(1, total // max(1, usual * job.degrees.data_size))
@@ -137,7 +145,7 @@ def _rough_needs(job: Job, usual: int, gpu_bytes: float) -> GpuNeeds:
 
 
 def _without_engine(needs: GpuNeeds) -> GpuNeeds:
-    """Return the needs without the engine's, whose share is chosen later."""
+    """Return the trainer's needs alone, without the engine's bytes, since the engine's share is chosen later."""
     none = dataclasses.replace(needs.engine, while_training=0, while_generating=0, needed=0)
     training, stage = needs.training
     return dataclasses.replace(
@@ -146,7 +154,11 @@ def _without_engine(needs: GpuNeeds) -> GpuNeeds:
 
 
 def _layouts(job: Job, gpus_per_node: int) -> list[Change]:
-    """Return changes of the degrees and of recompute: fewest settings first, then the least splitting."""
+    """Return changes of the degrees of parallelism, each with or without full recompute.
+
+    The order is by the number of settings, then by how many ranks a replica takes. Only changes of
+    two or more settings are returned.
+    """
     parallel, experts = job.config.parallel, job.shape.num_experts
     tensors = [n for n in DEGREES if parallel.tensor <= n <= gpus_per_node]
     widths = [n for n in range(parallel.expert, (experts or 1) + 1) if experts and experts % n == 0] or [1]
@@ -173,12 +185,18 @@ def _layouts(job: Job, gpus_per_node: int) -> list[Change]:
 
 
 def _freed_layout(parallel: ParallelConfig) -> Change:
-    """Return the change that another number of stages requires: a stated layout is removed."""
+    """Return the change that removes a stated ``parallel.pipeline_layout``; {} if none is stated.
+
+    A stated layout fits only one number of pipeline stages.
+    """
     return {"parallel.pipeline_layout": ()} if parallel.pipeline_layout else {}
 
 
 def _engine_changes(job: Job, gpus_per_node: int) -> Iterator[Change]:
-    """Yield changes of the engine's share and width, the mildest first; none if the engine takes no share of a GPU."""
+    """Yield changes of the vLLM engine's share of a GPU and of its tensor parallelism, the mildest first.
+
+    Yields nothing if the GPUs have no vLLM engine.
+    """
     rollout = job.config.rollout
     if rollout.engine != "vllm" or rollout.servers or not job.config.generates:
         return
@@ -190,7 +208,10 @@ def _engine_changes(job: Job, gpus_per_node: int) -> Iterator[Change]:
 
 
 def _families(job: Job, longest: int, gpus_per_node: int) -> Iterator[Sequence[Change]]:
-    """Yield the changes of each kind, the mildest first."""
+    """Yield, for each kind of setting, the changes to try, the mildest first.
+
+    longest: the tokens of the longest sample, below which a micro-batch's token limit cannot go.
+    """
     config, parallel, rollout = job.config, job.config.parallel, job.config.rollout
     cap = config.plan.max_tokens_per_microbatch
     yield [] if job.placed.full_recompute else [RECOMPUTE]
@@ -222,12 +243,12 @@ def _families(job: Job, longest: int, gpus_per_node: int) -> Iterator[Sequence[C
 
 
 def _shares(current: float) -> list[int]:
-    """Return twentieths of a GPU, nearest to the current share first."""
+    """Return shares of a GPU from 0.1 to 0.9 in twentieths, the nearest to ``current`` first."""
     return sorted(range(2, 19), key=lambda twentieths: abs(twentieths / 20 - current))
 
 
 def _mildest(family: Sequence[Change], job: Job, read_shape: ReadShape, gpu_bytes: float) -> str | None:
-    """Return the first change of a family under which the job fits, in words; None if there is none."""
+    """Return the first change of ``family`` under which the job fits, as text; None if there is none."""
     for change in family:
         other = _changed_job(job, change, read_shape)
         if other is None or _falls_short(other, _needs_at(other, gpu_bytes, tokens=0, microbatches=0), gpu_bytes):
@@ -242,7 +263,7 @@ def _mildest(family: Sequence[Change], job: Job, read_shape: ReadShape, gpu_byte
 
 
 def _changed_job(job: Job, change: Change, read_shape: ReadShape) -> Job | None:
-    """Return a job under other settings; None if they cannot work, such as a degree that does not divide."""
+    """Return the job under changed settings; None if a run would refuse them."""
     config = job.config
     try:
         for key, value in change.items():

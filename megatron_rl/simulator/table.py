@@ -11,7 +11,7 @@ from megatron_rl.simulator.model_files import words
 
 
 def short(value: float) -> str:
-    """Return a number as text for people: ``1.2M``, ``340``, ``0.05``, ``3e-05``."""
+    """Return a number as short text: ``1.2M``, ``340``, ``0.05``, ``3e-05``."""
     for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{suffix}"
@@ -44,7 +44,7 @@ def figures(
     num_rollouts: int,
     gpu_bytes: float,
 ) -> dict[str, Any]:
-    """Return all printed figures as JSON-able values, in seconds, tokens and bytes."""
+    """Return all figures of a forecast as JSON-able values, in seconds, tokens and bytes."""
     config, degrees = job.config, job.degrees
     return {
         "title": title,
@@ -98,14 +98,20 @@ NEARLY = 0.9  # share of a GPU's memory; what is not counted may take the rest
 
 
 def binding(content: dict[str, Any]) -> str:
-    """Return in words which constraint lengthens the update most."""
+    """Return a sentence on the limit whose removal would shorten the update the most.
+
+    content: the result of ``figures``. The update is the one that drops samples without signal.
+    """
     first = content["constraints"][0]
     share = first["saves_s"] / content["skip"]["update_s"] if content["skip"]["update_s"] else 0.0
     return f"{first['name']}: {100 * share:.1f} % of the skip run's update ({first['note']})"
 
 
 def gpu_words(content: dict[str, Any]) -> str:
-    """Return in words the bytes that a GPU needs in training and in generating, and the engine's part of each."""
+    """Return a sentence on the bytes that a GPU needs while training and while generating, with the engine's share.
+
+    content: the result of ``figures``.
+    """
     needs, whole = content["needs"], content["gpu_bytes"]
     parts = []
     for time in ("training", "generating") if content["generates"] else ("training",):

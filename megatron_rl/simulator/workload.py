@@ -1,4 +1,4 @@
-"""The workload of a simulated job: lengths and rewards per sample, recorded by a run or drawn from distributions.
+"""The samples of a simulated update: their lengths and rewards, recorded by a run or drawn from distributions.
 
 A trace is JSON lines. A run writes one rollout a line, with a list over its samples for each key
 (``Recorder`` in observability/trace.py):
@@ -6,15 +6,15 @@ A trace is JSON lines. A run writes one rollout a line, with a list over its sam
     {"rollout": 3, "group": [17, 17], "prompt_tokens": [90, 90], "response_tokens": [41, 97],
      "loss_tokens": [41, 97], "response_inputs": [40, 96], "reward": [1, null]}
 
-A line may also be one sample, with a number for each key. ``rollout`` tells batches apart; without
-it there is one batch. These keys have defaults or conditions:
+A line may also be one sample, with a number for each key. Lines of equal ``rollout`` form one
+rollout; without the key all lines do. These keys have defaults or conditions:
 
 - ``loss_tokens``, the response tokens with loss, may be left out: all have loss.
 - ``response_inputs``, the response tokens that the model reads, may be left out: all but the last.
   The model reads those before the last loss token.
 - ``reward: null`` is a sample that was excluded from its group.
-- ``reward_functions`` holds a list for each function by name. ``advantage.estimator=gdpo`` needs it
-  if there are several functions.
+- ``reward_functions`` is {function's name: list of its rewards}. ``advantage.estimator=gdpo`` needs
+  it if there are several functions.
 
 Other keys are ignored.
 """
@@ -48,14 +48,16 @@ MOST_BYTES = 1 << 30  # the most bytes of a trace: a sample takes about 30
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Workload:
-    """Holds one rollout's samples as arrays [S]: int64 tokens and groups, float64 rewards (NaN: not included).
+    """Holds the samples of one update as arrays [S]: int64 tokens and groups, float64 rewards.
+
+    A reward is NaN for a sample that is excluded from its group.
 
     response_inputs: int64 [S], the response tokens that the model reads, those before the last loss
-        token; None: all.
-    by_function: float64 [S] for each reward function by name, NaN if it did not apply; {} if only
-        their weighted sum is known.
-    supervised: whether the samples are the responses of one supervised step, which all train, in
-        place of a rollout.
+        token; None if it reads all.
+    by_function: {reward function's name: float64 [S]}, NaN where it did not apply; {} if only the
+        weighted sum of rewards is known.
+    supervised: True if the samples are the responses of one supervised step. Then all of them
+        train.
 
     Example: a group of two: ``prompt_tokens=[5, 5], response_tokens=[10, 12], loss_tokens=[10, 12],
     rewards=[1, 0], groups=[0, 0]``.
@@ -72,18 +74,20 @@ class Workload:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return [S] int64 tokens that run: the prompt's, and the response tokens that the model reads."""
+        """Return [S] int64, the tokens of each sample that the model reads, prompt and response together."""
         return self.prompt_tokens + self.read_response_tokens
 
     @property
     def read_response_tokens(self) -> np.ndarray:
-        """Return [S] int64: the response tokens that the model reads."""
+        """Return [S] int64, the response tokens that the model reads: those before the last loss token, or all."""
         return self.response_tokens if self.response_inputs is None else self.response_inputs
 
     def tokens(self, *, share_prompts: bool, windows: tuple[int, ...] = ()) -> SampleTokens:
-        """Return the samples' tokens, without pads; a group's samples have one prompt.
+        """Return the samples' numbers of tokens without pads, in the planner's form.
 
-        windows: the model's sliding windows.
+        share_prompts: whether a group's prompt, which its samples have in common, runs once for
+            several samples.
+        windows: the sizes of the model's sliding attention windows.
         """
         if not share_prompts:
             return SampleTokens.alone(self.lengths, windows)
@@ -92,16 +96,20 @@ class Workload:
         )
 
     def mini_batches(self, train: TrainConfig) -> list[np.ndarray]:
-        """Return the samples of each optimizer step; a supervised step takes them all."""
+        """Return the indices of the samples of each optimizer step; a supervised step takes all samples."""
         size = None if self.supervised else train.samples_per_mini_batch
         return split_mini_batches(np.arange(len(self.rewards)), size)
 
     def epochs(self, train: TrainConfig) -> int:
-        """Return the number of times that the samples are trained."""
+        """Return the number of times that each sample is trained on."""
         return 1 if self.supervised else train.epochs_per_rollout
 
     def signal(self, advantage: AdvantageConfig, reward: RewardConfig, *, epsilon: float) -> np.ndarray:
-        """Return [S] bool, True for a sample whose advantage, by rewards alone, is larger than ``epsilon``."""
+        """Return [S] bool, True for a sample with a loss token and an |advantage| above ``epsilon``.
+
+        The advantages are computed from the rewards alone. Raises ConfigError if GDPO's rewards by
+        function are missing.
+        """
         rewards = self.rewards
         columns, weights = rewards[:, None], ()
         if advantage.estimator == "gdpo" and self.by_function:
@@ -134,10 +142,12 @@ class Workload:
 
 
 def read_trace(path: str | pathlib.Path) -> list[Workload]:
-    """Read one Workload per rollout from a trace file, or from ``trace.jsonl`` in a run's folder.
+    """Return one Workload per rollout of a trace file, or of ``trace.jsonl`` in a run's folder.
 
-    Raises ConfigError ``<file>:<line>: ...``. An interrupted write leaves a last line without a
-    newline: that line is left out, with a warning in the log.
+    A last line without a newline, which an interrupted write leaves, is left out with a warning in
+    the log if it cannot be read.
+
+    Raises ConfigError ``<file>:<line>: ...`` for any other malformed line.
     """
     path = pathlib.Path(path)
     file = path / "trace.jsonl" if path.is_dir() else path
@@ -164,7 +174,10 @@ def read_trace(path: str | pathlib.Path) -> list[Workload]:
 
 
 def _add(rollouts: dict[int, list[dict]], line: str, where: str) -> None:
-    """Add a line's samples, as columns, to those of its rollout."""
+    """Parse one line of a trace, and append its samples to their rollout's list in ``rollouts``.
+
+    where: ``<file>:<line>``, for error messages.
+    """
     try:
         row = json.loads(line)
         whole = isinstance(row["reward"], list)
@@ -209,9 +222,11 @@ def _workload(parts: list[dict]) -> Workload:
 
 
 def of_responses(responses: Sequence[Solution], rows_per_step: int, *, pairs: bool) -> list[Workload]:
-    """Return the supervised steps on responses, in the order in which the data set gives them.
+    """Return one Workload for each supervised step, in the order of the data set.
 
-    responses: one per row, or for ``pairs`` (``preference``) chosen and rejected in alternation.
+    responses: the response of each row; with ``pairs`` two for each row, the chosen one first.
+    rows_per_step: the number of rows of a step.
+    pairs: whether rows are pairs of a chosen and a rejected response.
     """
     of_row = 2 if pairs else 1
     size, steps = rows_per_step * of_row, []
@@ -257,14 +272,15 @@ def draw(
     seed: int,
     context_tokens: int | None = None,
 ) -> tuple[Workload, str]:
-    """Draw a rollout's groups, or a supervised step's rows, from stated distributions; return it and those in words.
+    """Draw a rollout's samples, or a supervised step's, at random; return them, and the distributions in words.
 
-    lengths: ``lognormal:MEAN,SIGMA`` of response tokens (MEAN in tokens, SIGMA of their logarithm),
-        cut at rollout.max_response_tokens.
-    pass_rate: ``beta:A,B`` of each prompt's chance of reward 1, else 0.
-    prompt_tokens: one number for all prompts, or one per prompt, repeated from the first if there
-        are too few.
-    context_tokens: the model's context, at which responses of rows are cut too; None: they are not.
+    lengths: ``lognormal:MEAN,SIGMA`` for the response tokens, cut at rollout.max_response_tokens.
+        MEAN is in tokens, SIGMA is the deviation of their logarithm.
+    pass_rate: ``beta:A,B`` for each prompt's probability of reward 1; other rewards are 0.
+    prompt_tokens: one number for all prompts, or a list with one per prompt; a list that is too
+        short is repeated.
+    context_tokens: the model's context, at which a supervised step's responses are cut too; None
+        for no such limit.
     """
     supervised, limit = config.train.num_rollouts == 0, config.rollout.max_response_tokens
     prompts, size = config.train.prompts_per_rollout, config.rollout.samples_per_prompt

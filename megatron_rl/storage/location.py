@@ -1,8 +1,8 @@
-"""The place that a setting names: a ``pathlib.Path``, or a ``RemotePath`` for a URL.
+"""The file or folder that a setting names: a ``pathlib.Path`` for a path, a ``RemotePath`` for a URL.
 
-``s3://bucket/folder``, ``gs://bucket/folder``, ``memory://folder`` and every other scheme that
-fsspec knows (2026.9 ``registry.py``). Credentials come only from the driver's own environment
-variables and files. A URL that holds a password is refused, and no message repeats it.
+The URLs are ``s3://bucket/folder``, ``gs://bucket/folder``, ``memory://folder`` and those of every
+other scheme that fsspec knows (2026.9 ``registry.py``). Credentials come only from the driver's own
+environment variables and files. A URL that holds a password is refused, and no message repeats it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def is_url(text: str) -> bool:
-    """Return whether a setting names a URL. Example: ``s3://b/f`` does, ``C:/f`` and ``/a://b`` do not."""
+    """Return whether a setting's text is a URL. Example: ``s3://b/f`` is one, ``C:/f`` and ``/a://b`` are not."""
     return SCHEME.match(text) is not None
 
 
 def location(text: str, key: str = "the path", *, answer_s: float = ANSWER_S) -> pathlib.Path | RemotePath:
-    """Return the place that a setting names; no request goes to a store yet.
+    """Return the ``pathlib.Path`` or ``RemotePath`` that a setting's text names, without a request to a store.
 
     key: the setting's name, for messages.
     answer_s: seconds that a store may take for one request.
 
     Raises ConfigError for a scheme that fsspec does not know, and for a URL with a password or a
-    NUL in it. For a scheme whose driver is not installed, the error names the command that installs
-    it.
+    control character in it. For a scheme whose driver is not installed, the error names the command
+    that installs it.
     """
     match = SCHEME.match(text)
     if match is None:
@@ -74,7 +74,10 @@ def _remote(url: str, scheme: str, key: str, answer_s: float) -> RemotePath:
 
 
 def _options(scheme: str, answer_s: float) -> Mapping[str, object]:
-    """Return a driver's options: no cached listing, since other ranks write; a deadline for each socket."""
+    """Return the options of a scheme's driver: no cached listing, since other ranks write, and socket deadlines.
+
+    answer_s: seconds that a store may take for one request.
+    """
     if EXTRAS.get(scheme) == "s3":
         # s3fs 2026.9 retries after some errors, but not after a 503 without a body; botocore 1.43 does.
         waits = {"connect_timeout": min(20.0, answer_s), "read_timeout": min(60.0, answer_s)}

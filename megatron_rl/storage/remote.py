@@ -1,12 +1,12 @@
-"""A file or folder of an object store, with the methods of ``pathlib.Path`` that this package calls.
+"""``RemotePath``: a file or folder of an object store, with the methods of ``pathlib.Path`` that this package calls.
 
 An object store has no folders, no rename and no append. An object appears whole when its upload
-ends. A folder exists as long as an object's name begins with its name.
+ends. A folder exists as long as an object's name begins with the folder's name.
 
 Every request is one call of fsspec (2026.9 ``spec.py``: ``info``, ``ls``, ``find``, ``cat_file``,
-``open``, ``rm``), made in a thread. The caller waits for it at most ``answer_s``. Every failure is
-an OSError with the URL and one sentence. No driver's cache is used, so that other ranks' writes are
-seen.
+``open``, ``rm``), made in a thread. The caller waits for the call at most ``answer_s``. Every
+failure is an OSError with the URL and one sentence. No driver's cache is used, so that other ranks'
+writes are seen.
 
 ``RemotePath`` is no ``pathlib.Path`` and has no ``__fspath__``: code that was not written for URLs
 fails at the missing method.
@@ -40,18 +40,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Holds an object's size in bytes, and its kind as ``os.stat`` gives it."""
+    """Holds an object's size in bytes, and its file type (``st_mode``) as ``os.stat`` gives it."""
 
     st_size: int
     st_mode: int = stat.S_IFREG
 
 
 class RemotePath:
-    """Names an object, or a folder of objects. Comparisons and ``/`` send no request to the store.
+    """Names an object, or a folder of objects, in an object store. Comparisons and ``/`` send no request to the store.
 
     system: fsspec's file system.
     scheme: the URL's scheme.
-    key: the name within the system, as the system strips it.
+    key: the object's name within the file system, without the scheme.
     answer_s: seconds that the store may take for one request.
     """
 
@@ -67,7 +67,7 @@ class RemotePath:
     # ---- names -----------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        """Return the URL without its query, which may hold a signature."""
+        """Return the URL. An http URL loses its query, which may hold a signature."""
         url = self.key if "://" in self.key else f"{self.scheme}://{self.key.lstrip('/')}"
         return url.partition("?")[0] if self.scheme in ("http", "https") else url
 
@@ -96,24 +96,30 @@ class RemotePath:
         return self._at(posixpath.dirname(self.key.rstrip("/")))
 
     def within(self, answer_s: float) -> RemotePath:
-        """Return the same place with a deadline of ``answer_s`` seconds a request, unless its own is shorter."""
+        """Return a path to the same object with a deadline of at most ``answer_s`` seconds per request."""
         return RemotePath(self.system, self.scheme, self.key, answer_s=min(answer_s, self.answer_s))
 
     def bucket(self) -> RemotePath:
-        """Return the bucket, the first part of the key."""
+        """Return the path of the bucket, the first component of the key."""
         return self._at(self.key.strip("/").partition("/")[0])
 
     def with_name(self, name: str) -> RemotePath:
         return self.parent / name
 
     def _below(self, key: str) -> str:
-        """Return an object's name below this folder; drivers differ in whether keys begin with a slash."""
+        """Return the name of the object ``key`` relative to this folder.
+
+        Some drivers begin keys with a slash, others do not.
+        """
         return key.lstrip("/").removeprefix(self.key.strip("/")).lstrip("/")
 
     # ---- what is there ---------------------------------------------------------------------------------------------
 
     def stat(self) -> Facts:
-        """Return the object's size. Raises FileNotFoundError if there is no object; a folder has no size."""
+        """Return the object's size.
+
+        Raises FileNotFoundError if there is no object, also for a folder, which has no size.
+        """
         if self._size is not None:
             return Facts(self._size)
         facts = self._ask(lambda: self.system.info(self.key))
@@ -122,7 +128,7 @@ class RemotePath:
         return Facts(int(facts["size"] or 0))
 
     def exists(self) -> bool:
-        """Return whether there is an object of this name, or an object below it."""
+        """Return whether there is an object of this name, or an object below a folder of this name."""
         return self._ask(lambda: self.system.exists(self.key))
 
     def is_file(self) -> bool:
@@ -136,7 +142,10 @@ class RemotePath:
         return bool(self.children())
 
     def children(self) -> dict[str, int | None]:
-        """Return the names right below this folder with their bytes, None for a folder; {} if there are none."""
+        """Return {name: bytes} of the objects and folders right below this folder; {} if there are none.
+
+        A folder has None in place of bytes.
+        """
         try:
             entries = self._ask(lambda: self.system.ls(self.key, detail=True))
         except (FileNotFoundError, NotADirectoryError):
@@ -149,7 +158,7 @@ class RemotePath:
             yield self._at((self / name).key, size)
 
     def files(self) -> dict[str, int]:
-        """Return the bytes of every object below this folder, by its relative name; {} if there is none."""
+        """Return {relative name: bytes} of every object below this folder; {} if there is none."""
         try:
             found = self._ask(lambda: self.system.find(self.key, detail=True))
         except FileNotFoundError:
@@ -158,9 +167,10 @@ class RemotePath:
         return {name: sizes[name] for name in sorted(sizes) if name and not name.endswith("/")}
 
     def versions(self) -> dict[str, str]:
-        """Return a version text of every object below this folder, by its relative name; {} if there is none.
+        """Return {relative name: version text} of every object below this folder; {} if there is none.
 
-        The text changes if the object does. The object of this very name has the name ``""``.
+        The text changes if the object does. If this path is itself an object, its relative name is
+        ``""``.
         """
         try:
             found = self._ask(lambda: self.system.find(self.key, detail=True))
@@ -169,12 +179,12 @@ class RemotePath:
         return {self._below(key): _version(found[key]) for key in sorted(found) if not key.endswith("/")}
 
     def matches(self) -> list[tuple[RemotePath, str]]:
-        """Return the objects that match this path as a pattern, by name, each with its version text."""
+        """Return (object, version text) of each object that matches this path as a glob pattern, sorted by name."""
         found = self._ask(lambda: self.system.glob(self.key, detail=True))
         return [(self._at(key), _version(found[key])) for key in sorted(found) if found[key]["type"] == "file"]
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """Yield the objects right below this folder whose names match; their sizes are known."""
+        """Yield the objects right below this folder whose names match ``pattern``; their sizes are known already."""
         for path in self.iterdir():
             if path._size is not None and fnmatch.fnmatchcase(path.name, pattern):
                 yield path
@@ -182,10 +192,11 @@ class RemotePath:
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def open(self, mode: str = "rb") -> io.BufferedReader | io.BufferedWriter:
-        """Open for reading ranges (``rb``), or for an upload from the start (``wb``).
+        """Open the object for reading at any position (``rb``), or for an upload that replaces it (``wb``).
 
-        A reader holds READ_AHEAD_BYTES. An upload holds a few parts of WRITE_BYTES. Its object
-        appears when it is closed, and does not appear if its ``with`` block raises.
+        A reader holds READ_AHEAD_BYTES in memory. An upload holds a few parts of WRITE_BYTES. The
+        uploaded object appears when the file is closed. It does not appear if the file's ``with``
+        block raises.
         """
         if mode == "rb":
             return io.BufferedReader(_Ranges(self, self.stat().st_size), READ_AHEAD_BYTES)
@@ -203,7 +214,7 @@ class RemotePath:
     # ---- writing ---------------------------------------------------------------------------------------------------
 
     def write_bytes(self, content: bytes) -> None:
-        """Write an object at once: a reader sees the old object or the new one."""
+        """Write an object at once, so that a reader sees the old object or the new one."""
         self._ask(lambda: self.system.pipe_file(self.key, content))
 
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
@@ -220,7 +231,7 @@ class RemotePath:
                 raise
 
     def remove_tree(self) -> None:
-        """Remove every object below this folder, and an object of its own name; no error if there is none."""
+        """Remove every object below this folder, and an object of the folder's own name; no error if there is none."""
         if self.files() or self.is_file():
             with contextlib.suppress(FileNotFoundError):  # another host removed them first
                 self._ask(lambda: self.system.rm(self.key, recursive=True))
@@ -230,9 +241,11 @@ class RemotePath:
 
 
 def answered(call: Callable[[], T], path: RemotePath) -> T:
-    """Return the result of ``call``, made in a thread. Raises OSError with the path's URL, also after ``answer_s``.
+    """Return the result of ``call``, a callable without arguments that runs in a thread.
 
-    A thread that does not answer in time is left running: no driver can be interrupted.
+    Raises OSError with the URL of ``path`` if the call fails, or takes more than ``path.answer_s``
+    seconds. A thread that does not answer in time is left running, since no driver can be
+    interrupted.
     """
     results: list[T] = []
     raised: BaseException | None = None
@@ -255,7 +268,7 @@ def answered(call: Callable[[], T], path: RemotePath) -> T:
 
 
 def _named(error: BaseException, path: RemotePath) -> BaseException:
-    """Return a driver's error as an OSError with the path's URL and one sentence."""
+    """Return a driver's error as an OSError with the URL of ``path`` and one sentence."""
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, "there is no such object, folder or bucket", str(path))
     words = " ".join(str(error.strerror if isinstance(error, OSError) and error.strerror else error).split())
@@ -268,13 +281,19 @@ def _named(error: BaseException, path: RemotePath) -> BaseException:
 
 
 def _version(facts: Mapping[str, object]) -> str:
-    """Return the version text of an object: its size and the tags that drivers give, an ETag, a digest, a time."""
+    """Return an object's version text: its size and the tags that the driver gives (ETag, digest, time).
+
+    facts: what fsspec says of the object.
+    """
     tags = ("ETag", "etag", "md5Hash", "generation", "LastModified", "updated", "mtime", "created")
     return " ".join(str(facts[name]) for name in ("size", *tags) if facts.get(name) is not None)
 
 
 class Window(io.RawIOBase):
-    """Shows ``length`` bytes as a file to seek and read in; a subclass reads at ``position`` and advances it."""
+    """Holds a length and a position as a file of ``length`` bytes for reading and seeking.
+
+    A subclass reads at ``position`` and moves it forward.
+    """
 
     def __init__(self, length: int) -> None:
         self.length, self.position = length, 0
@@ -294,7 +313,7 @@ class Window(io.RawIOBase):
 
 
 class _Ranges(Window):
-    """Reads ranges of an object: one request for each read, of READ_BYTES at most."""
+    """Reads an object by ranges of bytes, with one request for each read, of READ_BYTES at most."""
 
     def __init__(self, path: RemotePath, size: int) -> None:
         super().__init__(size)
@@ -316,7 +335,7 @@ class _Ranges(Window):
 
 
 class Upload(io.BufferedWriter):
-    """Uploads one object in parts; an error in its ``with`` block, or ``abort``, leaves no object."""
+    """Uploads one object in parts; an error in its ``with`` block, or a call of ``abort``, leaves no object."""
 
     raw: _Parts
 
@@ -364,7 +383,7 @@ class _Parts(io.RawIOBase):
         return len(part)
 
     def abort(self) -> None:
-        """Abort the upload. The parts in the store are removed too, if it answers."""
+        """Cancel the upload, and remove its parts from the store if the store answers."""
         if self.aborted:
             return
         self.aborted, file = True, self.file
@@ -384,7 +403,7 @@ class _Parts(io.RawIOBase):
 
 
 def _discard(file) -> None:
-    """End fsspec's file without its last part, which its ``close`` and its ``__del__`` would upload."""
+    """Close fsspec's file without uploading its last part, which the file's ``close`` and ``__del__`` would upload."""
     file.autocommit = False
     try:
         file.discard()

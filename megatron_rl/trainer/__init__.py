@@ -1,1 +1,1 @@
-"""The trainer: the parts of a run, and its work on a rollout from advantages to evaluation."""
+"""The training side of a run: the objects that its loop calls, from a rollout's advantages to the evaluation."""

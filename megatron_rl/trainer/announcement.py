@@ -1,4 +1,4 @@
-"""The messages at a run's start: its devices and kernels, and the effects of settings that may surprise."""
+"""The log messages at a run's start: its devices and kernels, and the effects of settings that may surprise."""
 
 from __future__ import annotations
 
@@ -94,7 +94,9 @@ def _announce_asked_again(train: TrainConfig, num_prompts: int) -> None:
 
 
 def announce_gpu(dtype: str) -> None:
-    """Log the variables that were set for a GPU, and the causes of lower speed on it; log nothing on a CPU.
+    """Log the environment variables that were set for a GPU, and the causes of lower speed on it.
+
+    On a CPU it logs nothing.
 
     dtype: ``model.dtype``.
     """

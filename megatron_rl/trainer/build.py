@@ -1,4 +1,4 @@
-"""The build of a run and all its parts, and their closing in order."""
+"""The construction of a run with all its objects, and their closing in order."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def build_run(config: Config) -> Iterator[Run]:
-    """Build a run and all its parts, restore the newest checkpoint if there is one, and close the parts in order.
+    """Yield a run with all its objects, restored from the newest checkpoint if there is one; close them afterwards.
 
     However the run ends, its report is written from the metrics so far. Raises ConfigError if the
     run's folder cannot be written or another run uses it.
@@ -103,7 +103,7 @@ def build_run(config: Config) -> Iterator[Run]:
 
 
 def _held_store(config: Config) -> contextlib.AbstractContextManager[None]:
-    """Return a context that holds the lock of the run's object store; an empty context if the run needs no store."""
+    """Return a context that holds the lock of the run's object store; it does nothing if the run writes to none."""
     root = config.checkpoint.root(config.run.path)
     if isinstance(root, pathlib.Path) or not config.saves_checkpoints:
         return contextlib.nullcontext()
@@ -114,11 +114,11 @@ def _held_store(config: Config) -> contextlib.AbstractContextManager[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunBuilder:
-    """Builds a run from loaded data. The run's folder is locked and the reward workers are started before.
+    """Builds a run from loaded data. Before it, the run's folder is locked and the reward workers are started.
 
-    config:    the settings, after the model's files and the data have decided the open ones.
+    config:    the settings; those left open were decided from the model's files and the data.
     hf_config: the policy's Hugging Face config.
-    reward:    None without reward functions.
+    reward:    the started reward functions; None without reward functions.
     """
 
     config: Config
@@ -129,7 +129,7 @@ class RunBuilder:
 
     @contextlib.contextmanager
     def built(self, critic_link: PolicyCriticLink | None) -> Iterator[Run]:
-        """Build the run, and close it after the block. ``critic_link``: the link to a separate critic's ranks."""
+        """Yield the run; close it after the block. ``critic_link``: the link to a separate critic's ranks, or None."""
         config, prompts = self.config, self.prompts
         rl_steps = total_rl_steps(config.train, config.rollout, config.skip, len(prompts))
         job = this_job(deadline_s=config.run.deadline_s)
@@ -190,7 +190,10 @@ class RunBuilder:
 
     @contextlib.contextmanager
     def _closing(self, *, is_main: bool) -> Iterator[list[Run]]:
-        """Close the run that the block adds to the list, and write its report. Not a collective."""
+        """Yield an empty list. After the block, close the run that the block added to it, and write the report.
+
+        Not a collective.
+        """
         opened: list[Run] = []
         try:
             yield opened
@@ -217,8 +220,9 @@ class RunBuilder:
         return moving_rl_steps(config.train, config.rollout, config.skip, config.trained_critic, len(self.prompts))
 
     def _critic(self, rl_steps: int, link: PolicyCriticLink | None) -> Critic | RemoteCritic | None:
-        """Build the run's critic, after its policy; return None for an estimator without a critic. A collective.
+        """Build the run's critic, after its policy; return None if the estimator needs no critic. A collective.
 
+        rl_steps: the number of RL's optimizer steps.
         link: the link to a separate critic's ranks; None if the policy's ranks hold the critic.
         """
         config = self.config
@@ -238,9 +242,13 @@ class RunBuilder:
         return open_watchdog(backend.topology, run.deadline_s, slow_stage_s=run.slow_stage_s, say=say)
 
     def _open_writer(self, num_steps: int, is_main: bool, resumed: Mapping[str, int | None] | None) -> MetricsWriter:
-        """Write config.yaml, and open the run's metrics and their sinks, on the main rank alone. A collective.
+        """Return the writer of metrics.jsonl and of its sinks, after writing config.yaml. A collective.
 
-        Raises ConfigError on every rank if a file cannot be written or a sink cannot be opened.
+        Files and sinks are opened on the main rank alone. Raises ConfigError on every rank if a
+        file cannot be written or a sink cannot be opened.
+
+        num_steps: the optimizer steps of the whole run.
+        resumed: the writer's state in the checkpoint; None if the run does not resume.
         """
         config, folder = self.config, self.config.run.path
         with on_every_rank(folder):
@@ -252,7 +260,10 @@ class RunBuilder:
             return MetricsWriter(folder, config.metrics, num_steps, is_main, resumed, config=config_to_dict(config))
 
     def _load_newest(self, checkpoints: CheckpointManager, backend: TrainableModel) -> ResumePoint | None:
-        """Load the newest good checkpoint, if there is one, and cut the run's records back to it. A collective."""
+        """Load the newest good checkpoint if there is one; remove what the run recorded after it. A collective.
+
+        Returns None if there is no checkpoint.
+        """
         config, prompts = self.config, self.prompts
 
         def prepare(point: ResumePoint, broke_off: bool) -> None:
@@ -277,7 +288,10 @@ class RunBuilder:
 def _read_model(
     model: ModelConfig, data: DataConfig, rollout: RolloutConfig, critic: CriticConfig | None, *, generates: bool
 ):
-    """Return the policy's Hugging Face config, checked against the engine and the lengths. Raises ConfigError."""
+    """Return the policy's Hugging Face config.
+
+    Raises ConfigError if the engine, the configured lengths or the critic do not fit the model.
+    """
     hf_config = load_hf_config(model.hf_path, provider=model.provider)
     if generates:
         if rollout.engine == "vllm":
@@ -294,7 +308,7 @@ def _check_packed(data: bytes) -> None:
 
 
 def _profiled(run: Run, config: Config, critic: Critic | RemoteCritic | None, num_steps: int) -> Run:
-    """Return the run; if ``profile.steps`` is set, return a run that records those steps.
+    """Return ``run``; if ``profile.steps`` is set, return a run that also records a profile of these steps.
 
     num_steps: the optimizer steps of the whole run.
     """
@@ -306,7 +320,7 @@ def _profiled(run: Run, config: Config, critic: Critic | RemoteCritic | None, nu
 
 
 def _assemble(standing: StandingParts, critic: Critic | RemoteCritic | None, watchdog: Watchdog) -> Run:
-    """Build the parts that need the standing parts, and the run that holds them all. The engines start here."""
+    """Return the run, made of the objects in ``standing`` and of others that are built here; start the engines."""
     config, backend, reward, prompts = standing.config, standing.backend, standing.reward, standing.prompts
     tokenizer, timer = standing.tokenizer, StepTimer(watchdog.stage, standing.writer.measured)
     # The parts that the engines and the queue need.

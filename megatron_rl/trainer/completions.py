@@ -1,8 +1,8 @@
-"""The choice of the completions of a rollout or an evaluation that are recorded.
+"""The choice of the completions to record, from a rollout or an evaluation.
 
-A rank chooses among the prompts that it generated itself, so that nothing is sent. Only the first
-rank records completions; it generates under every engine and every layout. The choice draws no
-random number.
+A rank chooses among the prompts that it generated itself, so that no completion is sent between
+ranks. Only the first rank records completions: it generates samples under every engine and every
+parallel layout. The choice draws no random number.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class CompletionRules:
     """Holds the rules by which completions are chosen.
 
     functions:      the names of the reward functions, ``reward.functions``.
-    every_rollouts: completions are recorded of every so many rollouts.
+    every_rollouts: completions of every so many rollouts are recorded.
     count:          completions per rollout or evaluation, ``metrics.log_completions``.
-    most_chars:     the most characters of each text.
+    most_chars:     each text is cut to about so many characters.
     """
 
     functions: Sequence[str]
@@ -40,20 +40,24 @@ class CompletionRules:
 class TrainedCompletions(Record):
     """Records completions of trained rollouts.
 
-    show: takes the chosen completions (``Records.show``).
+    show: a function that takes the list of chosen completions and writes it with the next row
+        (``Records.show``).
     """
 
     rules: CompletionRules
     show: Callable[[Sequence[Completion]], None]
 
     def rollout(self, index: int, taken: TrainingBatch, result: AdvantageResult) -> Mapping[str, float]:
-        """Record some completions of rollout ``index`` if that is due."""
+        """Choose completions of rollout ``index`` and hand them to ``show``; return {}, since there is no metric."""
         self.show(of_training(self.rules, taken, result.advantages.of_sample, index))
         return {}
 
 
 def completion_rules(metrics: MetricsConfig, functions: Sequence[str]) -> CompletionRules:
-    """Return the rules of a run. ``functions``: the names of its reward functions."""
+    """Return the rules by which a run chooses the completions that it records.
+
+    functions: the names of the run's reward functions.
+    """
     return CompletionRules(
         functions=functions,
         every_rollouts=metrics.completions_every_rollouts,
@@ -63,9 +67,11 @@ def completion_rules(metrics: MetricsConfig, functions: Sequence[str]) -> Comple
 
 
 def of_training(rules: CompletionRules, taken: TrainingBatch, advantages: np.ndarray, index: int) -> list[Completion]:
-    """Return completions of rollout ``index`` with their rewards and advantages. Not a collective.
+    """Return chosen completions of rollout ``index``, with their rewards and advantages; [] if none are due.
 
-    advantages: [S], of each sample.
+    Not a collective.
+
+    advantages: [S], the advantage of each sample.
     """
     if index % rules.every_rollouts:
         return []
@@ -79,10 +85,10 @@ def of_training(rules: CompletionRules, taken: TrainingBatch, advantages: np.nda
 
 
 def of_evaluation(rules: CompletionRules, name: str, groups: Mapping[int, Group]) -> list[Completion]:
-    """Return completions of an evaluation set with their rewards, without advantages. Not a collective.
+    """Return chosen completions of an evaluation set with their rewards, without advantages. Not a collective.
 
     name: the set's name in the metrics, ``eval/<set>``.
-    groups: this rank's groups of the set, by their places.
+    groups: this rank's groups of the set; a key is the prompt's index in the evaluation.
     """
 
     def numbers(place: int) -> tuple[list[float | None], list[None]]:
@@ -102,7 +108,10 @@ def _chosen(
 ) -> list[Completion]:
     """Return the best and the worst samples of the first groups, ``metrics.log_completions`` of them in all.
 
-    numbers: returns the rewards and the advantages of a place's group.
+    groups: this rank's groups by the prompt's index.
+    numbers: a function of a prompt's index, which returns the rewards and the advantages of its
+        samples.
+    source, number: fields of each completion: where it comes from, and its rollout's number.
     """
     places = sorted(groups)
     size = max((len(group.rollouts) for group in groups.values()), default=0)

@@ -1,8 +1,8 @@
-"""The decisions that need log-probs: importance weights, and the samples that still have signal after them.
+"""Importance weights from log-probs, and the samples that still have signal under them.
 
-Semantics §5 and §7. They are made after the log-prob pass and before the training plan. Every rank
-holds the same log-probs, advantages and masks. Still every rank takes rank 0's weights, since
-another CPU may round differently and would then plan differently.
+docs/semantics.md §5 and §7. They are computed after the log-prob pass and before the training plan.
+Every rank holds the same log-probs, advantages and masks. Still every rank takes rank 0's weights,
+since another CPU may round differently and would then plan differently.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from megatron_rl.types import Advantages
 class CorrectedSignal:
     """Holds the importance weights of a rollout, and the samples that have signal under them.
 
-    weights: float64 [T], flat over response tokens; None if no correction is configured (all 1).
-    signal:  bool [S], the samples that are left to train on.
+    weights: float64 [T], one weight for each response token, sample after sample. None if no
+             correction is configured (all weights are 1).
+    signal:  bool [S], the samples to train on: weight times advantage is not 0.
     metrics: ``correction/*``.
     """
 
@@ -38,9 +39,10 @@ class CorrectedSignal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrections:
-    """Corrects the rollouts of a run by importance weights.
+    """Computes the importance weights of a run's rollouts.
 
-    advantage_epsilon: ``skip.advantage_epsilon``.
+    settings: the section ``correction``.
+    advantage_epsilon: ``skip.advantage_epsilon``; a sample has signal if its advantage is above it.
     """
 
     settings: CorrectionConfig
@@ -50,8 +52,9 @@ class Corrections:
     def __call__(self, batch: Batch, decision: Decision, advantages: Advantages, old: np.ndarray) -> CorrectedSignal:
         """Return a rollout's importance weights, and the samples that have signal under them. A collective.
 
-        decision: the decision by advantages alone.
-        old: [T] flat, log π_old of the samples that ``decision`` runs.
+        decision: which samples have signal and run, by advantages alone.
+        old: [T], log π_old of the samples that ``decision`` runs, one number for each response
+            token.
         """
         return apply_corrections(
             self.settings,
@@ -76,14 +79,14 @@ def apply_corrections(
     old_logprobs: np.ndarray | None,
     advantage_epsilon: float = 0.0,
 ) -> CorrectedSignal:
-    """Compute a rollout's importance weights, and drop the samples whose every token they mask.
+    """Return a rollout's importance weights, and the samples to train on: those with a token whose weight is not 0.
 
     The weights hold for all mini-batches and epochs of the rollout. A collective if a correction is
     configured.
 
-    signal: bool [S], the samples with signal by advantage alone that are to be trained.
+    signal: bool [S], the samples to train on by their advantages alone.
     passed: bool [S], the samples whose ``old_logprobs`` are known.
-    old_logprobs: [T], flat over response tokens.
+    old_logprobs: [T], log π_old of each response token, sample after sample.
     """
     if not config.is_on:
         return CorrectedSignal(weights=None, signal=signal)

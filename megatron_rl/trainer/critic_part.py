@@ -1,4 +1,4 @@
-"""The critic as a part of a run: its methods for the loop, and the start of separate critic ranks."""
+"""The critic as a run's loop calls it, its stand-in in a run without one, and the start of separate critic ranks."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 class CriticPart(Protocol):
-    """Trains the model that gives each token a baseline. Methods are collectives unless they say otherwise."""
+    """Trains PPO's critic, which predicts a value at each token. Methods are collectives unless they say otherwise."""
 
     def begin(self, policy: MegatronBackend) -> None:
-        """Prepare for RL's first rollout."""
+        """Copy the policy's weights into the critic if ``critic.init=policy``; called before the first rollout."""
         ...
 
     def train(self, update: Update) -> dict[str, float]:
-        """Take the critic's steps of a rollout and return their metrics; {} without a critic."""
+        """Take the critic's optimizer steps on a rollout and return their metrics by name; {} without a critic."""
         ...
 
 
 class NoCritic:
-    """Stands for the critic of a run without one."""
+    """Replaces the critic in a run without one; its methods do nothing."""
 
     def begin(self, policy: MegatronBackend) -> None:
         pass
@@ -68,10 +68,10 @@ def models_here(policy: TrainableModel, critic: Critic | RemoteCritic | None) ->
 
 
 def serve_critic(config: Config) -> bool | None:
-    """Serve a separate critic if this process belongs to it; return None for any other process.
+    """Serve a separate critic until the run ends, if this process is one of its ranks; else return None at once.
 
-    Returns whether the critic came to its regular end. Raises ConfigError for a separate critic
-    outside a job of several ranks.
+    Returns True if the run reached its end, and False if it was preempted. Raises ConfigError for a
+    separate critic outside a job of several ranks.
     """
     if not config.separate_critic_ranks:
         return None
@@ -83,10 +83,12 @@ def serve_critic(config: Config) -> bool | None:
 
 @contextlib.contextmanager
 def joined_critic(num_critic: int, deadline_s: float) -> Iterator[PolicyCriticLink | None]:
-    """Join the policy's world and yield its link to the separate critic's world; None without separate ranks.
+    """Join the process group of the policy's ranks, and yield the link to the separate critic's ranks.
 
-    num_critic: the number of separate critic ranks; 0 for none. A failure within the block ends the
-        other world's waits.
+    Without separate critic ranks it joins nothing and yields None. An error within the block ends
+    the critic's waits for requests.
+
+    num_critic: the number of separate critic ranks; 0 for none.
     """
     if not num_critic:
         yield None

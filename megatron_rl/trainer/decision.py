@@ -1,4 +1,8 @@
-"""The decision on a rollout's samples: which have signal, which are trained, which run, and the plan of the steps."""
+"""The decision on each sample of a rollout: whether it has signal, is trained, and runs; and the plan of the steps.
+
+A sample has signal if its advantage, times its importance weights, is not 0 and a token carries
+loss.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,10 @@ from megatron_rl.types import BatchPlan, StepKind
 class Decision:
     """Holds the decision on each sample of a rollout, and the plan of its optimizer steps.
 
-    signal:  bool [S], the samples with signal by advantages and importance weights. In a critic's
-             warm-up it is set too, though no sample is trained.
-    trained: bool [S], the samples whose gradient is computed: ``signal``, or no sample while the
-        policy is held.
+    signal:  bool [S], the samples whose advantage, times importance weights, is not 0. In a
+             critic's warm-up it is set too, though no sample is trained.
+    trained: bool [S], the samples whose gradient is computed. It equals ``signal``, except in a
+             critic's warm-up: then no sample trains the policy.
     runs:    bool [S], the samples that the plan runs. Without ``plan.repack`` they include samples
              without signal that share a micro-batch with a sample that has signal; their KL term
              needs true log-probs.
@@ -36,7 +40,8 @@ class Decision:
 def decide(backend: MegatronBackend, batch: Batch, signal: np.ndarray, kind: StepKind, *, drops: bool) -> Decision:
     """Plan a rollout's optimizer steps over the samples with signal. A collective.
 
-    kind: HELD while a critic warms up, so that no sample is trained; else REAL.
+    signal: bool [S], the samples with signal: those with a loss token whose advantage is not 0.
+    kind: HELD while a critic warms up, so that no sample trains the policy; else REAL.
     drops: whether samples without signal are dropped.
     """
     if kind is StepKind.HELD:
@@ -48,7 +53,7 @@ def decide(backend: MegatronBackend, batch: Batch, signal: np.ndarray, kind: Ste
 
 
 def runs_S(plan: BatchPlan, num_samples: int) -> np.ndarray:
-    """Return bool [S], the samples that a plan runs."""
+    """Return bool [S]: whether each sample of the batch runs in one of the plan's optimizer steps."""
     runs = np.zeros(num_samples, dtype=bool)
     for step in plan.mini_batches:
         runs[step.ran] = True

@@ -1,4 +1,4 @@
-"""The dry run: a run's checks before its first step, and its forecast, without a world or a model."""
+"""The dry run: a run's checks before its first step, and its forecast, without process groups and without a model."""
 
 from __future__ import annotations
 
@@ -69,11 +69,13 @@ ONLY_ON_GPUS = ("attention_dropout", "hidden_dropout")  # fields that a start on
 
 
 def dry_run(config: Config, arguments: argparse.Namespace) -> None:
-    """Make the checks of a run before its first step, and print its forecast; join no world and build no model.
+    """Make the checks of a run before its first step, and print the forecast of its optimizer steps.
 
-    arguments: the simulation's own arguments (simulator/arguments.py).
+    It joins no process group and builds no model.
 
-    Raises ConfigError as training would, and if the job does not fit on its GPUs; that error names
+    arguments: the command-line arguments of the simulator (simulator/arguments.py).
+
+    Raises ConfigError as training would, and if the job does not fit on its GPUs. That error names
     what would make it fit.
     """
     nodes, gpus_per_node = arguments.nodes, arguments.gpus_per_node
@@ -92,11 +94,11 @@ def dry_run(config: Config, arguments: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """Makes the checks of a run's start. No method is a collective.
+    """Makes the checks of a run's start; they raise ConfigError. No method is a collective.
 
-    size:      the size of the job.
+    size:      the job's number of GPUs, in all and on each node.
     elsewhere: whether the job is to run on another machine, whose installation cannot be seen from
-        here.
+               here.
     """
 
     config: Config
@@ -104,17 +106,17 @@ class DryRun:
     elsewhere: bool
 
     def check_engine(self) -> None:
-        """Check that the engine's settings fit the job's GPUs."""
+        """Raise ConfigError if the inference engine's settings do not fit the job's GPUs."""
         config = self.config
         ranks = policy_ranks(config.separate_critic_ranks, self.size.gpus)
         on_node, dtype = min(self.size.on_node, ranks), config.model.dtype
         check_engine(config.rollout, config.weight_sync, config.lora, dtype, ranks, on_node, elsewhere=self.elsewhere)
 
     def check_inputs(self) -> tuple[list[int], list[Workload]]:
-        """Check folder, model, tokenizer, data, rewards and environment as a run does.
+        """Check folder, model, tokenizer, data, rewards and environment as a run does; raise ConfigError for a fault.
 
-        Returns the token counts of the run's first prompts, and the workloads of its supervised
-        steps, each row once.
+        Returns two lists for the forecast: the token counts of the run's first prompts, and the
+        responses of each supervised step. No data row occurs twice.
         """
         config = self.config
         look_at_run_folder(config.run.path)
@@ -160,7 +162,10 @@ class DryRun:
     def _check_data(
         self, prompts: PromptDataset, tokenizer, hf_config, required: Sequence[RequiredColumn]
     ) -> tuple[list[int], list[Workload]]:
-        """Check the values made of the training data, and the settings that the data decide; see ``check_inputs``."""
+        """Check the training data, and the settings whose values depend on them.
+
+        Returns the same as ``check_inputs``.
+        """
         config = self.config
         moving_rl_steps(config.train, config.rollout, config.skip, config.trained_critic, len(prompts))
         rl_steps = total_rl_steps(config.train, config.rollout, config.skip, len(prompts))
@@ -188,9 +193,9 @@ class DryRun:
         return lengths, of_responses(responses, config.sft.samples_per_step, pairs=config.preference.is_on)
 
     def _look_at_checkpoints(self, hf_config, prompts: PromptDataset) -> None:
-        """Raise ConfigError if the run's checkpoints would end its start; log the checkpoint that it would resume from.
+        """Raise ConfigError if the run could not start from its checkpoints; log the one that it would resume from.
 
-        prompts: the training data; its cursor is set to the checkpoint's.
+        prompts: the training data; the call sets its cursor to the checkpoint's.
         """
         config = self.config
         shape = read_shape(hf_config, layer_spec="torch", provider=config.model.provider).with_adapters(config.lora)
@@ -209,7 +214,7 @@ class DryRun:
         refuse_finished(config.run.path, config.train, asked, prompts, point.folder, point.state)
 
     def check_models(self) -> None:
-        """Make the checks of building the policy, the critic and the teacher."""
+        """Raise ConfigError if the policy, the critic or the teacher could not be built on the job's GPUs."""
         config, elsewhere = self.config, self.elsewhere
         ranks = policy_ranks(config.separate_critic_ranks, self.size.gpus)
         check_profile(config.profile, ranks, on_gpu=True)
@@ -226,7 +231,11 @@ class DryRun:
 
 
 def check_port(metrics: MetricsConfig) -> None:
-    """Check that metrics can be served here: package, keys, address and port. The port stays free."""
+    """Raise ConfigError if metrics cannot be served here.
+
+    It checks the prometheus package, the access keys, the address and the port, which it leaves
+    free.
+    """
     require_prometheus(metrics.prometheus_port)
     from prometheus_client import CollectorRegistry
 
@@ -236,7 +245,12 @@ def check_port(metrics: MetricsConfig) -> None:
 
 
 def check_model(config: Config, degrees: Degrees, *, value_head: bool = False, elsewhere: bool) -> None:
-    """Check a model's layers, Megatron-Core's fields and the tensors of its files."""
+    """Raise ConfigError if a model's layers, Megatron-Core's fields or the tensors in its files do not fit.
+
+    degrees: the parallel degrees of the model's ranks.
+    value_head: whether the model gives one number per token in place of logits, as a critic does.
+    elsewhere: whether the job is to run on another machine.
+    """
     hf_config = load_hf_config(config.model.hf_path, provider=config.model.provider)
     config = dataclasses.replace(config, model=settle_dtype(config.model, hf_config, on_gpu=True))
     refuse_uncounted_losses(config.megatron, config.skip)
@@ -265,7 +279,7 @@ def check_engine(
     *,
     elsewhere: bool,
 ) -> None:
-    """Check that the engine's settings fit a job on GPUs.
+    """Raise ConfigError if the inference engine's settings do not fit a job on GPUs.
 
     num_ranks, on_node: the number of ranks that hold the policy, and how many of them the first
         node has.

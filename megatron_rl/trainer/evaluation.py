@@ -2,8 +2,8 @@
 
 Training does not depend on it. A set's prompts have ids ``eval/<set>/<row>@0``, which no training
 prompt has. A sample's seed derives from its prompt's id, its index and the weight version
-(rollout/engines/engine.py). So the same weights give the same samples, on any layout and after any
-number of training samples.
+(rollout/engines/engine.py). So the same weights give the same samples, under any parallel layout
+and after any number of training samples.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ log = logging.getLogger(__name__)
 class Outcomes:
     """Holds the rewards of one set of P prompts with k samples each.
 
-    totals:      float64 [P, k], the total reward; NaN for an excluded sample, which has none.
-    by_function: float64 [P, k, F], the reward of each function; NaN if the function did not apply.
-    response_tokens: the response tokens of all samples together.
-    truncated:   the number of samples that were cut off at the token limit.
-    errors:      the samples whose reward failed.
+    totals:          float64 [P, k], the total reward; NaN for a sample that is excluded, which has
+                     none.
+    by_function:     float64 [P, k, F], the reward of each function; NaN if the function did not
+                     apply.
+    response_tokens: the number of response tokens of all samples together.
+    truncated:       the number of samples that were cut off at the token limit.
+    errors:          how many samples had a reward function that failed, and the first failure.
 
     Example: two prompts of one sample each; the second sample broke its reward function under
     ``reward.on_error=drop``: ``totals=[[1.0], [nan]], by_function=[[[1.0]], [[nan]]],
@@ -59,21 +61,21 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """Holds the metrics ``eval/*`` of all sets, and the completions that this rank records of its own prompts."""
+    """Holds the metrics ``eval/*`` of all held-out sets, and the completions that this rank chose to record."""
 
     metrics: Mapping[str, float]
     completions: Sequence[Completion]
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Return the chance that at least one of k samples passed: k drawn from n samples, of which c passed.
+    """Return the chance that at least one sample passed among k drawn from n samples, of which c passed.
 
         pass@k = 1 − C(n − c, k) / C(n, k)
 
-    Chen et al. 2021 (arXiv:2107.03374), equation 1: unbiased for k independent samples, n ≥ k.
-    Computed in integers, rounded once.
+    n is ``num_samples`` and c is ``num_passed``. Chen et al. 2021 (arXiv:2107.03374), equation 1:
+    unbiased for k independent samples, n ≥ k. Computed in integers, rounded once.
 
-    Example: n = 4, c = 1, k = 2. Of the C(4, 2) = 6 pairs C(3, 2) = 3 miss the passed sample:
+    Example: n = 4, c = 1, k = 2. Of the C(4, 2) = 6 pairs, C(3, 2) = 3 miss the sample that passed:
     pass@2 = 1 − 3/6 = 0.5.
     """
     if not (1 <= k <= num_samples and 0 <= num_passed <= num_samples):
@@ -91,9 +93,10 @@ def powers_of_two(limit: int) -> list[int]:
 
 
 def standard_error(totals: np.ndarray) -> float | None:
-    """Return the standard error of the mean over all samples, for prompts drawn at random.
+    """Return the standard error of the mean reward over all samples, for prompts drawn at random.
 
-    totals: float64 [P, k]; NaN is in no mean.
+    totals: float64 [P, k], the rewards of k samples of P prompts; NaN for a sample that is
+        excluded.
 
     Samples of one prompt depend on each other, so each prompt is a cluster. Let n_p be the number
     of included samples of prompt p, s_p their sum, and m the mean of all N included samples. The
@@ -116,10 +119,10 @@ def set_metrics(name: str, outcomes: Outcomes, functions: Sequence[str], *, thre
     """Return the metrics ``eval/<name>/*`` of one set.
 
     functions: [F], the names of the reward functions.
-    threshold: the total reward from which a sample counts as passed.
+    threshold: a sample passes if its total reward is at least this.
 
-    An excluded sample has not passed and is in no mean; if all are excluded, there is no mean. A
-    set without a failed reward has no ``errors``.
+    An excluded sample counts as not passed and enters no mean. If all are excluded, the means are
+    left out. The metrics of reward errors are left out if no reward failed.
     """
     totals = outcomes.totals
     num_prompts, num_samples = totals.shape
@@ -149,8 +152,8 @@ class Evaluation:
     vocab_size: the number of tokens that the model knows; None for no limit.
     required: the columns that every row must have.
 
-    The constructor tokenizes all prompts, so that a bad row ends the run at its start. It raises
-    ConfigError with the set's key then.
+    The constructor tokenizes all prompts, so that a bad row ends the run at its start. It then
+    raises ConfigError, which names the set's setting.
     """
 
     def __init__(
@@ -180,18 +183,27 @@ class Evaluation:
         return [dataclasses.replace(prompt, prompt_id=f"eval/{name}/{prompt.prompt_id}") for prompt in drawn]
 
     def due_at_start(self) -> bool:
-        """Return whether to evaluate before RL's first step; without RL that evaluation is the run's last."""
+        """Return whether to evaluate before RL's first step.
+
+        In a run without RL this evaluation is the last one.
+        """
         return self.config.eval.at_start or self.config.train.num_rollouts == 0
 
     def due(self, num_rollouts: int, *, last: bool) -> bool:
-        """Return whether to evaluate now: after every ``eval.every_rollouts`` rollouts, and after the last."""
+        """Return whether to evaluate now: after every ``eval.every_rollouts`` rollouts, and after the last.
+
+        num_rollouts: the number of rollouts trained so far.
+        last: whether no further rollout follows.
+        """
         every = self.config.eval.every_rollouts
         return last or (every is not None and num_rollouts % every == 0)
 
     def run(self, manager: RolloutManager, *, step: int, suffix: str = "") -> EvaluationResult:
-        """Evaluate all sets by the current weights, generated in one call; its time is a metric. A collective.
+        """Sample and score completions for all held-out prompts under the current weights; return their metrics.
 
-        step: the optimizer step that the log names.
+        A collective. The metrics include the evaluation's seconds.
+
+        step: the number of optimizer steps so far, for the log.
         suffix: is appended to the metrics' names, and to the set's name in recorded completions.
         """
         started, settings = time.perf_counter(), self.config.eval
@@ -215,12 +227,15 @@ class Evaluation:
         return EvaluationResult(metrics=metrics, completions=completions)
 
     def _groups(self, job: RolloutJob) -> dict[str, dict[int, Group]]:
-        """Return this rank's groups of every set, by their places in ``job``. Not a collective."""
+        """Return {set: {prompt's index in ``job``: its group of samples}} for this rank's prompts. Not a collective."""
         names = [name for name, members in self.sets.items() for _ in members]
         return {name: {place: job.group(place) for place in job.mine if names[place] == name} for name in self.sets}
 
     def _outcomes(self, job: RolloutJob) -> dict[str, Outcomes]:
-        """Return every set's outcomes, on every rank. ``job``: this rank's share of the prompts, set after set."""
+        """Return {set: its outcomes} on every rank.
+
+        job: this rank's completions and scores. Its prompts are numbered set after set.
+        """
         size, functions = job.samples_per_prompt, self.config.reward.functions
         # The rewards of all prompts, gathered from every rank.
         places = [number * size + index for number in job.mine for index in range(size)]

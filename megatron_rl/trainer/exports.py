@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exports:
-    """Writes the policy as ``step_<n>/hf`` under a root.
+    """Writes the policy as a Hugging Face directory ``<root>/step_<n>/hf``; n is the number of optimizer steps.
 
     root:     the folder ``checkpoints`` of the run's folder, or ``checkpoint.dir`` if that is a
               URL.
     settings: ``export_every_rollouts`` and ``export_last`` of the section ``train``.
-    queue:    knows which rollout is the last.
+    queue:    the queue of rollouts, which knows whether another one follows.
     """
 
     backend: TrainableModel

@@ -1,4 +1,4 @@
-"""The state of a run between two steps, read by the thread that serves its metrics.
+"""A reader of a run's current values, for the thread that serves them as Prometheus metrics.
 
 No method waits or takes a lock of the run. The main thread writes during a read, so a value may be
 a moment old, and two values may stem from two moments.
@@ -21,9 +21,9 @@ from megatron_rl.rollout.queue import RolloutQueue
 
 @dataclass(kw_only=True, eq=False)
 class LiveRun:
-    """Returns the current values (observability/prometheus/live.py) at each call.
+    """Reads a run's current values; each call returns them as a LiveValues (observability/prometheus/live.py).
 
-    facts: see ``LiveValues``.
+    facts: labels that stay the same during the run (``facts_of``).
     rank: this process's rank.
     resumed_at: when the checkpoint that the run resumed from was saved, in seconds since 1970; None
         if the run did not resume.
@@ -46,7 +46,7 @@ class LiveRun:
         checkpoints: CheckpointManager,
         resume_point: ResumePoint | None,
     ) -> LiveRun:
-        """Make a LiveRun from the parts that a run has before its engines start."""
+        """Return a LiveRun made of the objects that a run has before its engines start."""
         return cls(
             facts=facts_of(config, backend),
             rank=backend.topology.rank,
@@ -56,7 +56,7 @@ class LiveRun:
         )
 
     def __call__(self) -> LiveValues:
-        """Return the current values."""
+        """Return the run's current values."""
         stage, seconds = self.watchdog.doing
         values = LiveValues(
             facts=self.facts,
@@ -83,7 +83,11 @@ class LiveRun:
         )
 
     def _engines(self, queue: RolloutQueue) -> Iterator[tuple[int, EngineReading]]:
-        """Yield each known engine and its number: this rank's as of now, the others as of the last rollout's end."""
+        """Yield (number, reading) of each known engine.
+
+        This rank's engines are read now. Other ranks' engines are as of the end of the last
+        rollout.
+        """
         for rank, engines in enumerate(queue.manager.metrics.engines):
             for reading in engines:
                 number = rank if reading["number"] is None else reading["number"]
@@ -93,7 +97,7 @@ class LiveRun:
 
 
 def facts_of(config: Config, backend: TrainableModel) -> dict[str, str]:
-    """Return the facts that stay the same during a run, as labels of its info metric."""
+    """Return facts that stay the same during a run, {label: text}: model family, parallel degrees, engine and dtype."""
     topology = backend.topology
     engine = "none" if not config.generates else "servers" if config.rollout.servers else config.rollout.engine
     return {

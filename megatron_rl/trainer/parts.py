@@ -1,4 +1,4 @@
-"""The choice of the parts that a run's loop calls: by its configuration, importing only the chosen parts."""
+"""The factory of the objects that a run's loop calls; it imports only what the configuration chooses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartChooser:
-    """Chooses the parts of one run. Methods are collectives."""
+    """Builds the objects that one run's loop calls, chosen by its configuration. Methods are collectives.
+
+    rule: the rule by which samples are dropped.
+    """
 
     config: Config
     backend: MegatronBackend
@@ -38,7 +41,10 @@ class PartChooser:
     watchdog: Watchdog
 
     def reference(self) -> Reference:
-        """Return the reference that a KL is measured against. Raises ConfigError for settings that clash."""
+        """Return the reference policy that a KL is measured against, or a stand-in if ``loss.kl_coefficient`` is 0.
+
+        Raises ConfigError for settings that clash.
+        """
         config = self.config
         validate_config(config, objective.reference)
         if config.loss.kl_coefficient == 0:
@@ -48,7 +54,7 @@ class PartChooser:
         return ReferencePolicy(config.loss, config.reference, self.backend)
 
     def critic(self, critic: Critic | RemoteCritic | None) -> CriticPart:
-        """Return the part for a critic that was built; None gives the part of a run without a critic."""
+        """Return the object by which the loop trains ``critic``; if that is None, a stand-in that does nothing."""
         if critic is None:
             return NoCritic()
         return TrainedCritic(critic, self.timer, starts_as_policy=self.config.critic.init == "policy")
@@ -56,7 +62,7 @@ class PartChooser:
     def passes(
         self, critic: Critic | RemoteCritic | None, reference: Reference, old: OldLogProbPass
     ) -> PassesOfAdvantages:
-        """Return the passes that the advantages need. A teacher's weights are loaded here."""
+        """Return the forward passes that run before the advantages; load a teacher's weights if one is configured."""
         config, timer = self.config, self.timer
         chosen: list[Pass] = []
         if config.kl_in_reward:
@@ -79,7 +85,7 @@ class PartChooser:
         return PassesOfAdvantages(passes=tuple(chosen))
 
     def advantages(self, reference: Reference) -> AdvantageSource:
-        """Return the source of advantages for ``advantage.estimator``."""
+        """Return the object that computes advantages by ``advantage.estimator``."""
         config = self.config
         kl = self._kl_in_reward(reference)
         match config.advantage.estimator:
@@ -114,7 +120,7 @@ class PartChooser:
         )
 
     def planner(self, reference: Reference) -> UpdatePlanner:
-        """Return the planner of updates, with the log-prob passes and the checks that it needs."""
+        """Return the planner of each rollout's optimizer steps, with the log-prob passes and checks that it needs."""
         config, rule, gap, correct = self.config, self.rule, self._gap_check(), None
         old_rules = OldPassRules(
             needed_by=needs_old_logprobs(config),
@@ -152,5 +158,5 @@ class PartChooser:
 
 
 def _measured(timer: StepTimer, stage: str) -> Callable:
-    """Return a function that makes the context which measures the stage ``stage``."""
+    """Return a function without arguments that returns a context; the context times its block as stage ``stage``."""
     return lambda: timer.measure(stage)

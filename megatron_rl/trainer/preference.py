@@ -1,13 +1,13 @@
-"""The steps on preference pairs: two passes without a gradient, a loss over all pairs, and a linear loss.
+"""The optimizer steps on preference pairs, for a policy (as in DPO) or for a reward model.
 
-The policy's log-probs, or a reward model's scores, come from a pass at the weights of the step.
-``preference.loss`` turns them into a coefficient for each response (algorithm/preference_loss.py).
-The schedule runs the token sum −Σ c_i · log π, which has the same gradient
-(algorithm/linear_loss.py). The two responses of a pair may lie on any ranks and in any
-micro-batches.
+Each step begins with a forward pass without a gradient, under the current weights. It gives the
+policy's log-probs, or a reward model's scores. ``preference.loss`` turns them into a coefficient
+c_i for each response i (algorithm/preference_loss.py). The step then trains on the token sum −Σ c_i
+· log π, which has the same gradient (algorithm/linear_loss.py). So the two responses of a pair may
+lie on any ranks and in any micro-batches.
 
-A response with the coefficient 0 has no signal and is dropped like a zero advantage: under
-``hinge``, one beyond the margin. The mean counts every pair, dropped or not.
+A response whose coefficient is 0 adds nothing to the gradient, so it is dropped. Under ``hinge``
+that is a response beyond the margin. The mean of the loss counts every pair, dropped or not.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ def compare_pairs(
 
 
 def _sums(backend: MegatronBackend | RewardModel, batch: Batch) -> np.ndarray:
-    """Return each response's summed log-probs, or its score, float64 [S], under the model's current weights."""
+    """Return one number per response, float64 [S], under the model's current weights.
+
+    The number is the sum of the response's log-probs, or a reward model's score.
+    """
     everything = np.ones(batch.facts.num_samples, dtype=bool)
     is_judge = isinstance(backend, RewardModel)
     flat = backend.scores(batch, everything) if is_judge else backend.logprobs(batch, everything).flat
@@ -62,9 +65,9 @@ def _sums(backend: MegatronBackend | RewardModel, batch: Batch) -> np.ndarray:
 def prepare_pairs(
     backend: MegatronBackend | RewardModel, batch: Batch, outcome: PairOutcome, rule: SignalRule
 ) -> ResponseUpdate:
-    """Decide the signal of a batch's responses and plan their one optimizer step. A collective.
+    """Choose the responses whose coefficient is not 0, and plan the one optimizer step on them. A collective.
 
-    The mean is over all P pairs, counted before the drop.
+    The loss is the mean over all P pairs of the batch, those with dropped responses included.
     """
     facts = batch.facts
     # exp or log may round differently on another CPU: every rank takes rank 0's numbers.
@@ -77,7 +80,7 @@ def prepare_pairs(
 
 
 class Comparison:
-    """Trains the run's model on pairs: the policy, or a reward model. Methods are collectives."""
+    """Trains a policy or a reward model on preference pairs. Methods are collectives."""
 
     phase = PREFERENCE
 
@@ -87,7 +90,7 @@ class Comparison:
         self.backend, self.responses, self.timer, self.rule = backend, responses, timer, rule
 
     def step(self) -> tuple[StepResult, dict[str, float]]:
-        """Take one optimizer step on the next ``sft.samples_per_step`` pairs."""
+        """Take one optimizer step on the next ``sft.samples_per_step`` pairs; return its result and its metrics."""
         backend, timer = self.backend, self.timer
         batch = response_batch(backend, self.responses.next(), of_row=HALVES)
         with timer.measure("logprob"):
@@ -104,7 +107,10 @@ class Comparison:
         return result, {**metrics, "train/loss": metrics["preference/loss"]}
 
     def evaluate(self, *, suffix: str = "") -> dict[str, float]:
-        """Return ``preference/eval_*``, the means over the held-out pairs; {} if no pairs are held out."""
+        """Return the metrics ``preference/eval_*``, means over the held-out pairs; {} if no pairs are held out.
+
+        suffix: is appended to the metrics' names.
+        """
         held_out, size, pairs = self.responses.held_out, self.responses.size, self.responses.pairs
         if not held_out:
             return {}

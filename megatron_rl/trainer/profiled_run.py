@@ -1,4 +1,4 @@
-"""A run that records the steps of ``profile.steps``: when a recording begins and ends, on every rank alike.
+"""A run that records a profile of the steps ``profile.steps``; its recordings begin and end on all ranks alike.
 
 1. For an RL step a recording begins before the step's rollout is taken. For a supervised step it
    begins before the step's first stage.
@@ -37,10 +37,10 @@ STEP_STAGES = ("logprob", "plan", "update")  # the stages of a supervised step; 
 
 
 class Profile:
-    """Begins and ends recordings. Methods are collectives unless they say otherwise.
+    """Begins and ends recordings of a profile. Methods are collectives unless they say otherwise.
 
     models: this rank's policy, and its critic if it holds one.
-    recording: None on a rank that does not record.
+    recording: this rank's recorder; None on a rank that does not record.
     timer: the step's timer; the seconds of beginning and writing a recording are left out of it.
     """
 
@@ -69,11 +69,11 @@ class Profile:
         return self._began_at is not None
 
     def covers(self, first: int, last: int) -> bool:
-        """Return whether one of the steps from ``first`` to ``last`` is to be recorded. Not a collective."""
+        """Return whether a profile is wanted of one of the steps ``first`` to ``last``. Not a collective."""
         return first <= self.last and last >= self.first
 
     def record(self, wanted: bool) -> None:
-        """Begin a recording if ``wanted`` and none is on; end it if not ``wanted`` and one is on."""
+        """Begin a recording if ``wanted`` and none is under way; end the one under way if not ``wanted``."""
         if wanted == self.is_on:
             return
         began_s = time.perf_counter()
@@ -92,7 +92,7 @@ class Profile:
         self._timer.started += time.perf_counter() - began_s
 
     def end(self) -> None:
-        """End the current recording, if there is one, and write it. Not a collective."""
+        """End the current recording, if there is one, and write its files. Not a collective."""
         self._take_ranges_off()
         began_at, self._began_at = self._began_at, None
         if began_at is not None and self._recording is not None:
@@ -104,7 +104,10 @@ class Profile:
             self._ranges = None
 
     def mark(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that marks a range; it does nothing while nothing is recorded. Not a collective."""
+        """Return a context that marks its block in the profile as a range with this name. Not a collective.
+
+        It does nothing while nothing is recorded.
+        """
         return contextlib.nullcontext() if self._ranges is None else self._ranges.mark(name)
 
     def _put_ranges(self, recording: Recording) -> Ranges:
@@ -125,13 +128,13 @@ class ProfileEnd(Record):
     profile: Profile
 
     def end(self) -> None:
-        """End the recording."""
+        """End the current recording, if there is one, and write its files."""
         self.profile.end()
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class ProfiledRun(Run):
-    """Records a profile of chosen rollouts and steps of a run, and is otherwise a Run."""
+    """Is a Run that also records a profile of chosen optimizer steps."""
 
     profile: Profile
 
@@ -142,7 +145,10 @@ class ProfiledRun(Run):
 
     @contextlib.contextmanager
     def _stage(self, stage: str, enter: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
-        """Enter a stage of the step's timer within a range of the same name."""
+        """Time a stage of the step, and mark it in the profile as a range of the same name.
+
+        Before the stage, a recording begins or ends if that is due.
+        """
         if stage == "update" or self._supervised:
             step, begins = self.profile.next_step, stage in STEP_STAGES
             self.profile.record(self.profile.covers(step, step) and (begins or self.profile.is_on))
@@ -150,7 +156,7 @@ class ProfiledRun(Run):
             yield
 
     def begin(self) -> bool:
-        """Begin as a run does, and record those supervised steps that are asked for."""
+        """Do what ``Run.begin`` does, and record the supervised steps that ``profile.steps`` asks for."""
         self._supervised = self.start is not None
         left = super().begin()
         self._supervised = False
@@ -158,13 +164,13 @@ class ProfiledRun(Run):
         return left
 
     def take(self, index: int) -> TrainingBatch:
-        """Take a rollout, and record it if one of its steps is asked for."""
+        """Wait for a rollout as ``Run.take`` does; first begin a recording if one of its steps is to be recorded."""
         first = self.profile.next_step
         self.profile.record(self.profile.covers(first, first + self.queue.settings.steps_per_rollout - 1))
         return super().take(index)
 
     def save_if_due(self, num_rollouts: int) -> bool:
-        """Save as a run does, then end the rollout's recording unless the next step is to be recorded too."""
+        """Save a checkpoint as ``Run.save_if_due`` does; then end the recording unless it covers the next step."""
         left = super().save_if_due(num_rollouts)
         step = self.profile.next_step
         if left or not (self.profile.covers(step, step) and self.queue.has(num_rollouts)):
@@ -175,7 +181,7 @@ class ProfiledRun(Run):
 def profiled(
     run: Run, settings: ProfileConfig, models: Sequence[TrainableModel], folder: pathlib.Path, num_steps: int
 ) -> ProfiledRun:
-    """Return a run that records its profile, made of the parts of ``run``. Not a collective.
+    """Return a run that records a profile, made of the objects of ``run``. Not a collective.
 
     models: this rank's policy, and its critic if it holds one.
     folder: the run's folder.

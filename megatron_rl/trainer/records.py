@@ -1,4 +1,4 @@
-"""The records of a run: its rows of metrics.jsonl, and everything else that is written during it."""
+"""The records of a run: the writer of its metrics.jsonl, and the interface of all other records."""
 
 from __future__ import annotations
 
@@ -21,34 +21,37 @@ _OF_RL = ("train/clip_ratio", "train/ratio", "train/kl")  # a supervised step do
 
 
 class Record(Protocol):
-    """Writes down the events of a run. Every rank calls each method, in this order; none is a collective.
+    """Records the events of a run; a subclass overrides the methods for the events that it needs.
 
-    A record overrides the methods that it needs.
+    Every rank calls each method. For a rollout ``rollout`` comes first, then ``update``, then
+    ``row`` for each optimizer step. No method is a collective.
     """
 
     def resume(self, restored: RestoredRun) -> None:
-        """Resume from a checkpoint."""
+        """Continue from the state of the checkpoint that the run resumes from."""
 
     def rollout(self, index: int, taken: TrainingBatch, result: AdvantageResult) -> Mapping[str, float]:
-        """Record rollout ``index`` with its advantages; return metrics that join the next row."""
+        """Record rollout ``index`` and its advantages; return metrics for the next row of metrics.jsonl."""
         return {}
 
     def update(self, update: Update) -> Mapping[str, float]:
-        """Record a planned update; return metrics that join the next row."""
+        """Record the planned optimizer steps of a rollout; return metrics for the next row of metrics.jsonl."""
         return {}
 
     def row(self, row: Row) -> None:
-        """Record one optimizer step, also of the supervised start, by its written row."""
+        """Record one optimizer step, of RL or of the supervised start. ``row``: the step's row of metrics.jsonl."""
 
     def end(self) -> None:
         """Record the run's end, whatever its cause."""
 
 
 class Records:
-    """Writes the rows of metrics.jsonl, and passes each event on to all other records. No method is a collective.
+    """Writes the rows of metrics.jsonl, and passes each event of the run on to all other records.
 
-    others: the other records, in the order of their calls.
-    num_rollouts: the rollouts recorded so far, those before a resume included.
+    No method is a collective.
+
+    others: the other records, in the order in which they are called.
+    num_rollouts: the number of rollouts recorded so far, those before a resume included.
     """
 
     def __init__(
@@ -64,35 +67,40 @@ class Records:
         self._sampled: list[Completion] = []
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics to the next row."""
+        """Add metrics, by name, to the next row of metrics.jsonl."""
         self._next_row |= metrics
 
     def show(self, completions: Sequence[Completion]) -> None:
-        """Record completions of this rank with the next row; only the main rank writes them."""
+        """Keep this rank's chosen completions, to be written with the next row; do nothing except on the main rank."""
         if self.backend.topology.is_main:
             self._sampled += completions
 
     def resume(self, restored: RestoredRun) -> None:
-        """Resume from a checkpoint."""
+        """Continue from the state of the checkpoint that the run resumes from."""
         self.num_rollouts = restored.trace_rollouts
         for record in self.others:
             record.resume(restored)
 
     def rollout(self, index: int, taken: TrainingBatch, result: AdvantageResult) -> None:
-        """Record rollout ``index`` with its advantages."""
+        """Record rollout ``index`` and its advantages."""
         self.num_rollouts += 1
         self.add(taken.metrics)
         for record in self.others:
             self.add(record.rollout(index, taken, result))
 
     def update(self, update: Update) -> None:
-        """Record a planned update."""
+        """Record the planned optimizer steps of a rollout."""
         self.add(update.metrics)
         for record in self.others:
             self.add(record.update(update))
 
     def write(self, phase: str, result: StepResult, values: Mapping[str, float]) -> None:
-        """Write one optimizer step's row: its metrics, the metrics added since the last row, and ``values``."""
+        """Write one optimizer step's row: its metrics, the metrics added since the last row, and ``values``.
+
+        phase: ``rl``, or the name of the supervised phase.
+        result: the step's result.
+        values: further metrics by name.
+        """
         row = {"step": self.backend.step_index, "step_kind": result.kind, "phase": phase, **step_metrics(result)}
         row |= {**self._next_row, **values, "weight_version": self.backend.weight_version}
         sampled, self._next_row, self._sampled = self._sampled, {}, []
@@ -106,6 +114,6 @@ class Records:
             record.row(written)
 
     def end(self) -> None:
-        """Record that the run ends."""
+        """Tell every other record that the run ends."""
         for record in self.others:
             record.end()

@@ -1,4 +1,4 @@
-"""The seam of the reference policy: its methods for a run, and the part of a run without a KL."""
+"""The interface of the reference policy, and its stand-in for a run without a KL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from megatron_rl.types import StepResult
 
 
 class Reference(Protocol):
-    """Gives the policy that a run's KL is measured against. Methods are collectives unless they say otherwise.
+    """Manages the reference policy, against which a run's KL is measured, and the KL's coefficient β.
+
+    Methods are collectives unless they say otherwise.
 
     is_needed: whether a KL is measured at all.
     """
@@ -22,12 +24,12 @@ class Reference(Protocol):
 
     @property
     def coefficient(self) -> float:
-        """Return β of the rollout that is trained now, or of the next one. Not a collective."""
+        """Return the KL's coefficient β for the rollout in training, or else for the next one. Not a collective."""
         ...
 
     @property
     def loss_coefficient(self) -> float:
-        """Return β if the KL is in the loss, 0 if it is in the reward. Not a collective."""
+        """Return the KL's coefficient β in the loss; 0 if the KL is in the reward. Not a collective."""
         ...
 
     def keep(self) -> None:
@@ -35,33 +37,36 @@ class Reference(Protocol):
         ...
 
     def logprobs(self, batch: Batch, chosen: np.ndarray) -> np.ndarray:
-        """Return log π_ref, float32 [T] flat, of the samples ``chosen`` ([S] bool); 0 for the others."""
+        """Return log π_ref of the samples ``chosen`` (bool [S]); 0 for the others.
+
+        The result is float32 [T], one number for each response token of the batch, sample after
+        sample.
+        """
         ...
 
     def measure(self, result: StepResult) -> None:
-        """Count one optimizer step's KL, if the KL is in the loss. Not a collective."""
+        """Add one optimizer step's KL to the rollout's, if the KL is in the loss. Not a collective."""
         ...
 
     def after_rollout(self, index: int, num_samples: int, kl: MeasuredKL | None = None) -> None:
-        """Adjust the coefficient after rollout ``index``, and renew the reference if that is due.
+        """Adjust β after rollout ``index``, and make the current policy the reference if that is due.
 
-        num_samples: the rollout's samples, dropped ones too.
-        kl: the KL in the reward; None without one, and for a rollout that does not train the
-            policy.
+        num_samples: the number of the rollout's samples, dropped ones included.
+        kl: the KL in the reward. None if it has none, or if the rollout did not train the policy.
         """
         ...
 
     def state(self) -> dict[str, float | None]:
-        """Return a checkpoint's state, between rollouts, as JSON-able values. Not a collective."""
+        """Return the state that a checkpoint saves between two rollouts, as JSON-able values. Not a collective."""
         ...
 
     def load_state(self, state: Mapping[str, float | None]) -> None:
-        """Take over a checkpoint's state, after the backend was loaded."""
+        """Restore the state that a checkpoint has saved; call it after the backend was loaded."""
         ...
 
 
 class NoReference:
-    """Stands for the reference of a run without a KL: it keeps no weights and changes no coefficient."""
+    """Replaces the reference in a run without a KL: it keeps no weights, and its coefficient is 0."""
 
     is_needed, coefficient, loss_coefficient = False, 0.0, 0.0
 

@@ -1,6 +1,7 @@
-"""The reference policy of a run: when it takes the policy's weights, its log-probs, and the coefficient of its KL.
+"""The reference policy of a run: when it takes over the policy's weights, its log-probs, and the KL's coefficient.
 
-The backend holds the weights themselves (backend/reference_weights.py). Semantics §7; docs/ppo.md.
+The backend holds the weights themselves (backend/reference_weights.py). See docs/semantics.md §7
+and docs/ppo.md.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from megatron_rl.types import StepResult
 
 
 class ReferencePolicy:
-    """Manages the policy that a run's KL is measured against. Methods are collectives unless they say otherwise.
+    """Manages the reference policy, against which a run's KL is measured, and the KL's coefficient β.
 
-    One coefficient holds for a whole rollout, all its mini-batches and epochs; an adaptive
-    coefficient changes once per rollout.
+    β is constant during a rollout, over all its mini-batches and epochs. An adaptive β changes once
+    per rollout. Methods are collectives unless they say otherwise.
     """
 
     def __init__(self, loss: LossConfig, settings: ReferenceConfig, backend: MegatronBackend) -> None:
@@ -40,12 +41,12 @@ class ReferencePolicy:
 
     @property
     def coefficient(self) -> float:
-        """Return β of the rollout that is trained now, or of the next one. Not a collective."""
+        """Return the KL's coefficient β for the rollout in training, or else for the next one. Not a collective."""
         return self._controller.value
 
     @property
     def loss_coefficient(self) -> float:
-        """Return β if the KL is in the loss, 0 if it is in the reward. Not a collective."""
+        """Return the KL's coefficient β in the loss; 0 if the KL is in the reward. Not a collective."""
         return self.coefficient if self.in_loss else 0.0
 
     def keep(self) -> None:
@@ -54,9 +55,9 @@ class ReferencePolicy:
             self.backend.keep_reference()
 
     def logprobs(self, batch: Batch, chosen: np.ndarray) -> np.ndarray:
-        """Return log π_ref on every rank, float32 [T] flat over the batch's response tokens.
+        """Return log π_ref of each response token of the batch on every rank: float32 [T], sample after sample.
 
-        chosen: bool [S]; the log-probs of all other samples are 0.
+        chosen: bool [S], the samples to compute; the log-probs of all others are 0.
         """
         with self.backend.reference_weights():
             return self.backend.logprobs(batch, chosen).flat
@@ -64,10 +65,10 @@ class ReferencePolicy:
     # ---- the coefficient -------------------------------------------------------------------------------------------
 
     def measure(self, result: StepResult) -> None:
-        """Count one optimizer step's KL, over all ranks, if the KL is in the loss. Not a collective.
+        """Add one optimizer step's KL over all ranks to the rollout's KL, if the KL is in the loss. Not a collective.
 
-        A ghost counts nothing, nor does a step that was not applied since its gradient was not
-        finite.
+        A ghost step, which runs on a zero gradient, adds nothing. Neither does a step that was
+        skipped because its gradient was not finite.
         """
         if self.is_needed and self.in_loss and result.applied:
             self.count(result.sums["kl"], result.sums["tokens"])
@@ -78,7 +79,7 @@ class ReferencePolicy:
         self._tokens += tokens
 
     def observe(self, kl_per_token: float, num_samples: int) -> None:
-        """Adjust an adaptive coefficient by one rollout's KL, in nats per token.
+        """Adjust an adaptive β by one rollout's KL, in nats per token; a fixed β stays.
 
         Not a collective, but every rank must make the same call. Raises ValueError if the KL is NaN
         (KLCoefficient.updated).
@@ -86,14 +87,15 @@ class ReferencePolicy:
         self._controller = self._controller.updated(kl_per_token, num_samples)
 
     def after_rollout(self, index: int, num_samples: int, kl: MeasuredKL | None = None) -> None:
-        """Adjust the coefficient by the KL of rollout ``index``, after its last step, and renew the reference if due.
+        """Adjust β by the KL of rollout ``index``, after its last step, and renew the reference if that is due.
+
+        To renew it is to make the policy's current weights the reference.
 
         index: counted from 0.
-        num_samples: the rollout's samples, dropped ones too.
-        kl: the KL in the reward; None without one, and for a rollout that does not train the
-            policy.
+        num_samples: the number of the rollout's samples, dropped ones included.
+        kl: the KL in the reward. None if it has none, or if the rollout did not train the policy.
 
-        A rollout without a measured token leaves the coefficient as it is.
+        A rollout without a measured token leaves β as it is.
         """
         if kl is not None:
             self.count(kl.kl, kl.tokens)
@@ -106,11 +108,11 @@ class ReferencePolicy:
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, float | None]:
-        """Return a checkpoint's state, between rollouts, as JSON-able values; a fixed coefficient is not in it."""
+        """Return the state that a checkpoint saves between two rollouts, as JSON-able values: an adaptive β."""
         return {"coefficient": self.coefficient if self.is_adaptive else None}
 
     def load_state(self, state: Mapping[str, float | None]) -> None:
-        """Take over a checkpoint's state, after the backend was loaded.
+        """Restore the state that a checkpoint has saved; call it after the backend was loaded.
 
         Raises CheckpointError if the reference is needed now and the checkpoint has none.
         """

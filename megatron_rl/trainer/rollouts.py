@@ -1,4 +1,4 @@
-"""The build of a run's rollouts: this rank's engine and worker, the manager over all ranks, and the queue."""
+"""The construction of what makes rollouts: this rank's engine and worker, the manager over all ranks, the queue."""
 
 from __future__ import annotations
 
@@ -42,7 +42,13 @@ def build_queue(
     passes_parts: bool,
     passes_all: bool,
 ) -> RolloutQueue:
-    """Build the queue of rollouts. ``passes_parts``, ``passes_all``: see QueueSettings."""
+    """Return the queue of rollouts.
+
+    passes_parts: whether a rollout's samples get log-prob passes in parts, each part as soon as it
+        is collected.
+    passes_all: whether such a pass takes every sample, or only the samples that may have signal (an
+        advantage other than 0).
+    """
     scorer = GroupScorer(Scoring.of(config.reward, config.advantage, config.rollout, config.loss), backend)
     groups = GroupSettings(
         dynamic_sampling=config.rollout.dynamic_sampling,
@@ -75,10 +81,10 @@ def build_manager(
     *,
     models: Sequence[DeviceShare],
 ) -> RolloutManager:
-    """Build and start this rank's engine, and build the manager of the rollouts.
+    """Start this rank's inference engine, and return the manager of the rollouts on all ranks.
 
-    models: the trainer's models on this rank's device; they leave the device in turn if the engine
-        shares it.
+    models: the models that this rank trains. If the engine shares their device, their gradients and
+        optimizer state leave it while the engine runs.
     """
     refuse_mixture(config.weight_sync, backend.shape.num_experts)
     # This rank's engine.
@@ -140,9 +146,10 @@ def _with_episodes(
     tokenizer,
     watchdog: Watchdog,
 ) -> tuple[Engine, TakeCounts]:
-    """Return the engine that plays an environment's or an agent's episodes, and a function that takes its counts.
+    """Return an engine that plays an environment's or an agent's episodes, and a function that takes its counts.
 
-    Without an environment and an agent it is the given engine, and the counts are empty.
+    The function returns {metric: count since its last call}. Without an environment and an agent,
+    the result is the given engine and a function that returns {}.
     """
     take_counts = dict
     if environment.name is not None:
@@ -184,14 +191,18 @@ def _location(num_critic: int, topology: Topology) -> RankLocation:
 
 
 def unscored(rollouts: Sequence[Rollout]) -> list[Score]:
-    """Return a total of 0 for each rollout of a run without rewards; a total of None if its environment excluded it."""
+    """Return a score for each rollout of a run without rewards: a total of 0, or None if it is excluded.
+
+    A rollout is excluded if its environment gave it up.
+    """
     return [Score(total=None if rollout.excluded else 0.0, by_function=()) for rollout in rollouts]
 
 
 def _scorer(reward: Reward, watchdog: Watchdog) -> Callable[[Sequence[Rollout]], list[Score]]:
-    """Return a function that scores rollouts in any thread; its stage is recorded in the main thread only.
+    """Return a function that scores rollouts; any thread may call it.
 
-    Calls in workers have deadlines of their own. The watchdog bounds a call in this process.
+    A call in the main thread is recorded as the stage ``reward``. Reward functions in worker
+    processes have deadlines of their own; a call in this process is bounded by the watchdog's.
     """
     stage = watchdog.stage if reward.runs_apart else watchdog.own_code
 

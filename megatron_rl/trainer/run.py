@@ -1,4 +1,4 @@
-"""A run: its parts, which the loop in train.py calls by name."""
+"""A run: the object that holds everything which the loop in train.py calls."""
 
 from __future__ import annotations
 
@@ -26,25 +26,30 @@ if TYPE_CHECKING:
 
 
 class Start(Protocol):
-    """Trains a run's model before RL, or in its place (trainer/supervised.py)."""
+    """Trains a run's model before RL, or in place of RL (trainer/supervised.py)."""
 
     def take(self, run: Run) -> bool:
-        """Take the steps that are left; return whether the run was told to leave between two of them. A collective."""
+        """Take the steps that are left; return whether the run must stop before they end. A collective.
+
+        It must stop if a rank got SIGTERM, SIGUSR1 or SIGINT; a checkpoint is saved by then.
+        """
         ...
 
 
 @dataclass(kw_only=True, eq=False)
 class Run:
-    """Holds all parts of a run (``trainer.build.build_run``). Methods are collectives unless they say otherwise.
+    """Holds all objects of a run (``trainer.build.build_run``).
 
-    passes:        the passes that advantages are made of.
-    evaluation:    the evaluation of held-out prompts; None without held-out prompts or without
-                   rewards.
-    checkpoints:   None if the run neither saves a checkpoint nor resumes from one.
-    start:         the supervised start; None without one, and after it.
+    Methods are collectives unless they say otherwise.
+
+    passes:          the forward passes that run before the advantages.
+    evaluation:      the evaluation of held-out prompts; None without held-out prompts or without
+                     rewards.
+    checkpoints:     None if the run neither saves a checkpoint nor resumes from one.
+    start:           the supervised start; None without one, and after it.
     evaluates_first: whether ``evaluation`` runs before the first rollout.
-    rollouts_done: the rollouts trained before the checkpoint that the run resumed from; None if the
-        run did not resume, or resumed before RL.
+    rollouts_done:   the rollouts trained before the checkpoint that the run resumed from; None if
+                     the run did not resume, or resumed before RL.
     """
 
     backend: TrainableModel
@@ -64,9 +69,10 @@ class Run:
     rollouts_done: int | None = None
 
     def begin(self) -> bool:
-        """Do the work before RL's first rollout that is not done yet: supervised start, evaluation, preparation.
+        """Do what remains to be done before RL's first rollout: supervised start, evaluation, and ``begin_rl``.
 
-        Returns whether the run was told to leave; a checkpoint is saved then.
+        Returns whether the run must stop now: a rank got SIGTERM, SIGUSR1 or SIGINT, and a
+        checkpoint is saved.
         """
         if self.start is not None and self.start.take(self):
             return True
@@ -78,19 +84,23 @@ class Run:
         return self.save_if_due(0)
 
     def begin_rl(self) -> None:
-        """Give the critic the policy's weights if it starts from them, and make the current policy the reference."""
+        """Copy the policy's weights into the critic if it starts from them; make the current policy the reference."""
         self.critic.begin(self.backend)
         self.reference.keep()
 
     def take(self, index: int) -> TrainingBatch:
-        """Wait for rollout ``index`` and start later ones; return its scored groups, on every rank."""
+        """Wait for rollout ``index`` and start later rollouts; return its scored samples, on every rank."""
         self.timer.restart()
         taken = self.queue.take(index)
         self.queue.start_ahead(index)
         return taken
 
     def end_step(self, update: Update, step: UpdateStep, result: StepResult) -> None:
-        """Write an optimizer step's row; after the rollout's last step, evaluate first if that is due."""
+        """Write an optimizer step's row of metrics.jsonl.
+
+        If an evaluation is due after the rollout's last step, it comes first, and the row has its
+        metrics.
+        """
         self.reference.measure(result)
         facts, backend = update.batch.facts, self.backend
         self.records.add(self.planner.gap_metrics(update, step, result))
@@ -104,7 +114,10 @@ class Run:
         self.records.write("rl", result, {**values, "rollout": update.index + 1})
 
     def evaluate(self, *, suffix: str = "") -> dict[str, float]:
-        """Return the metrics of the held-out sets under the current weights."""
+        """Return the metrics of the held-out sets under the current weights.
+
+        suffix: is appended to the metrics' names.
+        """
         with self.timer.enter("eval"):
             result = self.evaluation.run(self.queue.manager, step=self.backend.step_index, suffix=suffix)
         self.timer.report("eval", result.metrics["time/eval_s"])
@@ -112,5 +125,10 @@ class Run:
         return dict(result.metrics)
 
     def save_if_due(self, num_rollouts: int) -> bool:
-        """Save a checkpoint if one is due; return whether the run was told to leave, with everything saved."""
+        """Save a checkpoint if one is due; return whether the run must stop now.
+
+        It must stop if a rank got SIGTERM, SIGUSR1 or SIGINT; a checkpoint is saved by then.
+
+        num_rollouts: the number of rollouts trained so far.
+        """
         return self.checkpoints is not None and self.checkpoints.save_if_due(num_rollouts)

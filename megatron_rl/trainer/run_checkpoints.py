@@ -1,4 +1,4 @@
-"""The checkpoints of a run: their content beside the models, when they are saved, and the restoring of a run."""
+"""The saving and restoring of a run's state beside its models: queue, data, reference policy and records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_rl.trainer.reference import Reference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCheckpoints:
-    """Saves the run's parts in checkpoints, and restores them. Methods are collectives.
+    """Saves a run's state in checkpoints, and restores it. Methods are collectives.
 
     saves:  whether checkpoints are saved; a run that resumes from one may save none.
     folder: the run's folder.
@@ -35,7 +35,7 @@ class RunCheckpoints:
     is_main: bool
 
     def restore(self, restored: RestoredRun) -> None:
-        """Restore the run's parts from a checkpoint, after the model, the critic and the random states."""
+        """Restore the run's state from a checkpoint, after the models and the random states were restored."""
         self.reference.load_state(restored.reference)
         self.prompts.load_state(restored.prompts)
         queue_state.restore(self.queue, restored.queue, restored.queue_rows)
@@ -44,7 +44,12 @@ class RunCheckpoints:
             forget_after(self.folder, restored.rollouts or 0)
 
     def save_if_due(self, num_rollouts: int) -> bool:
-        """Save a checkpoint if one is due; return whether the run was told to leave, with everything saved."""
+        """Save a checkpoint if one is due; return whether the run must stop now.
+
+        It must stop if a rank got SIGTERM, SIGUSR1 or SIGINT; a checkpoint is saved by then.
+
+        num_rollouts: the number of rollouts trained so far.
+        """
         if not self.saves:
             return False
         last = num_rollouts > 0 and not self.queue.has(num_rollouts)
@@ -52,7 +57,12 @@ class RunCheckpoints:
             return self.manager.save_if_due(num_rollouts, self._state, last=last)
 
     def save_supervised_if_due(self, num_steps: int) -> bool:
-        """Save a checkpoint between supervised steps if one is due; return whether the run was told to leave."""
+        """Save a checkpoint between two supervised steps if one is due; return whether the run must stop now.
+
+        It must stop if a rank got SIGTERM, SIGUSR1 or SIGINT; a checkpoint is saved by then.
+
+        num_steps: the number of supervised steps taken so far.
+        """
         if not self.saves:
             return False
         with self.timer.follow("checkpoint"):

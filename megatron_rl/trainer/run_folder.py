@@ -26,11 +26,12 @@ OF_THE_RECORD = ("run.dir", "run.name", "run.deadline_s", "metrics.", "checkpoin
 
 
 def check_run_folder(path: pathlib.Path, *, make: bool = True) -> None:
-    """Make the run's folder; raise ConfigError if it cannot be made or written. Not a collective: every rank asks.
+    """Create the run's folder; raise ConfigError if it cannot be created or written. Not a collective.
 
-    Every rank raises by itself, before the job's world is made, so that none waits for another.
+    Every rank calls it and raises by itself, before the ranks join a process group. So no rank
+    waits for another.
 
-    make: False looks only, and makes no folder.
+    make: if False, create nothing and only check.
     """
     way_out = "name a folder that can be written by run.dir (or --run-dir)"
     try:
@@ -49,7 +50,7 @@ def check_run_folder(path: pathlib.Path, *, make: bool = True) -> None:
 
 
 def _exists(path: pathlib.Path) -> bool:
-    """Return whether the folder exists; raise the OSError that making it would raise for permissions or names."""
+    """Return whether the folder exists; raise OSError if it is a file, or could not be created there."""
     try:
         path.stat()
     except FileNotFoundError:
@@ -64,7 +65,10 @@ def _exists(path: pathlib.Path) -> bool:
 
 
 def look_at_run_folder(folder: pathlib.Path) -> None:
-    """Raise ConfigError as `held_run_folder` would; make, lock and write nothing."""
+    """Raise ConfigError if the folder cannot be written or another run holds its lock.
+
+    It creates, locks and writes nothing.
+    """
     check_run_folder(folder, make=False)
     try:
         RunLock(folder).check_free()
@@ -78,9 +82,8 @@ def held_run_folder(folder: pathlib.Path, deadline_s: float) -> Iterator[None]:
 
     deadline_s: ``run.deadline_s``, for which the ranks wait for each other.
 
-    Raises ConfigError if the folder cannot be written or another run holds the lock. It does so
-    before the ranks of the job agree to start (distributed/agreement.py), so that the error ends
-    all ranks.
+    Raises ConfigError if the folder cannot be written or another run holds the lock. The error
+    comes before the ranks agree to start (distributed/agreement.py), so it ends all ranks.
     """
     check_run_folder(folder)
     if this_job(deadline_s=deadline_s).rank:
@@ -103,9 +106,9 @@ def unwritable(folder: pathlib.Path, error: OSError) -> str:
 
 @contextlib.contextmanager
 def on_every_rank(folder: pathlib.Path) -> Iterator[None]:
-    """Raise one rank's ConfigError or OSError of the block on every rank, as a ConfigError.
+    """Raise ConfigError on every rank if the block raised ConfigError or OSError on one rank.
 
-    The context is a collective; the block itself is none.
+    The context is a collective, which all ranks enter; the block must hold no collective.
     """
     error: Exception | None = None
     message = None
@@ -165,10 +168,13 @@ def refuse_finished(
     folder: pathlib.Path,
     state: Mapping,
 ) -> None:
-    """Raise ConfigError if the run has ended and the command has other settings, which would train nothing.
+    """Raise ConfigError if the run has ended and the command changes settings: with them nothing would be trained.
+
+    Not a collective.
 
     settings: the command's settings, as ``config_to_dict`` gives them.
-    folder, state: the checkpoint to resume from, and its state.json. Not a collective.
+    prompts: the training data; the call may set its cursor to the checkpoint's.
+    folder, state: the checkpoint to resume from, and the content of its state.json.
     """
     if state.get("supervised_steps") is not None or state["feed"]["jobs"]:
         return
@@ -192,7 +198,7 @@ def refuse_finished(
 
 
 def report_run(folder: pathlib.Path, config_yaml: str) -> None:
-    """Write report.html from the metrics so far; log an error if it cannot be written, and raise nothing."""
+    """Write report.html from the metrics so far; if that fails, log an error and raise nothing."""
     try:
         if (folder / METRICS_FILE).stat().st_size:
             from megatron_rl.observability.report import write_report
@@ -203,7 +209,7 @@ def report_run(folder: pathlib.Path, config_yaml: str) -> None:
 
 
 def written_rows(folder: pathlib.Path) -> list[Row]:
-    """Return the run's rows for its last table; log an error and return [] if they cannot be read."""
+    """Return the rows of metrics.jsonl, for the table at the run's end; log an error and return [] if unreadable."""
     try:
         return read_metrics(folder / METRICS_FILE)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The records of every run beside its metrics: the queue's buffers, the trace, progress and the stall warning."""
+"""The records of every run beside its metrics: replay buffer, trace, progress bar, plans and the stall warning."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ class TraceRecord(Record):
     recorder: Recorder
 
     def resume(self, restored: RestoredRun) -> None:
-        """Continue the numbers of rollouts from the checkpoint's."""
+        """Continue the numbering of rollouts after the checkpoint's last rollout."""
         self.recorder.num_rollouts = restored.trace_rollouts
 
     def rollout(self, index: int, taken: TrainingBatch, result: AdvantageResult) -> Mapping[str, float]:
-        """Write the rollout's lengths and rewards."""
+        """Write the rollout's lengths and rewards to trace.jsonl; return no metrics."""
         self.recorder.rollout(taken.facts, taken.scored.rewards.totals, taken.scored.by_function)
         return {}
 
     def row(self, row: Row) -> None:
-        """Fit the simulator's coefficients again."""
+        """Write coefficients.json again, fitted to the times of all steps so far."""
         self.recorder.fit()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueRecord(Record):
-    """Fills the queue's replay buffer, and returns the counts of queue and engine."""
+    """Fills the queue's replay buffer, and returns the metrics of the queue's buffers, generation and weight sync."""
 
     queue: RolloutQueue
 
     def rollout(self, index: int, taken: TrainingBatch, result: AdvantageResult) -> Mapping[str, float]:
-        """Remember the groups with signal; return the sizes of the buffers."""
+        """Offer the rollout's groups to the replay buffer; return the metrics of the replay and re-roll buffers."""
         return self.queue.remember(taken, result.plain)
 
     def update(self, update: Update) -> Mapping[str, float]:
-        """Return the counts of generation and weight sync since the last update."""
+        """Return the metrics of generation and weight sync since the last update."""
         return self.queue.manager.take_metrics()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallRecord(Record):
-    """Warns if a run trains nothing.
+    """Warns if many optimizer steps in a row train nothing.
 
     folder:  the run's folder.
-    is_main: whether this is the main rank. It alone has the file of rows, so it alone counts the
-        steps before a resume.
+    is_main: whether this is the main rank. It alone has metrics.jsonl, so it alone counts the steps
+             before a resume.
     """
 
     watch: StallWarning
@@ -72,11 +72,11 @@ class StallRecord(Record):
             self.watch.resume(read_metrics(self.folder / METRICS_FILE))
 
     def row(self, row: Row) -> None:
-        """Count one step."""
+        """Count one optimizer step, and warn if too many in a row trained nothing."""
         self.watch.observe(row)
 
     def end(self) -> None:
-        """Warn if the run's steps trained nothing."""
+        """Warn if all the run's steps trained nothing and were too few for a warning before."""
         self.watch.end()
 
 
@@ -87,7 +87,7 @@ class ProgressRecord(Record):
     progress: ProgressBar
 
     def row(self, row: Row) -> None:
-        """Show one step."""
+        """Advance the progress bar by one optimizer step."""
         self.progress.update(row)
 
 
@@ -101,7 +101,7 @@ class PlanRecord(Record):
     folder: pathlib.Path
 
     def update(self, update: Update) -> Mapping[str, float]:
-        """Save the plan of an update."""
+        """Save the plan of a rollout's optimizer steps; return no metrics."""
         plans = self.folder / "plans"
         plans.mkdir(exist_ok=True)
         (plans / f"rollout_{update.index + 1}.json").write_text(update.decision.plan.to_json())

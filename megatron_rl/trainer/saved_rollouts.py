@@ -1,4 +1,4 @@
-"""The record that saves whole rollouts (``metrics.save_rollouts``, observability/saved_rollouts.py)."""
+"""The record of whole rollouts, saved as files (``metrics.save_rollouts``, observability/saved_rollouts.py)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron_rl.types import Advantages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRollouts(Record):
-    """Saves whole rollouts: each rank saves the groups that it generated.
+    """Saves whole rollouts as files: each rank saves the groups that it generated.
 
     folder:         the run's folder.
     functions:      the names of the reward functions, ``reward.functions``.
-    every_rollouts: every so many rollouts one is saved.
+    every_rollouts: one of so many rollouts is saved.
     """
 
     folder: pathlib.Path
@@ -31,7 +31,7 @@ class SavedRollouts(Record):
     rank: int
 
     def rollout(self, index: int, taken: TrainingBatch, result: AdvantageResult) -> Mapping[str, float]:
-        """Save this rank's groups of rollout ``index``, with the rewards and advantages that all ranks know."""
+        """Save this rank's groups of rollout ``index`` with their rewards and advantages, if due; return no metrics."""
         if taken.groups and index % self.every_rollouts == 0:
             groups, token_ids = saved_groups(taken, result.advantages)
             document = {
@@ -44,7 +44,7 @@ class SavedRollouts(Record):
 
 
 def saved_groups(taken: TrainingBatch, advantages: Advantages) -> tuple[list[dict[str, object]], set[int]]:
-    """Return this rank's groups in the form of a saved rollout, and the token ids that occur in their responses."""
+    """Return this rank's groups as dicts, in the format of a saved rollout, and the token ids of their responses."""
     facts, totals = taken.facts, taken.scored.rewards.totals
     ends = np.cumsum(facts.response_tokens)
     groups, seen = [], set()

@@ -1,4 +1,4 @@
-"""The choice of the parts around a run's loop: evaluation, records, exports, checkpoints and the supervised start."""
+"""The factory of the objects around a run's loop: evaluation, records, exports, checkpoints, supervised start."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandingParts:
-    """Holds the parts that a run has before its engines start, and chooses the parts that are made of them.
+    """Holds the objects that a run has before its engines start, and builds further objects from them.
 
     resume_point: the checkpoint that the run resumes from; None if it starts at the beginning.
     """
@@ -54,18 +54,24 @@ class StandingParts:
 
     @property
     def supervised_steps_done(self) -> int:
-        """Return the supervised steps before the checkpoint; 0 unless it lies within the supervised start."""
+        """Return the number of supervised steps before the checkpoint; 0 unless it was saved between them."""
         return self.resume_point.supervised_steps or 0 if self.resume_point is not None else 0
 
     @property
     def rollouts_done(self) -> int | None:
-        """Return the rollouts trained before the checkpoint; None if there is no checkpoint, or none after RL began."""
+        """Return the number of rollouts trained before the checkpoint.
+
+        None without a checkpoint, and if it was saved before RL began.
+        """
         point = self.resume_point
         return None if point is None or point.supervised_steps is not None else point.rollouts
 
     @property
     def evaluates_first(self) -> bool:
-        """Return whether to evaluate first: no rollout is trained, and no supervised start ends in an evaluation."""
+        """Return whether an evaluation may come first: there is no supervised start, and no rollout is trained yet.
+
+        A supervised start ends in that evaluation.
+        """
         return not (self.config.sft.steps or self.rollouts_done)
 
     def evaluation(self) -> Evaluation | None:
@@ -83,7 +89,10 @@ class StandingParts:
         return None if self.reward is None else evaluation
 
     def live(self, watchdog: Watchdog) -> LiveRun | None:
-        """Return the reader of the run's current values, after handing it to the sinks; None if no sink needs it."""
+        """Return the reader of the run's current values, after giving it to the sinks of metrics.
+
+        None if no port for Prometheus is set, and on all ranks but the main rank.
+        """
         if self.config.metrics.prometheus_port is None or not self.backend.topology.is_main:
             return None
         from megatron_rl.trainer.live_run import LiveRun
@@ -93,7 +102,7 @@ class StandingParts:
         return live
 
     def records(self, queue: RolloutQueue, reference: Reference) -> Records:
-        """Return the records of the run."""
+        """Return the writer of metrics.jsonl together with the run's other records."""
         config, topology, folder = self.config, self.backend.topology, self.config.run.path
         records = Records(self.backend, reference, self.writer)
         chosen: list[Record] = [QueueRecord(queue=queue)]
@@ -113,7 +122,7 @@ class StandingParts:
         return records
 
     def exports(self, queue: RolloutQueue, timer: StepTimer) -> Exports:
-        """Return the exports of the policy."""
+        """Return the object that exports the policy as Hugging Face directories."""
         run = self.config.run.path
         root = self.config.checkpoint.root(run)
         return Exports(
@@ -128,7 +137,7 @@ class StandingParts:
     def run_checkpoints(
         self, queue: RolloutQueue, reference: Reference, records: Records, timer: StepTimer
     ) -> RunCheckpoints | None:
-        """Return the run's checkpoints; None if it neither saves a checkpoint nor resumes from one."""
+        """Return the object that saves and restores the run's state; None if the run does neither."""
         if not self.config.saves_checkpoints and self.resume_point is None:
             return None
         from megatron_rl.trainer.run_checkpoints import RunCheckpoints

@@ -1,4 +1,4 @@
-"""The supervised start: optimizer steps on the data set's own responses, by the same plan and schedule as RL's.
+"""The supervised start: optimizer steps on responses of the data set, with RL's planner and pipeline schedule.
 
 Its steps imitate solutions, or train on preference pairs (``preference.loss``,
 trainer/preference.py). They precede RL, or are the whole run.
@@ -40,9 +40,11 @@ PURPOSE = "imitate"  # names the plans of steps on solutions
 class ResponseUpdate:
     """Holds all values that the optimizer step on a batch of S responses reads.
 
-    batch: the batch, with the rows that this rank's micro-batches need.
-    signal: bool [S], the responses whose coefficient in the loss is not 0.
-    inputs: the inputs of the linear loss −Σ_i w_i Σ_t log π(t); its weights are [S], of any sign.
+    batch: the batch, with the responses that this rank's micro-batches need.
+    step: the plan of the optimizer step.
+    fingerprint: a digest of the plan, which all ranks compare.
+    signal: bool [S], the responses that add to the gradient.
+    inputs: the inputs of the linear loss −Σ_i w_i Σ_t log π(t). Its weights w are [S], of any sign.
     """
 
     batch: Batch
@@ -52,29 +54,35 @@ class ResponseUpdate:
     inputs: LossInputs
 
     def accumulate(self, backend: TrainableModel) -> None:
-        """Add the gradient of the linear loss. A collective."""
+        """Add the gradient of the linear loss to the backend's accumulated gradient. A collective."""
         backend.forward_backward(self.batch, self.step, self.inputs, fingerprint=self.fingerprint, supervised=True)
 
 
 class SupervisedTask(Protocol):
     """Trains and evaluates the model on the data set's responses. Methods are collectives.
 
-    phase: the phase in the task's rows of metrics.jsonl.
+    phase: the name in the field ``phase`` of the task's rows of metrics.jsonl.
     """
 
     phase: str
 
     def step(self) -> tuple[StepResult, dict[str, float]]:
-        """Take one optimizer step on the next rows; return its result and its metrics."""
+        """Take one optimizer step on the next rows of the data; return its result and its metrics."""
         ...
 
     def evaluate(self, *, suffix: str = "") -> dict[str, float]:
-        """Return the metrics of the held-out rows, ``suffix`` appended to their names; {} if no rows are held out."""
+        """Return the metrics of the held-out rows; {} if no rows are held out.
+
+        suffix: is appended to the metrics' names.
+        """
         ...
 
 
 def next_responses(prompts: PromptDataset, rows: int, pairs: PreferenceConfig) -> list[Solution]:
-    """Return the responses of the next rows: one per row, or a pair's chosen and rejected one after the other."""
+    """Return the responses of the next ``rows`` rows of the data.
+
+    A row has one response, or a pair's chosen and rejected response, one after the other.
+    """
     if not pairs.is_on:
         return prompts.next_solutions(rows)
     return _in_turns(prompts.next_pairs(rows, pairs.chosen_key, pairs.rejected_key), pairs)
@@ -120,7 +128,7 @@ def _in_turns(rows: Sequence[tuple[Solution, Solution]], pairs: PreferenceConfig
 
 
 def start_supervised_optimizer(backend: TrainableModel, sft: SftConfig, of_rl: OptimizerConfig) -> None:
-    """Start AdamW anew under the rates and the schedule of ``sft``. A collective.
+    """Replace the optimizer by a fresh AdamW with the learning rate and the schedule of ``sft``. A collective.
 
     of_rl: RL's optimizer settings; those that ``sft`` does not set are taken from it.
     """
@@ -131,11 +139,13 @@ def start_supervised_optimizer(backend: TrainableModel, sft: SftConfig, of_rl: O
 class SupervisedStart:
     """Takes the remaining steps of ``sft.steps``, then starts a fresh optimizer for RL.
 
-    optimizer:      RL's optimizer settings.
-    done:           the steps taken before a checkpoint within the start; else 0.
-    total_rl_steps: the optimizer steps of RL that may move the policy; the schedule of RL's
-        learning rate ends after them.
-    keeps_reference: whether the task compares with the policy before the first step.
+    optimizer:       RL's optimizer settings.
+    done:            the supervised steps taken before the run resumed; 0 if it did not resume
+                     within the start.
+    total_rl_steps:  the optimizer steps of RL that may move the policy; the schedule of RL's
+                     learning rate ends after them.
+    keeps_reference: whether the loss compares with the policy before the first step, which is then
+                     kept as the reference.
     """
 
     task: SupervisedTask
@@ -146,9 +156,9 @@ class SupervisedStart:
     keeps_reference: bool
 
     def take(self, run: Run) -> bool:
-        """Take the steps; return whether the run was told to leave between two of them. A collective.
+        """Take the steps; return whether the run must stop between two of them. A collective.
 
-        If it was told to leave, a checkpoint is saved.
+        It must stop if a rank got SIGTERM, SIGUSR1 or SIGINT; a checkpoint is saved by then.
         """
         settings, backend, task = self.settings, run.backend, self.task
         if not self.done:  # else the checkpoint has brought optimizer and reference
@@ -173,11 +183,12 @@ class SupervisedStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Responses:
-    """Holds the responses of a task.
+    """Holds the responses that a supervised task trains and evaluates on.
 
-    size:     rows per step, ``sft.samples_per_step``.
+    prompts:  the training data.
+    size:     the number of rows per step, ``sft.samples_per_step``.
     pairs:    the settings of pairs: whether each row has two responses, and their columns.
-    held_out: solutions, or chosen and rejected responses in alternation.
+    held_out: held-out solutions, or chosen and rejected responses in alternation.
     """
 
     prompts: PromptDataset
@@ -186,7 +197,7 @@ class Responses:
     held_out: Sequence[Solution]
 
     def next(self) -> list[Solution]:
-        """Return the responses of the next step."""
+        """Return the responses of the next step's rows, and move the data's cursor on."""
         return next_responses(self.prompts, self.size, self.pairs)
 
 
@@ -198,7 +209,7 @@ class Imitation:
         self.phase = WARMUP if precedes_rl else SFT
 
     def step(self) -> tuple[StepResult, dict[str, float]]:
-        """Take one optimizer step on the next ``sft.samples_per_step`` solutions."""
+        """Take one optimizer step on the next ``sft.samples_per_step`` solutions; return its result and its metrics."""
         backend, timer = self.backend, self.timer
         update = imitate(backend, response_batch(backend, self.responses.next()))
         with timer.measure("update"):
@@ -208,7 +219,10 @@ class Imitation:
         return result, metrics | step_times(timer, update.batch.facts)
 
     def evaluate(self, *, suffix: str = "") -> dict[str, float]:
-        """Return the loss of held-out solutions, −log π per loss token, as ``sft/eval_loss``."""
+        """Return the loss of the held-out solutions, −log π per loss token, and their number of loss tokens.
+
+        The metrics are ``sft/eval_loss`` and ``sft/eval_tokens``; {} if no solutions are held out.
+        """
         held_out, sums, num_tokens = self.responses.held_out, [], 0
         if not held_out:
             return {}
@@ -222,7 +236,7 @@ class Imitation:
 
 
 def imitate(backend: MegatronBackend, batch: Batch) -> ResponseUpdate:
-    """Plan the one optimizer step on a batch of solutions: w = 1/N over its N loss tokens. A collective."""
+    """Plan the one optimizer step on a batch of solutions: each of its N loss tokens weighs 1/N. A collective."""
     facts = batch.facts
     weights = reduction_weights("token_mean", facts, np.arange(facts.num_samples), max_response_tokens=1)
     return plan_update(backend, batch, weights, facts.loss_tokens > 0, purpose=PURPOSE, drops=False)
@@ -233,9 +247,10 @@ def plan_update(
 ) -> ResponseUpdate:
     """Plan the one optimizer step on a batch of S responses. A collective.
 
-    weights: float64 [S], of the linear loss.
-    signal: bool [S].
-    purpose, drops: see ``plan_steps``.
+    weights: float64 [S], each response's weight in the linear loss.
+    signal: bool [S], the responses that add to the gradient.
+    purpose: a name of the plan's purpose, which is part of its fingerprint.
+    drops: whether the other responses are left out.
     """
     facts = batch.facts
     tokens = tokens_of(facts, share_prompts=backend.rules.share_prompts)
@@ -252,13 +267,19 @@ def plan_update(
 def response_batches(
     backend: TrainableModel, responses: Sequence[Solution], size: int, *, of_row: int = 1
 ) -> Iterator[Batch]:
-    """Yield batches of ``size`` rows with ``of_row`` responses each. Each batch is a collective."""
+    """Yield batches of ``size`` rows with ``of_row`` responses each; the last may be smaller.
+
+    Making a batch is a collective.
+    """
     for first in range(0, len(responses), size * of_row):
         yield response_batch(backend, responses[first : first + size * of_row], of_row=of_row)
 
 
 def response_batch(backend: TrainableModel, responses: Sequence[Solution], *, of_row: int = 1) -> Batch:
-    """Make a batch of responses, ``of_row`` in each group, spread over all ranks. A collective."""
+    """Return a batch of responses, spread over all ranks. A collective.
+
+    of_row: the number of responses to a row of the data, which form a group.
+    """
     topology, version = backend.topology, backend.weight_version
     mine = list(range(topology.rank, len(responses), topology.world_size))
     samples = []

@@ -1,4 +1,4 @@
-"""The training data of a run: its rows, read, checked and tokenized for the policy's model."""
+"""The training data of a run: its rows are read, checked, and tokenized for the policy's model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def load_prompts(
     hf_config,
     required: Sequence[RequiredColumn],
 ) -> PromptDataset:
-    """Return the training data, read and tokenized; raise ConfigError for the first row that cannot be trained.
+    """Return the training data, read and tokenized; raise ConfigError for the first row that cannot be trained on.
 
     seed: ``run.seed``.
     hf_config: the policy's Hugging Face config.
-    required: the columns that every row must have (``Reward.required_columns``).
+    required: the columns that the reward functions need in every row (``Reward.required_columns``).
     """
     return PromptDataset(
         load_rows(data.train),
@@ -41,12 +41,15 @@ def load_prompts(
 
 
 def context_tokens(pairs: PreferenceConfig, hf_config) -> int:
-    """Return the most tokens of a row: the context, less one position if a reward model's score is read there."""
+    """Return the most tokens that a row may have: the context length, less one if a reward model is trained.
+
+    A reward model's score is its number for one token that is added after the response.
+    """
     return hf_config.max_position_embeddings - int(pairs.trains_reward_model)
 
 
 def response_columns(sft: SftConfig, pairs: PreferenceConfig, data: DataConfig) -> tuple[tuple[str, str], ...]:
-    """Return the (column, setting) of each response that the supervised steps read; () without such steps."""
+    """Return (column, its setting's name) of each response that the supervised steps read; () without such steps."""
     if not sft.is_on:
         return ()
     if pairs.is_on:

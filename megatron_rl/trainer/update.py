@@ -1,8 +1,9 @@
-"""The update of a rollout: its signal, log-probs, importance weights and the plan of its optimizer steps.
+"""The preparation of a rollout's update: signal, log-probs, importance weights and the plan of optimizer steps.
 
-All four are decided here alone, in a fixed order. Signal by advantage alone plans the log-prob
-pass. Its log-probs give importance weights, which may take signal away but never give it. The
-samples that still have signal are planned anew. Every rank decides from the same numbers.
+All four are decided here alone, in a fixed order. A sample has signal if its advantage is not 0.
+The samples with signal get the log-prob pass. Its log-probs give importance weights, which may take
+signal away (a weight of 0) but never give it. The samples that still have signal are planned anew.
+Every rank decides from the same numbers.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ Correct = Callable[[Batch, Decision, Advantages, np.ndarray], "CorrectedSignal"]
 class UpdateRules:
     """Holds the settings of a rollout's update.
 
+    signal:        the rule by which samples are dropped.
     max_response_tokens: ``rollout.max_response_tokens``, a denominator of
         ``loss.reduction=sequence_sum_norm``.
-    epochs:              times that each rollout is trained.
-    held_rollouts:       while a critic warms up, so many first rollouts hold the policy.
+    epochs:        how often each rollout is trained on.
+    held_rollouts: the number of first rollouts that train the critic alone and leave the policy as
+                   it is (a critic's warm-up).
     """
 
     signal: SignalRule
@@ -53,10 +56,11 @@ class UpdateRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateStep:
-    """Holds one optimizer step of a rollout.
+    """Holds the plan of one optimizer step of a rollout.
 
-    number:  the step's number within the rollout, from 0.
-    is_last: whether it is the rollout's last step.
+    fingerprint: a digest of the plan, which all ranks compare.
+    number:      the step's number within the rollout, from 0.
+    is_last:     whether it is the rollout's last step.
     """
 
     plan: StepPlan
@@ -69,17 +73,19 @@ class UpdateStep:
 class Update:
     """Holds all values that a rollout's optimizer steps read.
 
-    index:      the rollout's index, from 0.
-    batch:      the batch, with the rows that this rank's micro-batches need.
-    steps:      each optimizer step: mini-batches in order, epoch after epoch.
-    old:        log π_old.
-    is_fresh:   whether the engine sampled by the weights of the first step.
-    reference:  float32 [T] flat, log π_ref; None if the loss does not read it.
-    importance: float64 [T] flat, the correction's weights; None if all are 1.
-    kl_coefficient: β of the loss.
-    kl:         the KL in the reward; None without one, and if the policy is held.
-    targets:    the critic's targets; None without a critic.
-    metrics:    the metrics of advantages, log-prob passes and corrections.
+    index:          the rollout's index, from 0.
+    batch:          the batch, with the samples that this rank's micro-batches need.
+    steps:          each optimizer step: mini-batches in order, epoch after epoch.
+    old:            log π_old.
+    is_fresh:       whether the engine sampled by the weights of the first step.
+    reference:      float32 [T], log π_ref of each response token, sample after sample; None if the
+                    loss does not read it.
+    importance:     float64 [T], the importance weights in the same order; None if all are 1.
+    kl_coefficient: β of the KL in the loss; 0 if the loss has no KL.
+    kl:             the KL in the reward; None if it has none, or if the rollout does not train the
+                    policy.
+    targets:        the critic's targets; None without a critic.
+    metrics:        the metrics of advantages, log-prob passes and importance weights.
     """
 
     rules: UpdateRules
@@ -100,7 +106,8 @@ class Update:
     def inputs(self, step: UpdateStep) -> LossInputs:
         """Return the values that the loss reads in one step.
 
-        Advantages are multiplied by the reduction's weights, from the step's mini-batch.
+        Each advantage is multiplied by its sample's weight in ``loss.reduction`` over the step's
+        mini-batch.
         """
         inputs = loss_inputs(
             self.rules.loss,
@@ -121,12 +128,14 @@ class Update:
 
 
 class UpdatePlanner:
-    """Prepares updates. Methods are collectives unless they say otherwise.
+    """Plans the optimizer steps of each rollout. Methods are collectives unless they say otherwise.
 
-    old, reference: the passes that the update makes itself.
-    gap:            the check of log π_old, and of the steps.
-    correct:        finds the importance weights, and the samples that have signal under them; None:
-                    all weights are 1.
+    old:       computes log π_old by a forward pass.
+    gap:       compares the trainer's log-probs with the engine's, in that pass or in the optimizer
+               steps.
+    reference: computes log π_ref.
+    correct:   a function that returns the importance weights, and the samples that have signal
+               under them (``Corrections``); None if all weights are 1.
     """
 
     def __init__(
@@ -147,8 +156,8 @@ class UpdatePlanner:
         """Plan a rollout's optimizer steps, and return all values that they read.
 
         taken: the rollout's batch.
-        passes: the results of the passes that ran before the advantages. Log π_old and log π_ref are
-            computed here if they are needed and ``passes`` lacks them.
+        passes: the results of the forward passes that ran before the advantages. Log π_old and log
+            π_ref are computed here if they are needed and ``passes`` lacks them.
         result: the advantages.
         index: the rollout's index, from 0.
         """
@@ -196,7 +205,7 @@ class UpdatePlanner:
         )
 
     def _signal(self, advantages: Advantages, taken: TrainingBatch) -> np.ndarray:
-        """Return bool [S], the samples with signal by their advantages alone. Not a collective."""
+        """Return bool [S], the samples whose advantages are not all 0 and that carry loss. Not a collective."""
         facts = taken.facts
         return has_signal(
             advantages.largest(facts.response_tokens),
@@ -210,12 +219,15 @@ class UpdatePlanner:
         return decide(self.backend, batch, signal, kind, drops=self.rules.signal.drops)
 
     def gap_metrics(self, update: Update, step: UpdateStep, result: StepResult) -> dict[str, float]:
-        """Return the metrics of a step that measured its own gap to the engine; else {}. Not a collective."""
+        """Return the metrics of the gap to the engine for an optimizer step's row; {} if it has none. Not a collective.
+
+        The gap is the difference between the trainer's and the engine's log-probs.
+        """
         return self.gap.of_step(update.old, step.plan, result, number=step.number, fresh=update.is_fresh)
 
 
 def steps_of(plan: BatchPlan, epochs: int) -> tuple[UpdateStep, ...]:
-    """Return the optimizer steps of a rollout that is trained ``epochs`` times."""
+    """Return a rollout's optimizer steps: the plan's mini-batches in order, repeated ``epochs`` times."""
     planned = [*zip(plan.mini_batches, plan.fingerprints(), strict=True)] * epochs
     return tuple(
         UpdateStep(plan=step, fingerprint=fingerprint, number=number, is_last=number == len(planned) - 1)

@@ -1,7 +1,7 @@
-"""Checks of relations between settings, before any weight is read. They are no collectives.
+"""Checks of combinations of settings, made before any weight is read. Each rank checks for itself.
 
-One table (table.py) lists the refused combinations. The functions that give the reasons are in
-objective.py, models.py and rollouts.py, by theme.
+table.py lists the refused combinations. For each one, a function in objective.py, models.py or
+rollouts.py returns the reason against it, or None.
 """
 
 from megatron_rl.validate.models import beyond_the_end, check_critic_model, check_lengths, check_profile

@@ -1,4 +1,4 @@
-"""The configurations of a critic's and a teacher's model, and the number of the policy's ranks."""
+"""Functions that derive the critic's and the teacher's configurations from the run's, and count the policy's ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ OWN_SECTIONS = ("parallel", "optimizer")
 def policy_ranks(of_critic: int, num_ranks: int) -> int:
     """Return the number of ranks that hold the policy. Raises ConfigError if a separate critic leaves none.
 
-    of_critic: ``Config.separate_critic_ranks``.
-    num_ranks: the ranks of the job.
+    of_critic: the number of ranks that hold the critic alone (``Config.separate_critic_ranks``).
+    num_ranks: the number of ranks of the job.
     """
     if of_critic >= num_ranks:
         raise ConfigError(
@@ -28,9 +28,10 @@ def policy_ranks(of_critic: int, num_ranks: int) -> int:
 
 
 def critic_config(config: Config) -> Config:
-    """Return the Config from which the critic's model is built.
+    """Return the Config from which the critic's model is built: the run's, with the settings of section ``critic``.
 
-    Raises ConfigError for a field that a section does not have.
+    Raises ConfigError if ``critic.parallel`` or ``critic.optimizer`` has a field that the section
+    of that name lacks.
     """
     critic = config.critic
     # A critic has no LM head, so its stages balance by another layout than the policy's.
@@ -51,7 +52,11 @@ def critic_config(config: Config) -> Config:
 
 
 def teacher_config(config: Config) -> Config:
-    """Return the Config from which the teacher's model is built: the policy's, with balanced pipeline stages."""
+    """Return the Config from which the teacher's model is built: the run's, with the teacher's weights.
+
+    A ``parallel.pipeline_layout`` of the policy is left out, so the teacher's pipeline stages are
+    balanced by cost.
+    """
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, hf_path=config.teacher.hf_path),

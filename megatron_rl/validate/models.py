@@ -1,4 +1,4 @@
-"""Reasons against combinations of settings of a run's models: policy, critic and teacher."""
+"""Functions that return the reason against a combination of settings of policy, critic or teacher, or None."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megatron_rl.planning.pipeline_layout import stated_layers
 
 
 def layout(parallel: ParallelConfig) -> None:
-    """Raise ConfigError for a text that is no pipeline layout, or a layout of a wrong number of stages."""
+    """Raise ConfigError if ``parallel.pipeline_layout`` is no layout, or has a wrong number of stages."""
     stated_layers(parallel)
 
 
 def policy_path(hf_path: str) -> str | None:
-    """Refuse a policy without a directory."""
+    """Return an error message if ``model.hf_path`` is empty or holds no config.json, else None."""
     if not hf_path:
         return "model.hf_path='' names no model; give a Hugging Face directory with config.json and safetensors"
     if _lacks_config(hf_path):
@@ -48,7 +48,10 @@ def provider(
     teacher_path: str | None,
     bitwise: bool,
 ) -> str | None:
-    """Refuse settings that were not tested with models of Megatron-Bridge."""
+    """Return an error message if a setting was not tested with models built by Megatron-Bridge, else None.
+
+    provider: ``model.provider``: "bridge", or "native" for models that are built here.
+    """
     if provider == "native":
         return None
     unshown = {
@@ -74,7 +77,11 @@ def teacher(
     off_policy_delta: float | None,
     temperature: float,
 ) -> str | None:
-    """Refuse a teacher's settings without a teacher, and settings that a teacher rules out."""
+    """Return an error message if the teacher's settings cannot hold, else None.
+
+    They cannot if no teacher is used, if it has neither weights nor servers, or if another setting
+    rules out a teacher.
+    """
     if not has_teacher:
         return _unread("teacher", teacher, TeacherConfig(), estimator, "distillation")
     if teacher.hf_path is None and not teacher.servers:
@@ -102,7 +109,11 @@ def teacher(
 
 
 def critic(config: Config) -> str | None:
-    """Refuse a critic's settings without a critic, and settings that a critic rules out."""
+    """Return an error message if the critic's settings cannot hold, else None.
+
+    They cannot if no critic is used, if its directory has no config.json, or if another setting
+    rules out a critic. Raises ConfigError for an unknown field of the section.
+    """
     critic, delta = config.critic, config.correction.off_policy_delta
     if not config.has_critic:
         return _unread("critic", critic, CriticConfig(), config.advantage.estimator, "gae")
@@ -125,9 +136,10 @@ def _of_one_advantage(delta: float, estimator: str) -> str:
 
 
 def _unread(section: str, settings: object, neutral: object, estimator: str, reader: str) -> str | None:
-    """Refuse a changed setting of a section that the estimator does not read.
+    """Return an error message if a section that the advantage estimator does not read has a changed setting, else None.
 
-    neutral: the section with its defaults.
+    settings: the section, an instance of its dataclass.
+    neutral: the same section with its defaults.
     reader: an estimator that reads the section, for the message.
     """
     left_alone = dataclasses.asdict(neutral)
@@ -141,9 +153,9 @@ def _unread(section: str, settings: object, neutral: object, estimator: str, rea
 
 
 def check_profile(profile: ProfileConfig, num_ranks: int, *, on_gpu: bool) -> None:
-    """Raise ConfigError for a profile of ranks without a policy, or by a tool that this device does not have.
+    """Raise ConfigError for a profile of ranks that hold no policy, or of nsys on a host without a GPU.
 
-    num_ranks: the number of the policy's ranks.
+    num_ranks: the number of ranks that hold the policy; they come first.
     on_gpu: whether the run is on a GPU.
     """
     if profile.steps is None:
@@ -162,7 +174,7 @@ def check_profile(profile: ProfileConfig, num_ranks: int, *, on_gpu: bool) -> No
 
 
 def beyond_the_end(profile: ProfileConfig, num_steps: int) -> str | None:
-    """Return a warning if steps to profile are beyond the run's ``num_steps`` optimizer steps; None if none are."""
+    """Return a warning if ``profile.steps`` goes beyond the run's ``num_steps`` optimizer steps, else None."""
     if profile.steps is None or profile.steps[1] <= num_steps:
         return None
     return (
@@ -172,7 +184,11 @@ def beyond_the_end(profile: ProfileConfig, num_steps: int) -> str | None:
 
 
 def check_lengths(data: DataConfig, rollout: RolloutConfig, context_tokens: int, of: str = "the model") -> None:
-    """Raise ConfigError if the longest prompt and response together do not fit in a model's context."""
+    """Raise ConfigError if the longest prompt and the longest response together exceed a model's context.
+
+    context_tokens: the number of tokens of the context.
+    of: the model's name in the message.
+    """
     longest = data.max_prompt_tokens + rollout.max_response_tokens
     if longest > context_tokens:
         raise ConfigError(
@@ -185,10 +201,11 @@ def check_lengths(data: DataConfig, rollout: RolloutConfig, context_tokens: int,
 def check_critic_model(
     critic: CriticConfig | None, data: DataConfig, rollout: RolloutConfig, policy, policy_path: str
 ) -> None:
-    """Raise ConfigError for a critic of other weights whose context or vocabulary is too small for the policy's.
+    """Raise ConfigError if ``critic.hf_path`` has too small a context, or fewer tokens than the policy.
 
-    critic: None in a run without a critic.
-    policy, policy_path: the policy's Hugging Face config, and ``model.hf_path``.
+    critic: None in a run without a critic. A critic without ``hf_path`` is not checked.
+    policy: the policy's Hugging Face config.
+    policy_path: ``model.hf_path``, for the message.
     """
     if critic is None or critic.hf_path is None:
         return

@@ -1,4 +1,4 @@
-"""Reasons against combinations of settings of the objective: estimators, losses, the skip, rewards, schedules."""
+"""Functions that return the reason against a combination of settings of estimators, losses or rewards, or None."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MOST_SAMPLES = 10**7  # in one rollout
 def own_parts(advantage: AdvantageConfig, loss: LossConfig) -> None:
     """Raise ConfigError if an estimator or a policy loss of the user's own breaks its contract (docs/your-own.md).
 
-    Each is called on random numbers. A loss that trains at a zero advantage is not refused here:
-    ``skip.mode`` decides that.
+    Both are called on random numbers. A loss that has a gradient at a zero advantage is not refused
+    here: ``exact_skip`` refuses it if ``skip.mode`` does not allow it.
     """
     if is_own(advantage.estimator):
         from megatron_rl.algorithm import own_estimator
@@ -40,14 +40,14 @@ def own_parts(advantage: AdvantageConfig, loss: LossConfig) -> None:
 
 
 def exact_skip(config: Config) -> None:
-    """Raise ConfigError if ``skip.mode=exact`` would not be exact, or if a loss is no sum over tokens."""
+    """Raise ConfigError if ``skip.mode=exact`` could change the result, or if a loss is no sum over tokens."""
     signal_rule(config)
 
 
 def reference(
     reference: ReferenceConfig, loss: LossConfig, estimator: str, prompts_per_rollout: int, samples_per_prompt: int
 ) -> str | None:
-    """Refuse a reference that contradicts the loss, the advantage or the size of a rollout."""
+    """Return an error message if the reference's settings contradict loss, estimator or rollout size, else None."""
     if reference.kl_in == "reward" and loss.kl_estimator == "unbiased":
         return (
             "reference.kl_in=reward with loss.kl_estimator=unbiased: its ratio π_θ/π_old is there for the gradient it "
@@ -88,7 +88,11 @@ def pairs(
     lora_rank: int | None,
     evaluation: EvalConfig,
 ) -> str | None:
-    """Refuse pairs that cannot be trained, or whose linear loss would have another gradient than the pairs."""
+    """Return an error message if preference pairs cannot be trained under these settings, else None.
+
+    Among the reasons are settings under which a sample's log-probs differ between passes. Then the
+    linear loss, which trains the pairs, would not have the pair loss's gradient.
+    """
     loss = preference.loss
     if not preference.is_on:
         return None
@@ -122,7 +126,13 @@ def pairs(
 
 
 def routing_replay(mode: str, correction: CorrectionConfig, replay: ReplayConfig) -> str | None:
-    """Refuse to replay the experts of the old log-probs' pass if there is no such pass."""
+    """Return an error message if routing replay should take its experts from a pass that is not run, else None.
+
+    The pass is the one for π_old. In the training step, routing replay uses the experts that the
+    router chose in that pass.
+
+    mode: ``rollout.routing_replay``.
+    """
     if mode != "old_logprobs":
         return None
     setting = "rollout.routing_replay=old_logprobs replays the experts of the pass that gives π_old"
@@ -140,7 +150,7 @@ def routing_replay(mode: str, correction: CorrectionConfig, replay: ReplayConfig
 
 
 def no_reward(num_rollouts: int | None, functions: tuple[str, ...], has_teacher: bool) -> str | None:
-    """Refuse rollouts without a reward function and without a teacher."""
+    """Return an error message if rollouts have neither a reward function nor a teacher, else None."""
     if num_rollouts == 0 or functions or has_teacher:
         return None
     return "reward.functions is empty and train.num_rollouts > 0; name one, as in reward.functions=[math_verify]"
@@ -149,7 +159,7 @@ def no_reward(num_rollouts: int | None, functions: tuple[str, ...], has_teacher:
 def no_baseline(
     num_rollouts: int | None, samples_per_prompt: int, advantage: AdvantageConfig, has_critic: bool, has_teacher: bool
 ) -> str | None:
-    """Refuse groups of one sample under an estimator that compares a group's samples."""
+    """Return an error message if the estimator compares a prompt's samples and each prompt has one, else None."""
     if num_rollouts == 0 or samples_per_prompt >= 2 or has_critic or has_teacher or advantage.moves_equal_rewards:
         return None
     return (
@@ -159,7 +169,10 @@ def no_baseline(
 
 
 def rollout_size(prompts: int, samples: int) -> str | None:
-    """Refuse a rollout of more than MOST_SAMPLES samples."""
+    """Return an error message if a rollout has more than MOST_SAMPLES samples, else None.
+
+    prompts, samples: the number of prompts of a rollout, and of samples of each.
+    """
     if prompts * samples <= MOST_SAMPLES:
         return None
     return (
@@ -169,7 +182,7 @@ def rollout_size(prompts: int, samples: int) -> str | None:
 
 
 def schedule(optimizer: OptimizerConfig) -> str | None:
-    """Refuse a learning rate that decays upwards, or whose decay ends before the warm-up does."""
+    """Return an error message if the learning rate decays upwards, or its decay ends before the warm-up, else None."""
     if optimizer.min_lr > optimizer.lr > 0 and optimizer.schedule != "constant":
         return (
             f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}, from which the schedule decays "
@@ -191,7 +204,11 @@ def dead_groups(
     capacity_groups: int,
     max_rounds: int,
 ) -> str | None:
-    """Refuse settings about groups without signal if other settings give every group signal."""
+    """Return an error message if a setting acts on groups without a gradient and another rules them out, else None.
+
+    capacity_groups, max_rounds: ``replay.capacity_groups`` and
+        ``rollout.dynamic_sampling.max_rounds``.
+    """
     causes = {
         "advantage.estimator=gae": has_critic,
         "advantage.estimator=distillation": has_teacher,
@@ -211,7 +228,10 @@ def dead_groups(
 
 
 def overlong(buffer: int, limit: int) -> str | None:
-    """Refuse an overlong buffer that is longer than the longest response."""
+    """Return an error message if the overlong penalty's buffer has more tokens than the longest response, else None.
+
+    buffer, limit: ``reward.overlong_buffer_tokens`` and ``rollout.max_response_tokens``.
+    """
     if buffer <= limit:
         return None
     return (

@@ -1,4 +1,8 @@
-"""Reasons against combinations of settings of rollouts: engines, rollouts ahead, weight sync, episodes, rewards."""
+"""Functions that return the reason against a combination of settings of rollouts, or None.
+
+They cover engines, rollouts ahead of training, weight sync, environments, reward workers and
+evaluation.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,12 @@ OWNED_ARGUMENTS = {
 
 
 def _late(key: str, seconds: float, deadline_s: float) -> str | None:
-    """Refuse a wait that is not shorter than ``run.deadline_s``, for which the other ranks wait."""
+    """Return an error message if a wait of ``seconds`` is not shorter than ``run.deadline_s``, else None.
+
+    The other ranks wait at most ``run.deadline_s`` for a rank.
+
+    key: the setting of the wait.
+    """
     if seconds < deadline_s:
         return None
     return (
@@ -62,12 +71,12 @@ def _late(key: str, seconds: float, deadline_s: float) -> str | None:
 
 
 def teachers_answer(teacher: TeacherConfig, deadline_s: float) -> str | None:
-    """Refuse a wait for a teacher's servers that is not shorter than the other ranks' wait."""
+    """Return an error message if a wait for a teacher's servers may outlast the other ranks' wait, else None."""
     return _late("teacher.request_s", teacher.request_s, deadline_s) if teacher.servers else None
 
 
 def engines_answer(rollout: RolloutConfig, deadline_s: float) -> str | None:
-    """Refuse a wait for vLLM's engines that is not shorter than the other ranks' wait."""
+    """Return an error message if a wait for vLLM's engines may outlast the other ranks' wait, else None."""
     if rollout.engine != "vllm":
         return None
     for name, seconds in (("start_s", rollout.start_s), ("request_s", rollout.request_s)):
@@ -77,13 +86,21 @@ def engines_answer(rollout: RolloutConfig, deadline_s: float) -> str | None:
 
 
 def metric(metric: str | None, functions: tuple[str, ...]) -> None:
-    """Raise ConfigError for a metric of dynamic sampling that is no reward of the run."""
+    """Raise ConfigError if ``rollout.dynamic_sampling.metric`` names no reward of the run.
+
+    functions: ``reward.functions``.
+    """
     if metric is not None:
         choose("rollout.dynamic_sampling.metric", metric, (*functions, "reward", "shaped"))
 
 
 def replay_beside_refill(capacity_groups: int, rounds: int) -> str | None:
-    """Refuse replay together with dynamic sampling: both replace groups without signal."""
+    """Return an error message if replay and dynamic sampling are both on, else None.
+
+    Both replace groups that have no gradient.
+
+    capacity_groups, rounds: ``replay.capacity_groups`` and ``rollout.dynamic_sampling.max_rounds``.
+    """
     if not (capacity_groups and rounds):
         return None
     return (
@@ -93,7 +110,10 @@ def replay_beside_refill(capacity_groups: int, rounds: int) -> str | None:
 
 
 def in_flight(in_flight: bool, engine: str, producer: ProducerConfig) -> str | None:
-    """Refuse weights in flight if no vLLM engine generates ahead."""
+    """Return an error message if weights should be sent during generation and no engine can do that, else None.
+
+    Only vLLM engines that generate ahead of training can.
+    """
     if not in_flight or (engine == "vllm" and producer.ahead > 0):
         return None
     return (
@@ -110,11 +130,12 @@ def stragglers(
     train: TrainConfig,
     skip: SkipConfig,
 ) -> str | None:
-    """Refuse stragglers if a rollout cannot leave groups unfinished, or if they would be too old when trained.
+    """Return an error message if a rollout cannot be trained before its slowest groups (stragglers) end, else None.
 
-    Without weights in flight the next sync would wait for them. Parts of a rollout are cut by place,
-    dynamic sampling waits for its prompts, and an engine with an environment runs one call at a
-    time.
+    Unless weights are sent during generation, the next weight sync would wait for the stragglers.
+    With ``rollout.producer.min_groups`` a rollout is scored in parts, each of fixed groups. Dynamic
+    sampling waits for all prompts. An engine with an environment runs one call at a time. A further
+    reason is a staleness limit, if stragglers would exceed it when they are trained.
     """
     # A share that is no group, settings that exclude stragglers, then their age.
     producer = rollout.producer
@@ -153,7 +174,10 @@ def stragglers(
 
 
 def reward_workers(reward: RewardConfig, deadline_s: float) -> str | None:
-    """Refuse settings of reward workers if none is started, or if their deadline outlasts the other ranks' wait."""
+    """Return an error message if reward workers have settings and none is started, or answer too late, else None.
+
+    Their deadline must be below ``deadline_s``, the seconds that the other ranks wait.
+    """
     if reward.worker_environment and not reward.num_workers:
         return (
             f"reward.worker_environment={quoted(list(reward.worker_environment))} is for workers, and "
@@ -172,9 +196,14 @@ def bitwise(
     old_logprobs: str,
     capacity_groups: int,
 ) -> str | None:
-    """Refuse settings under which engine and trainer cannot agree to the bit (docs/bitwise.md says why).
+    """Return an error message if ``rollout.bitwise`` is set with a setting that makes log-probs differ, else None.
+
+    ``rollout.bitwise`` demands bitwise equal log-probs of engine and trainer; docs/bitwise.md gives
+    the reasons.
 
     fields: the configured fields of Megatron-Core's TransformerConfig.
+    interval_steps, old_logprobs, capacity_groups: ``weight_sync.interval_steps``,
+        ``correction.old_logprobs`` and ``replay.capacity_groups``.
     """
     # (setting, value, values that agree to the bit with the neutral one last, reason against all others)
     if not rollout.bitwise:
@@ -207,14 +236,17 @@ def bitwise(
 
 
 def bitwise_of_nothing(bitwise: bool, num_rollouts: int | None) -> str | None:
-    """Refuse ``rollout.bitwise`` in a run without rollouts."""
+    """Return an error message if ``rollout.bitwise`` is set in a run without rollouts, else None."""
     if not bitwise or num_rollouts != 0:
         return None
     return "rollout.bitwise=true compares rollouts, and train.num_rollouts=0 has none; set rollout.bitwise=false"
 
 
 def vllm_arguments(arguments: Mapping[str, object]) -> str | None:
-    """Refuse an argument of ``rollout.vllm`` that another setting decides."""
+    """Return an error message if ``rollout.vllm`` has an argument that the run itself sets, else None.
+
+    arguments: ``rollout.vllm``, arguments by name.
+    """
     for name, value in arguments.items():
         if name in OWNED_ARGUMENTS:
             return f"rollout.vllm.{name}={quoted(value)} must not be set: {OWNED_ARGUMENTS[name]} decides it"
@@ -222,7 +254,13 @@ def vllm_arguments(arguments: Mapping[str, object]) -> str | None:
 
 
 def adapters_alone(adapters: str, rank: int | None, rollout: RolloutConfig) -> str | None:
-    """Refuse to send adapters alone if there are none, or if the engines cannot hold them."""
+    """Return an error message if only LoRA adapters should be sent to engines and that is impossible, else None.
+
+    It is impossible without adapters, and for engines that cannot load them.
+
+    adapters: ``weight_sync.adapters``: "alone", or "merged" into the weights.
+    rank: ``lora.rank``; None: no adapters.
+    """
     if adapters == "merged":
         return None
     if rank is None or rollout.engine != "vllm":
@@ -247,7 +285,10 @@ def adapters_alone(adapters: str, rank: int | None, rollout: RolloutConfig) -> s
 
 
 def delta(weight_sync: WeightSyncConfig, engine: str) -> str | None:
-    """Refuse to send only changed weights to an engine in the trainer's process, or together with adapters alone."""
+    """Return an error message if ``weight_sync.delta`` (send changed weights alone) cannot hold, else None.
+
+    It needs vLLM engines, and excludes ``weight_sync.adapters=alone``.
+    """
     if not weight_sync.delta:
         return None
     if engine != "vllm":
@@ -266,7 +307,12 @@ def delta(weight_sync: WeightSyncConfig, engine: str) -> str | None:
 def environment(
     environment: EnvironmentConfig, functions: tuple[str, ...], plays_episodes: bool, deadline_s: float
 ) -> str | None:
-    """Refuse an environment's reward without an environment, and a step that may outlast the other ranks' wait."""
+    """Return an error message if the environment that gives a reward is missing, or may answer too late, else None.
+
+    functions: ``reward.functions``.
+    plays_episodes: whether an environment or an agent makes the samples.
+    deadline_s: the seconds that the other ranks wait; ``environment.deadline_s`` must be below it.
+    """
     if "environment" in functions and not plays_episodes:
         return (
             "reward.functions names 'environment', what the samples' environment gives, and environment.name is null; "
@@ -276,7 +322,11 @@ def environment(
 
 
 def agents(endpoint: EndpointConfig, environment: str | None, deadline_s: float, routing_replay: str) -> str | None:
-    """Refuse agents together with an environment or with replayed experts, and sessions that are too long."""
+    """Return an error message if an agent is used with an environment, with routing replay or for too long, else None.
+
+    deadline_s: the seconds that the other ranks wait; ``rollout.endpoint.deadline_s`` must be below
+        it.
+    """
     if endpoint.agent is None:
         return None
     if environment is not None:
@@ -295,14 +345,14 @@ def agents(endpoint: EndpointConfig, environment: str | None, deadline_s: float,
 
 
 def evaluation_temperature(temperature: float) -> str | None:
-    """Refuse a temperature of evaluation that is above 0 and too small to divide by."""
+    """Return an error message if evaluation's temperature is above 0 and too small to divide by, else None."""
     if not 0 < temperature < 0.01:
         return None
     return f"eval.temperature={temperature} must be 0 (greedy) or at least 0.01; engines divide by it"
 
 
 def evaluation(evaluation: EvalConfig) -> str | None:
-    """Refuse an evaluation without a data set."""
+    """Return an error message if evaluation is switched on without a data set, else None."""
     if not evaluation.every_rollouts or evaluation.named_sets:
         return None
     return (

@@ -1,4 +1,4 @@
-"""The table of refused combinations of settings, and the loop that checks it before any weight is read."""
+"""The table of refused combinations of settings, and the function that checks a configuration against it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Row:
     """Describes one refused combination of settings.
 
     refused: the combination, in words.
-    reads: the sections, settings or properties of the configuration that are the arguments of
-        ``reason``, in order.
-    reason: returns why they cannot go together, with the way out, or None if they can. It may also
-        raise ConfigError itself.
+    reads: the dotted keys of the Config's sections, settings or properties whose values are the
+        arguments of ``reason``, in order.
+    reason: a function that returns why these values cannot go together, with the way out. It
+        returns None if they can, and may raise ConfigError in place of a return.
     """
 
     refused: str
@@ -148,11 +148,11 @@ TABLE = (
 
 
 def validate_config(config: Config, *only: Reason) -> None:
-    """Check the sections of a configuration against each other, row by row.
+    """Raise ConfigError for the first refused combination of settings in a configuration, by the order of TABLE.
 
-    only: the reasons whose rows are checked; empty: all rows.
+    The error names the keys, their values and the way out.
 
-    Raises ConfigError, naming the keys, their values and the way out.
+    only: if given, only rows whose ``reason`` is one of these functions are checked.
     """
     for row in TABLE:
         if only and row.reason not in only:

@@ -1,1 +1,1 @@
-"""The page on this host that follows a run: its metrics as they come, and its rollouts."""
+"""The web page on this host that follows a run: its metrics as they are written, and its rollouts."""

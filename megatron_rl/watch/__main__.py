@@ -1,4 +1,4 @@
-"""The command that serves the page: ``megatron-rl watch RUN [--port N]``."""
+"""The command that serves a run's page to a browser on this host: ``megatron-rl watch RUN [--port N]``."""
 
 from __future__ import annotations
 

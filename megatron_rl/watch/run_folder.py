@@ -20,7 +20,7 @@ MOST_COMPLETIONS_BYTES = 1 << 28
 
 
 class RunFolder:
-    """Answers the page's questions from the files of a run. Raises ConfigError for a folder that holds no run."""
+    """Reads the data of the web page from a run's files. Raises ConfigError for a folder that holds no run."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path, self._lock = path, LockReader(path)
@@ -28,7 +28,10 @@ class RunFolder:
             raise ConfigError(f"{path} holds no run: neither {METRICS} nor config.yaml is there; name a run's folder")
 
     def facts(self) -> dict[str, object]:
-        """Return the run's name, its state, its configuration's text, and the numbers of its saved rollouts."""
+        """Return the run's name, state, phase titles and configuration, and the numbers of its saved rollouts.
+
+        The configuration is the text of config.yaml; "" if there is no such file.
+        """
         return {
             "name": self.path.resolve().name,
             "state": self._state(),
@@ -38,13 +41,16 @@ class RunFolder:
         }
 
     def _state(self) -> dict[str, object]:
-        """Return the run's state, its total of optimizer steps if known, and a time in seconds since 1970, or null.
+        """Return {"name": the run's state, "total_steps": ..., "at": ..., "fault": ...}.
 
-        running: its lock is held. ended, preempted, stopped, failed: its status says so, at that
-            time.
-        silent: it was killed; the time is its last sign.
-        unknown: the folder has no status, as a Tinker model's, or a malformed one, which ``fault``
-            names; the time is its last row's.
+        name: "running" if the lock of the run's folder is held. "ended", "preempted", "stopped" or
+            "failed" as the run's status file says. "silent" if the run was killed. "unknown" if the
+            folder has no readable status, as the folder of a Tinker model.
+        total_steps: the number of optimizer steps of the whole run; None if unknown.
+        at: a time in seconds since 1970; None if unknown. While the run is running, when it last
+            touched its lock. After a status of its end, when the status was written. Otherwise the
+            last sign of the run, such as the time of the last metrics row.
+        fault: what is malformed in the status file; None if nothing is.
         """
         status, fault = None, None
         try:
@@ -70,11 +76,12 @@ class RunFolder:
         return read_bytes(file, "text", most_bytes=MOST_BYTES, error=ValueError).decode("utf-8", "replace")
 
     def rows(self, offset: int) -> dict[str, object]:
-        """Return whole rows of metrics.jsonl from byte ``offset`` on, and the offset after them.
+        """Return whole rows of metrics.jsonl from byte ``offset`` on, the offset after them, and ``restarted``.
 
-        ``restarted`` says that the file is shorter than ``offset``: the run resumed from a
-        checkpoint and cut its rows, so that the page reads from 0 again. Raises ValueError for a
-        line that is no object.
+        ``restarted`` is True if the file is shorter than ``offset``. Then the run resumed from a
+        checkpoint and removed rows, and the rows are read from byte 0 again.
+
+        Raises ValueError for a line that is no JSON object.
         """
         file = self.path / METRICS
         size = file.stat().st_size if file.is_file() else 0
@@ -95,11 +102,11 @@ class RunFolder:
         return {"rows": rows, "offset": start + len(part), "restarted": restarted}
 
     def rollout(self, number: int) -> dict[str, object]:
-        """Return a saved rollout (observability/saved_rollouts.py)."""
+        """Return rollout ``number`` (from 1) as it was saved (observability/saved_rollouts.py)."""
         return read_rollout(self.path, number)
 
     def completions(self) -> dict[str, object]:
-        """Return the recorded completions, for a run that saves no whole rollouts."""
+        """Return {"completions": ...}, the recorded completions, for a run that saves no whole rollouts."""
         file = self.path / FILE_NAME
         if file.is_file() and (size := file.stat().st_size) > MOST_COMPLETIONS_BYTES:
             raise ValueError(f"{file} has {size} bytes; the page shows at most {MOST_COMPLETIONS_BYTES}")

@@ -1,4 +1,4 @@
-"""The server of the page and of the run's files to a browser on this host: ``megatron-rl watch RUN``."""
+"""The HTTP server of ``megatron-rl watch RUN``: sends a page and the run's data to a browser on this host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src '
 
 
 class WatchServer(http.server.ThreadingHTTPServer):
-    """Listens on this host alone. ``port`` 0 takes a free one. Raises ConfigError if the port is taken."""
+    """Serves a run's page at 127.0.0.1 alone. ``port``: 0 takes a free one. Raises ConfigError if the port is taken."""
 
     daemon_threads = True
     request_queue_size = 128  # connections that are not accepted yet; the default, 5, drops a burst
@@ -40,7 +40,7 @@ class WatchServer(http.server.ThreadingHTTPServer):
             ) from error
 
     def process_request(self, request: socket.socket, client_address: object) -> None:
-        """Answer in a thread; beyond ``most_connections`` the connection that has been idle the longest is closed."""
+        """Answer a connection in a new thread. If too many are open, close the one that has been idle the longest."""
         with self._guard:
             self._open[request] = None
             oldest = next(iter(self._open)) if len(self._open) > self.most_connections else None
@@ -62,7 +62,7 @@ class WatchServer(http.server.ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore a browser that closed its page; print any other error of an answer, and go on."""
+        """Ignore the error of a browser that closed its page; print any other error of an answer, and go on."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -104,7 +104,7 @@ class WatchHandler(http.server.BaseHTTPRequestHandler):
         self._answer(status, content, kind)
 
     def _content(self, path: str, query: dict[str, str]) -> tuple[bytes, str]:
-        """Return an answer's bytes and type. Raises FileNotFoundError, and ValueError for a malformed file or query."""
+        """Return (bytes, MIME type) of an answer. Raises FileNotFoundError or ValueError (malformed query or file)."""
         run = self.server.run
         match path:
             case "/api/run":

@@ -1,1 +1,1 @@
-"""Conversion between Megatron-Core's parameters and tensors under Hugging Face's names."""
+"""The conversion between Megatron-Core's parameters and tensors under Hugging Face's names."""

@@ -1,18 +1,21 @@
-"""The digest of a packed bucket of tensors, to tell whether it arrived bit for bit; the same on a CPU and a GPU.
+"""The digest of a bucket (tensors packed in one buffer), to tell whether the bucket arrived bit for bit.
 
-The bucket's bytes are read as signed 32-bit words in rows of ROW_WORDS, padded with zeros. Row r
-has the sum hᵣ = Σ_c f_c · word[r, c] modulo 2⁶⁴. The factors f are odd, pseudorandom, and differ in
-their lower 32 bits. The digest of a range of rows is Σᵣ mix(r, hᵣ), with splitmix64 as mix.
+A CPU and a GPU compute equal digests. The bucket's bytes are read as signed 32-bit words in rows of
+ROW_WORDS, padded with zeros. Row r has the sum hᵣ = Σ_c f_c · word[r, c] modulo 2⁶⁴. The factors f
+are odd, pseudorandom, and differ in their lower 32 bits. The digest of a range of rows is Σᵣ mix(r,
+hᵣ), with splitmix64 as mix.
 
-A bucket is cut into NUM_PARTS such ranges, its parts, each with a digest, so that each worker of an
-engine may read a few of them. The bucket's checksum covers the parts' digests, the number of bytes
-and the descriptions of the tensors. It takes two kernels per slab, some forty for a bucket of 128
-MiB, whatever the number of tensors. The host waits for the device once.
+A bucket is cut into NUM_PARTS ranges of rows, the bucket's parts. Each part has a digest, so that
+each worker of an inference engine may read a few parts only. The bucket's checksum covers the
+digests of the parts, the number of bytes and the descriptions of the tensors.
 
-A change of one word, or a swap of two that differ, always changes a row's sum. Any other change
-within a row is missed for 2⁻⁶⁴ of the possible factors, and for 2⁻³³ if only the words' top bits
-change. Rows do not cancel each other but by a collision of mix (2⁻⁶⁴). So a move within a bucket is
-seen, as of two tensors that changed places. The digest is no defence against an adversary.
+The digests take two kernels per slab (SLAB_ROWS rows), some forty for a bucket of 128 MiB, whatever
+the number of tensors. The host waits for the device once.
+
+A change of one word, or a swap of two words that differ, always changes a row's sum. Any other
+change within a row is missed for 2⁻⁶⁴ of the possible factors, or for 2⁻³³ if only the top bits of
+words change. Changes in several rows cancel only by a collision of mix (2⁻⁶⁴), so that two tensors
+that changed places are seen too. The digest is no defence against an adversary.
 
 This module imports torch alone, as weights/checksum.py does, and needs a little-endian host.
 """
@@ -35,18 +38,24 @@ SLAB_ROWS = {"cpu": 32, "cuda": 1024}
 
 
 def bucket_checksum(tensors: Sequence, packed: torch.Tensor) -> str:
-    """Return the checksum of a bucket, 16 hexadecimal digits over its tensors' descriptions and its bytes.
+    """Return the checksum of a bucket, 16 hexadecimal digits, over its tensors' descriptions and its bytes.
 
-    Waits for the device once.
+    The call waits for the device once.
 
-    tensors: [name, dtype, shape, first byte] of each tensor, as the message has them.
-    packed: [bytes] uint8, the tensors and the bytes between them.
+    tensors: [name, dtype, shape, first byte] of each tensor, as the message that announces the
+        bucket has them.
+    packed: [bytes] uint8, the tensors and the padding between them.
     """
     return checksum_of(tensors, len(packed), part_digests(packed, range(NUM_PARTS)).tolist())
 
 
 def checksum_of(tensors: Sequence, num_bytes: int, digests: Sequence[int]) -> str:
-    """Return the checksum of a bucket of ``num_bytes`` bytes from the digests of its NUM_PARTS parts."""
+    """Return the checksum of a bucket, 16 hexadecimal digits, from the digests of its NUM_PARTS parts.
+
+    tensors: [name, dtype, shape, first byte] of each tensor.
+    num_bytes: the bytes of the bucket.
+    digests: the digest of each part, in order, as an integer.
+    """
     total = hashlib.blake2b(json.dumps([num_bytes, tensors]).encode(), digest_size=8)
     for digest_of_part in digests:
         total.update((digest_of_part & (2**64 - 1)).to_bytes(8, "little"))
@@ -54,7 +63,10 @@ def checksum_of(tensors: Sequence, num_bytes: int, digests: Sequence[int]) -> st
 
 
 def part_bounds(num_bytes: int) -> list[int]:
-    """Return the NUM_PARTS + 1 bounds of a bucket's parts: whole rows, but for the last part; some parts are empty.
+    """Return the bytes at which a bucket's parts begin, and the bucket's end: NUM_PARTS + 1 ascending numbers.
+
+    Every part has whole rows except the last one that is not empty. The last parts of a small
+    bucket are empty.
 
     Example: a bucket of 20 rows has parts of 3, 3, 3, 3, 3, 3, 2 and 0 rows.
     """
@@ -63,10 +75,10 @@ def part_bounds(num_bytes: int) -> list[int]:
 
 
 def parts_of(worker: int, workers: int) -> range:
-    """Return the parts that one of an engine's workers checks.
+    """Return the numbers of the parts of a bucket that worker number ``worker`` of an engine's ``workers`` checks.
 
-    Together the workers check all parts; if they are more than the parts, some parts are checked
-    twice.
+    Together the workers check all parts. If there are more workers than parts, some parts are
+    checked twice.
 
     Example: the second of three workers checks parts 1, 4 and 7.
     """
@@ -78,6 +90,8 @@ def part_digests(packed: torch.Tensor, parts: Sequence[int], device: torch.devic
 
     packed: [bytes] uint8, the whole bucket, aligned to 4 bytes. Only the given parts of it are
         read, or copied to another device.
+    parts: the numbers of the parts.
+    device: None for the device of ``packed``.
     """
     bounds, device = part_bounds(len(packed)), packed.device if device is None else device
     factors = factors_on(device)
@@ -97,7 +111,11 @@ def _part_digest(packed: torch.Tensor, start: int, end: int, factors: torch.Tens
 
 @torch.no_grad()
 def row_sums(packed: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each row of bytes, int64 [rows] on the bytes' device."""
+    """Return the sum hᵣ of each row of ROW_BYTES bytes, int64 [rows] on the bytes' device.
+
+    packed: [bytes] uint8; the last row is padded with zeros.
+    factors: int64 [ROW_WORDS], as ``factors_on`` returns them.
+    """
     whole, rest = divmod(len(packed), ROW_BYTES)
     sums = torch.empty(whole + bool(rest), dtype=torch.int64, device=packed.device)
     words = packed[: whole * ROW_BYTES].view(torch.int32).view(whole, ROW_WORDS)
@@ -115,5 +133,9 @@ def row_sums(packed: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 
 def factors_on(device: torch.device) -> torch.Tensor:
-    """Return the factors, made anew: kept ones could lie in memory that a sleeping engine gives away."""
+    """Return the factors f of a row's words, int64 [ROW_WORDS] on ``device``.
+
+    They are computed anew in each call: stored factors could lie in memory that a sleeping engine
+    gives away.
+    """
     return mix_words(torch.zeros(ROW_WORDS, dtype=torch.int64, device=device)) | 1

@@ -2,9 +2,11 @@
 
 The bytes are read as int64 words in a grid of ROW_WORDS columns, padded with zeros. Each row and
 each column is summed modulo 2⁶⁴. The checksum is Σᵢ mix(i, vᵢ) over the vector v of column sums,
-row sums and the number of bytes, with splitmix64 as mix. The sums run on the tensor's device at its
-memory's speed, without memory of the tensor's size. A word's value shows in the sums of its row and
-its column, and so does its position.
+row sums and the number of bytes, with splitmix64 as mix. A word enters the sum of its row and the
+sum of its column, so that both its value and its position count.
+
+The sums run on the tensor's device at the speed of the device's memory, without a copy of the
+tensor.
 
 The checksum sees every change of one word, and every swap of two words that differ. It misses a
 change whose differences cancel in each row and in each column (four words at the corners of a
@@ -30,14 +32,17 @@ SLAB_BYTES = {"cpu": 2**22, "cuda": 2**25}  # multiples of ROW_BYTES; no checksu
 def checksum(tensor: torch.Tensor) -> int:
     """Return the checksum, 0 ≤ checksum < 2⁶⁴, of a tensor's bytes in the order of its elements.
 
-    Strides, dtype and shape do not enter it. Waits for the device. Takes at most one or two slabs
-    of memory, and only if the tensor is not contiguous.
+    The checksum does not depend on the tensor's strides, dtype and shape. The call waits for the
+    device. It copies at most two slabs (SLAB_BYTES) of the tensor at a time, and copies nothing if
+    the tensor is contiguous and aligned to 8 bytes.
     """
     return int(_digest(tensor)) & (2**64 - 1)
 
 
 class Checksum:
-    """Sums up tensors in order, each with name, dtype and shape. Only ``value`` waits for a device.
+    """Computes one checksum over several tensors in order, each with its name, dtype and shape.
+
+    Only ``value`` waits for a device.
 
     Example: ``seen = Checksum(); seen.update("model.norm.weight", x); seen.value()`` is 16
     hexadecimal digits.
@@ -48,19 +53,19 @@ class Checksum:
 
     @property
     def count(self) -> int:
-        """Return the number of tensors so far."""
+        """Return the number of tensors that were added so far."""
         return len(self._parts)
 
     def update(self, name: str, tensor: torch.Tensor) -> None:
-        """Add one tensor; its memory may be reused afterwards."""
+        """Add one tensor to the checksum; the tensor's memory may be reused after the call."""
         self._parts.append((repr((name, str(tensor.dtype), tuple(tensor.shape))).encode(), _digest(tensor)))
 
     def extend(self, other: Checksum) -> None:
-        """Add the tensors of ``other`` (a bucket's, say) in their order, without reading them again."""
+        """Add the tensors of another ``Checksum`` (of a bucket, say) in their order, without reading them again."""
         self._parts.extend(other._parts)
 
     def value(self) -> str:
-        """Return the checksum of the tensors so far as 16 hexadecimal digits; more tensors may follow."""
+        """Return the checksum of the tensors added so far, 16 hexadecimal digits; more tensors may be added later."""
         total = hashlib.blake2b(digest_size=8)
         for header, digest in self._parts:
             total.update(len(header).to_bytes(8, "little") + header + (int(digest) & (2**64 - 1)).to_bytes(8, "little"))
@@ -69,7 +74,7 @@ class Checksum:
 
 @torch.no_grad()
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the checksum as a 0-dimensional int64 tensor on the tensor's device."""
+    """Return the checksum of a tensor's bytes as a 0-dimensional int64 tensor on the tensor's device."""
     num_bytes = tensor.numel() * tensor.element_size()
     # One vector from the start: small tensors between a slab's temporaries would fragment glibc's heap.
     vector = torch.zeros(ROW_WORDS + -(-num_bytes // ROW_BYTES) + 1, dtype=torch.int64, device=tensor.device)
@@ -93,7 +98,10 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mix_words(values: torch.Tensor, first: int = 1) -> torch.Tensor:
-    """Return splitmix64 (Steele, Lea, Flood 2014) of each value and its index from ``first`` on, in wrapping int64."""
+    """Return splitmix64 (Steele, Lea, Flood 2014) of each value and its index, int64 [values].
+
+    Indices count from ``first``. Additions and multiplications wrap around modulo 2⁶⁴.
+    """
     z = torch.arange(first, first + len(values), device=values.device).mul_(_signed(0x9E3779B97F4A7C15)).add_(values)
     z = (z ^ _shifted(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
     z = (z ^ _shifted(z, 27)).mul_(_signed(0x94D049BB133111EB))
@@ -101,7 +109,7 @@ def mix_words(values: torch.Tensor, first: int = 1) -> torch.Tensor:
 
 
 def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift to the right and fill with zeros, since torch's >> repeats the sign."""
+    """Return int64 values shifted right by ``bits`` with zeros filled in; torch's >> would repeat the sign bit."""
     return (values >> bits) & (2 ** (64 - bits) - 1)
 
 
@@ -110,7 +118,10 @@ def _signed(word: int) -> int:
 
 
 def _slabs(tensor: torch.Tensor, slab_bytes: int) -> Iterator[torch.Tensor]:
-    """Yield the bytes in order, uint8, in slabs of ``slab_bytes``, the last shorter, each aligned to words."""
+    """Yield a tensor's bytes in the order of its elements, uint8, in slabs of ``slab_bytes``; the last may be shorter.
+
+    Each slab is aligned to 8 bytes. A slab that is a copy is overwritten by the next one.
+    """
     if tensor.is_contiguous():
         flat = _bytes_of(tensor)
         if flat.storage_offset() % 8 == 0:
@@ -131,7 +142,7 @@ def _slabs(tensor: torch.Tensor, slab_bytes: int) -> Iterator[torch.Tensor]:
 
 
 def _pieces(tensor: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
-    """Yield the bytes in order, uint8, copying at most ``most_bytes`` at once."""
+    """Yield a tensor's bytes in the order of its elements, uint8, copying at most ``most_bytes`` at a time."""
     if tensor.is_contiguous():
         yield _bytes_of(tensor)
     elif tensor.numel() * tensor.element_size() <= most_bytes:

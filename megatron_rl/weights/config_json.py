@@ -123,11 +123,13 @@ _NEUTRAL = {
 def parse_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> Any:
     """Return transformers' config of a model folder of any family; no weights are read.
 
+    A ``quantization_config`` of a supported kind (block FP8, MXFP4) is removed from the config,
+    since the weights in memory are full ones.
+
     key: the setting that names the folder, for messages.
 
-    A ``quantization_config`` of a supported kind (block FP8, MXFP4) is removed from the config,
-    since the weights in memory are full ones. Raises ConfigError, naming the file, if config.json
-    is missing, is no JSON, is refused by transformers, or is quantised in another way.
+    Raises ConfigError, naming the file, if config.json is missing, is no JSON, is refused by
+    transformers, or is quantised in another way.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -154,11 +156,13 @@ def parse_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> A
 
 
 def read_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, provider: str = "native") -> Any:
-    """Return ``parse_hf_config``'s config, after a check of its family and of the range of every number.
+    """Return the config of ``parse_hf_config``, after a check of the model's family and of every number's range.
 
-    provider: ``model.provider``; ``bridge`` accepts any family.
+    provider: ``model.provider``, which builds the model; with "bridge" (Megatron-Bridge) any family
+        is accepted.
 
-    Raises ConfigError, naming the file and the field.
+    Raises ConfigError, naming the file and the field, for a family that is not built here, or a
+    number out of range.
     """
     path = pathlib.Path(folder) / CONFIG
     fields = read_fields(folder, key)
@@ -174,7 +178,11 @@ def read_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, pr
 
 
 def _check_own(fields: Mapping[str, object], where: str) -> None:
-    """Raise ConfigError if a config.json of a family built here lacks a size, or holds another model or code."""
+    """Raise ConfigError if a config.json lacks a size, describes a model within the model, or names code to load.
+
+    fields: the fields of config.json, whose family is built here.
+    where: the file's name, for messages.
+    """
     from transformers import CONFIG_MAPPING
 
     family = family_of(fields["model_type"])
@@ -195,18 +203,18 @@ def _check_own(fields: Mapping[str, object], where: str) -> None:
 
 
 def load_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, provider: str = "native") -> Any:
-    """Return ``read_hf_config``'s config, with ``tie_word_embeddings`` as the folder's weights have it."""
+    """Return the config of ``read_hf_config``, with ``tie_word_embeddings`` set as the folder's weights have it."""
     config = read_hf_config(folder, key, provider=provider)
     settle_tying(config, folder)
     return config
 
 
 def transformers_model(config: Any, folder: str | pathlib.Path, **settings: object) -> Any:
-    """Return transformers' own causal model of a config, without reading weights.
+    """Return transformers' own causal language model of a config, without reading weights.
 
     settings: further arguments of ``AutoModelForCausalLM.from_config``.
 
-    Raises ConfigError if transformers can make no model of the config.
+    Raises ConfigError if transformers cannot make a model of the config.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -226,14 +234,15 @@ def transformers_model(config: Any, folder: str | pathlib.Path, **settings: obje
 def random_state(
     config: Any, shape: ModelShape, folder: str | pathlib.Path, *, seed: int, device: Any
 ) -> dict[str, Any]:
-    """Return the state dict of ``transformers_model`` with weights drawn by ``seed``.
+    """Return {tensor name: weights} of transformers' model of a config, with random weights drawn from ``seed``.
 
-    shape: the config's shape, of the same family.
-    device: a torch.device. A GPU draws a small model's weights itself, in a tenth of the host's
-        time; they differ from the host's. The host draws all others.
+    shape: the sizes of this model, which give the number of weights.
+    device: a torch.device. A GPU draws a small model's weights itself, in a tenth of the time that
+        the host takes; they differ from the host's weights. A large model's weights are drawn on
+        the host.
 
-    Raises ConfigError as ``transformers_model`` does, and before drawing if the weights would not
-    fit in the host's memory.
+    Raises ConfigError as ``transformers_model`` does. It is also raised, before drawing, if the
+    weights would not fit in the host's memory.
     """
     import torch
 
@@ -250,7 +259,7 @@ def random_state(
 
 
 def settle_tying(config: Any, folder: str | pathlib.Path) -> None:
-    """Set ``tie_word_embeddings`` to false if the folder's LM head differs from its embedding.
+    """Set the config's ``tie_word_embeddings`` to false if LM head and embedding differ in the folder's files.
 
     transformers does the same (5.19 ``PreTrainedModel.tie_weights``).
     """
@@ -262,7 +271,12 @@ def settle_tying(config: Any, folder: str | pathlib.Path) -> None:
 
 
 def read_fields(folder: str | pathlib.Path, key: str = "model.hf_path") -> dict[str, object]:
-    """Return the fields of a folder's config.json unchanged, or raise ConfigError."""
+    """Return the fields of a folder's config.json unchanged.
+
+    Raises ConfigError if the file is missing or holds no JSON object.
+
+    key: the setting that names the folder, for messages.
+    """
     path = pathlib.Path(folder) / CONFIG
     if not path.is_file():
         raise ConfigError(f"{key}={str(folder)!r} holds no config.json; give a local Hugging Face directory")
@@ -270,7 +284,7 @@ def read_fields(folder: str | pathlib.Path, key: str = "model.hf_path") -> dict[
 
 
 def _check_sizes(config: Any, where: str) -> None:
-    """Raise ConfigError for a size that contradicts another size, or a number of the rotary embedding out of range."""
+    """Raise ConfigError if two sizes contradict each other, or a number of the rotary embedding is out of range."""
     family, fields = family_of(config.model_type), config.to_dict()
     if family is not None:
         own = class_fields(type(config)) | {"head_dim"}
@@ -319,9 +333,10 @@ def _check_rope(rope: dict, where: str) -> None:
 
 
 def ignored_fields(folder: str | pathlib.Path) -> dict[str, object]:
-    """Return the fields of config.json that are set and that the model built here does not read.
+    """Return {field: value} of the fields that are set in config.json and that the model built here does not read.
 
-    Dropout is one, and so are another family's fields, which transformers' class does not have.
+    Examples are dropout, and fields of another family, which transformers' config class does not
+    have.
     """
     from transformers import CONFIG_MAPPING
 
@@ -336,7 +351,10 @@ def ignored_fields(folder: str | pathlib.Path) -> dict[str, object]:
 
 
 def check_served(folder: str | pathlib.Path, *, provider: str = "native") -> None:
-    """Raise ConfigError for a folder of which vLLM, reading config.json itself, would build another model."""
+    """Raise ConfigError for a folder from whose config.json vLLM would build another model than the trainer does.
+
+    provider: ``model.provider``, which builds the trainer's model.
+    """
     path = pathlib.Path(folder) / CONFIG
     fields = read_fields(folder)
     if is_quantized(fields):
@@ -354,7 +372,9 @@ def check_served(folder: str | pathlib.Path, *, provider: str = "native") -> Non
 
 
 def stop_ids(folder: str | pathlib.Path) -> list[int]:
-    """Return ``eos_token_id`` of generation_config.json as a list; of config.json if that file is missing.
+    """Return ``eos_token_id`` of generation_config.json as a list of token ids; [] if it is null or absent.
+
+    If there is no generation_config.json, the field of config.json is read.
 
     Raises ConfigError for a file that is no JSON object, and for a value that is neither a token
     id, a list of token ids, nor null.

@@ -1,18 +1,22 @@
-"""The difference of two buckets of weights: the words whose bits changed, as positions and values.
+"""The difference of two buckets (packed tensors) of weights: positions and new values of the words that changed.
 
 Between two optimizer steps most bfloat16 weights keep their bits, since a small update is rounded
-away. A bucket's bytes are read as words of its tensors' smallest element. Only bits are compared:
-−0.0 differs from 0.0, and a NaN is equal to itself. The changed words are written as
+away. A bucket's bytes are read as words of the size of its tensors' smallest element. Only bits are
+compared: −0.0 differs from 0.0, and a NaN is equal to itself. The changed words are written as
 
     codes | zeros up to a multiple of 4 bytes | the new words, in the order of their positions
 
-The codes are the cheapest of three: a bit for each word, or the number of unchanged words before
-each changed one, in 1 byte or in 2. In a byte the code 255 means "255 unchanged words, and none
-changed yet", so any gap has a code: 600 unchanged words and a changed one are 255, 255, 90. In 2
-bytes 65535 does the same.
+The codes have the shortest of three forms. The first is a bit for each word. The others are the
+number of unchanged words before each changed word (the gap), in 1 byte or in 2.
 
-If that takes as many bytes as the bucket, there is no difference, and the bucket itself is sent.
-Pure: torch alone, as weights/bucket_digest.py; on a CPU and a GPU alike; little-endian.
+In a byte the code 255 means "255 unchanged words, and no changed word yet", so that any gap can be
+written: 600 unchanged words and a changed one are 255, 255, 90. In 2 bytes 65535 has this meaning.
+
+If codes and words take as many bytes as the bucket, there is no difference, and the bucket itself
+is sent.
+
+This module imports torch alone, as weights/bucket_digest.py does. It works on a CPU and on a GPU,
+and needs a little-endian host.
 """
 
 from __future__ import annotations
@@ -29,11 +33,11 @@ PADDING = 4  # bytes; the values start at a multiple of it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Describes how to read a payload.
+    """Describes how to read a payload, the codes and new words of a difference.
 
     word_bytes: bytes of a word, 2 or 4.
-    code_bytes: bytes of a gap, 1 or 2; 0 if the codes are a bit for each word.
-    num_codes: the number of gaps, or the bytes of the bits.
+    code_bytes: bytes of a code for a gap, 1 or 2; 0 if the codes are a bit for each word.
+    num_codes: the number of codes for gaps, or the number of bytes of the bits.
     num_changed: the number of changed words.
 
     Example: 3 of 1,000 bfloat16 words changed, and two of the gaps are above 254 → ``word_bytes=2,
@@ -55,7 +59,7 @@ class Difference:
 
 
 def word_bytes_of(dtypes: Sequence[str]) -> int:
-    """Return the bytes of a bucket's words: the bytes of its smallest element, at least 2 and at most 4.
+    """Return the bytes of a bucket's words: the size of the bucket's smallest element, but at least 2 and at most 4.
 
     dtypes: the tensors' dtypes by their names in torch.
     """
@@ -63,9 +67,9 @@ def word_bytes_of(dtypes: Sequence[str]) -> int:
 
 
 def changed_words(old: torch.Tensor, new: torch.Tensor, word_bytes: int) -> torch.Tensor:
-    """Return whether each word's bits differ, bool [words].
+    """Return whether each word's bits differ between two buckets, bool [words].
 
-    old, new: uint8, of one size, a multiple of ``word_bytes``, on one device.
+    old, new: uint8 [bytes], of one size, a multiple of ``word_bytes``, on one device.
     """
     if len(old) != len(new):
         raise ValueError(f"a bucket of {len(new):,} bytes has no difference to one of {len(old):,}")
@@ -76,10 +80,10 @@ def changed_words(old: torch.Tensor, new: torch.Tensor, word_bytes: int) -> torc
 def compare(
     old: torch.Tensor, new: torch.Tensor, word_bytes: int
 ) -> tuple[int, tuple[Difference, torch.Tensor] | None]:
-    """Return the number of changed words, and the difference and payload as ``encode`` gives them.
+    """Return (number of changed words, (difference, payload) as ``encode`` returns them, or None).
 
-    If even the smallest codes would make the payload too large, no position is computed, and the
-    second value is None.
+    None means that the payload would not be smaller than the bucket. If this is clear from the
+    number of changed words alone, no position is computed.
     """
     changed = changed_words(old, new, word_bytes)
     count = int(torch.count_nonzero(changed))
@@ -88,9 +92,11 @@ def compare(
 
 
 def encode(changed: torch.Tensor, new: torch.Tensor, word_bytes: int) -> tuple[Difference, torch.Tensor] | None:
-    """Return the difference and its payload, uint8 on the device of ``new``; None if the bucket is no larger.
+    """Return (difference, payload), the payload uint8 [bytes] on the device of ``new``.
 
-    changed: bool [words], as ``changed_words`` gives it.
+    None if the payload would not be smaller than the bucket.
+
+    changed: bool [words], as ``changed_words`` returns it.
     new: the bucket's bytes, uint8.
     """
     positions = changed.nonzero().flatten()
@@ -115,7 +121,9 @@ def encode(changed: torch.Tensor, new: torch.Tensor, word_bytes: int) -> tuple[D
 
 
 def apply(packed: torch.Tensor, difference: Difference, payload: torch.Tensor) -> None:
-    """Write the changed words into ``packed``, uint8, in place. Raises ValueError for a payload that does not fit.
+    """Write the changed words of a payload into the bucket ``packed``, uint8, in place.
+
+    Raises ValueError for a payload whose length or positions do not fit.
 
     payload: uint8 on the same device, aligned to 4 bytes.
     """
@@ -132,7 +140,7 @@ def apply(packed: torch.Tensor, difference: Difference, payload: torch.Tensor) -
 
 
 def difference_of(fields: Mapping[str, int]) -> Difference:
-    """Return the difference that a message describes. Raises ValueError for numbers that describe none."""
+    """Return the ``Difference`` with a message's fields. Raises ValueError if a field has an impossible value."""
     difference = Difference(**fields)
     known = difference.word_bytes in WORDS and difference.code_bytes in (0, *CODES)
     if not known or min(difference.num_codes, difference.num_changed) < 0:
@@ -168,7 +176,7 @@ def _gap_codes(gaps: torch.Tensor, difference: Difference) -> torch.Tensor:
 
 
 def _positions(difference: Difference, payload: torch.Tensor) -> torch.Tensor:
-    """Return the positions that a payload names, int64 [changed], ascending."""
+    """Return the positions of the changed words from a payload's codes, int64 [changed], ascending."""
     if difference.code_bytes == 0:
         bits = payload[: difference.num_codes, None].bitwise_and(_weights(payload.device))
         return bits.flatten().nonzero().flatten()

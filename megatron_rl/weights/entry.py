@@ -1,29 +1,32 @@
-"""The entry: one Megatron-Core parameter and the Hugging Face tensors that it is made of.
+"""``Entry``: one Megatron-Core parameter and the Hugging Face tensors that it is made of.
 
-A layout says how the tensors lie in the parameter, and how the parameter is split over ranks:
+A ``Layout`` says how the tensors lie in the parameter, and how the parameter is split over
+tensor-parallel ranks:
 
-- ``REPLICATED``: the same on every tensor rank (norms).
-- ``ROWS``:       split by rows over tensor ranks (embeddings, LM head); rows past the vocabulary
-                  are zeros.
+- ``REPLICATED``: the whole tensor on every rank (norms).
+- ``ROWS``:       split by rows (embeddings, LM head); rows past the vocabulary are zeros.
 - ``COLUMNS``:    split by columns (o_proj, down_proj).
 - ``QKV``:        q, k and v interleaved by query group: [group, (heads per group + 2) · head_dim,
                   …], groups split over ranks (read, megatron-core 0.16.1
                   ``transformer/attention.py`` SelfAttention.get_query_key_value_tensors).
-- ``GATE_UP``: each rank's rows of gate, then its rows of up (0.16.1 ``transformer/mlp.py``); of a
-               single tensor, each rank's rows of it.
-- ``SPLIT``:      one vector, each rank's share of it (a norm over all heads of q or k, sinks).
+- ``GATE_UP``: a rank holds its rows of gate, then its rows of up (0.16.1
+               ``transformer/mlp.py``). If the parameter has a single Hugging Face tensor that
+               is not ``joined``, a rank holds its rows of that tensor.
+- ``SPLIT``:      one vector, split in equal slices (a norm over all heads of q or k, sinks).
 - ``INTERLEAVED``: as ``GATE_UP`` in Megatron-Core. The one Hugging Face tensor is the transpose,
                    and its columns alternate: 0, 2, … are gate's, 1, 3, … up's. A bias alternates
                    likewise, and has no transpose.
 - ``TRANSPOSED``: as ``COLUMNS`` in Megatron-Core; the Hugging Face tensor is the transpose.
 
-A family may hold q, k and v, or gate and up, in one Hugging Face tensor, one part after the other
-(``joined``).
+In some families one Hugging Face tensor holds q, k and v, or gate and up, one below the other
+(``Entry.joined``).
 
-Hugging Face names are those of the checkpoint's **files**: transformers 5 keeps a layer's experts
-fused in memory (weights/fused.py). If a file stacks all experts in one tensor (gpt_oss), each
-expert has a name here, with its number before the last part: ``…experts.3.down_proj`` is
-``…experts.down_proj[3]`` (weights/stacked.py).
+Hugging Face names are those of the checkpoint's **files**, which differ from the names in memory:
+transformers 5 fuses a layer's experts in memory (weights/fused.py).
+
+If a file stacks all experts in one tensor (gpt_oss), each expert gets a name here, with the
+expert's number before the last component: ``…experts.3.down_proj`` is ``…experts.down_proj[3]``
+(weights/stacked.py).
 """
 
 from __future__ import annotations
@@ -51,15 +54,19 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Describes one Megatron parameter and its Hugging Face tensors, in the order of the layout.
+    """Describes one Megatron-Core parameter and the Hugging Face tensors that it is made of.
 
-    joined: True if one Hugging Face tensor holds the parts of ``QKV`` ([q; k; v]) or ``GATE_UP``
-        ([gate; up]).
-    expert: for an expert's parameter, the expert's number among this rank's experts. ``{expert}``
-        in its Hugging Face names stands for the number among all experts, which ``held_by`` fills
-        in. Such a parameter is split over expert tensor ranks, any other over tensor ranks.
-    frozen: True for a buffer, float32 whatever the dtype of the parameters. It is loaded, kept as
-        it is and exported, and has no gradient.
+    megatron: the parameter's name in Megatron-Core.
+    hf: the names of the Hugging Face tensors, in the order of the layout (q, k, v; gate, up).
+    layout: how the tensors lie in the parameter, and how the parameter is split over ranks.
+    joined: True if one Hugging Face tensor holds q, k and v of ``QKV`` ([q; k; v]), or gate and up
+        of ``GATE_UP`` ([gate; up]).
+    expert: for an expert's parameter, the expert's number among this rank's experts; None for any
+        other parameter. ``{expert}`` in the Hugging Face names stands for the number among all
+        experts, which ``held_by`` fills in. An expert's parameter is split over expert tensor ranks
+        (the ranks that share an expert's matrices), any other parameter over tensor ranks.
+    frozen: True for a buffer that is loaded, kept unchanged and exported. It is float32 whatever
+        the parameters' dtype, and has no gradient.
     """
 
     megatron: str
@@ -70,9 +77,13 @@ class Entry:
     joined: bool = False
 
     def held_by(self, expert_rank: int, shape: ModelShape, expert_size: int) -> Entry:
-        """Return the entry as one expert-parallel rank holds it.
+        """Return the entry with the Hugging Face names of the expert that one expert-parallel rank holds.
 
-        Rank e has experts e·E/size to (e + 1)·E/size (``moe/moe_layer.py``).
+        The entry of a parameter outside the experts is returned unchanged. Rank e has experts
+        e·E/size to (e + 1)·E/size - 1 (``moe/moe_layer.py``).
+
+        expert_rank: the expert-parallel rank e.
+        expert_size: the number of expert-parallel ranks.
         """
         if self.expert is None:
             return self

@@ -1,4 +1,4 @@
-"""The import of weights from Hugging Face files into each rank's shard, and their export from any TP, PP and EP."""
+"""The import of Hugging Face weights into each rank's shard, and the export from any degrees of TP, PP and EP."""
 
 from __future__ import annotations
 
@@ -29,14 +29,21 @@ from megatron_rl.weights.reader import WeightReader, check_finite, whole_tensors
 
 BUCKET_BYTES = 512 * 2**20
 StageEntries = Callable[[ModelShape, int, int], Iterator[Entry]]
-"""Maps (shape, stage, expert-parallel ranks) to the stage's entries, the same on all ranks."""
+"""Maps (shape, stage, number of expert-parallel ranks) to an iterator of the stage's entries, equal on all ranks."""
 
 
 @torch.no_grad()
 def load_weights(
     chunks: Sequence[torch.nn.Module], shape: ModelShape, topology: Topology, reader: WeightReader
 ) -> None:
-    """Fill this rank's chunks. Raise if a tensor is missing or has another shape, or a parameter is left unfilled."""
+    """Copy this rank's shards of the Hugging Face tensors into the parameters and frozen buffers of its model chunks.
+
+    Raises ConfigError if a tensor is missing, has another shape or holds a NaN. Raises RuntimeError
+    if a parameter has no tensor, or a tensor no parameter.
+
+    chunks: this rank's model chunks, in order.
+    reader: gives slices of the Hugging Face tensors.
+    """
     for number, chunk in enumerate(chunks):
         _load_chunk(chunk, number * topology.pipeline_size + topology.pipeline_rank, shape, topology, reader)
 
@@ -69,21 +76,24 @@ def _load_chunk(
 
 
 def named_weights(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a chunk's parameters by name, and the buffers that a checkpoint also holds (``Entry.frozen``)."""
+    """Return {name: tensor} of a chunk's parameters, and of the buffers that checkpoints hold (``Entry.frozen``)."""
     buffers = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS)}
     return dict(chunk.named_parameters()) | buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Holds entries of one stage that are gathered together, and the sizes of their shards.
+    """Describes parameters of one pipeline stage whose shards are gathered together, by their entries and sizes.
 
-    sizes: the shape of one rank's shard of each entry.
-    ranks: tensor ranks (for an expert, expert tensor ranks) that one entry is split over.
-    holders: ``ranks`` times the expert-parallel ranks.
-    gathered_elements: the elements of all holders' shards; 0 if nothing is gathered.
-    copied_elements: the elements of the largest Hugging Face tensor that has to be copied, since
-        its elements do not lie in order among the shards.
+    stage: the pipeline stage.
+    entries: the ``Entry`` of each parameter.
+    sizes: the shape of one rank's shard of each parameter.
+    ranks: the number of tensor ranks (for experts, of expert tensor ranks) that each parameter is
+        split over.
+    holders: ``ranks`` times the number of expert-parallel ranks.
+    gathered_elements: the number of elements of all holders' shards; 0 if nothing is gathered.
+    copied_elements: the number of elements of the largest Hugging Face tensor that has to be
+        copied, since its elements do not lie in order among the shards.
 
     Example: o_proj [64, 64] at TP 2, alone: one size (64, 32), 2 holders, 4096 elements gathered
     and 4096 copied.
@@ -110,7 +120,11 @@ class Bucket:
         return self.gathered_elements + self.copied_elements
 
     def takes(self, other: Bucket) -> bool:
-        """Return whether both can be gathered together. A vocabulary's table goes alone, to be exported uncopied."""
+        """Return whether the parameters of this bucket and of ``other`` can be gathered together.
+
+        Both buckets must be of one stage, and of one kind (experts or not, frozen or not). An
+        embedding or LM head is never joined with others, so that it is exported without a copy.
+        """
         alone = any(entry.layout is Layout.ROWS for entry in self.entries + other.entries)
         kinds = ((x.stage, x.of_experts, x.frozen) for x in (self, other))
         return len(set(kinds)) == 1 and not alone
@@ -148,8 +162,12 @@ def cut_buckets(
 ) -> list[Bucket]:
     """Return buckets that hold every entry of every stage once, in the order of the stages.
 
-    They follow from the config alone, so all ranks have the same. A bucket takes the next entries
-    as long as it stays within ``most_elements``; an entry above that has its own bucket.
+    The buckets follow from the config alone, so that all ranks have equal ones. A bucket takes the
+    next entries as long as it has at most ``most_elements`` elements. A larger entry has a bucket
+    of its own.
+
+    entries: called with (shape, stage, number of expert-parallel ranks); returns the stage's
+        entries.
     """
     buckets: list[Bucket] = []
     for stage in range(shape.num_stages):
@@ -173,23 +191,23 @@ def export_weights(
     bucket_bytes: int = BUCKET_BYTES,
     entries: StageEntries = stage_entries,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor under its Hugging Face name, whole, on every rank.
+    """Yield (Hugging Face name, whole tensor) of every weight, on every rank.
 
     A collective over the model-parallel group and the experts' group. One bucket after the other is
-    broadcast over the pipeline and gathered over the ranks that hold its shards. The iterator must
-    be run to its end on all ranks, with the same bucket_bytes. The order of the tensors does not
-    depend on bucket_bytes.
+    broadcast over the pipeline and gathered over the ranks that hold its shards. All ranks must run
+    the iterator to its end, with equal bucket_bytes. The order of the tensors does not depend on
+    bucket_bytes.
 
     A tensor is valid until the next is asked for: copy it out before, and do not write to it. It is
-    a view of the export's memory, which the next tensor overwrites, or of the parameter itself if
-    nothing is gathered.
+    a view of the export's memory, or of the parameter itself if nothing is gathered.
 
-    chunks: this rank's parameters and frozen buffers by Megatron name, chunk by chunk, or tensors
-        of the same shapes (gradients). Parameters must be gathered before (backend.export does it).
+    chunks: for each model chunk, {Megatron name: this rank's shard} of the parameters and frozen
+        buffers, or tensors of equal shapes (gradients). Shards must be gathered over replicas
+        before (backend.export does it).
     bucket_bytes: the most memory taken beside the chunks: all shards of a bucket and one tensor
-        laid out from them, allocated once. A parameter that needs more by itself has its own bucket
-        and takes more: a vocabulary's table its size, another its size and its largest Hugging Face
-        tensor's. A mapping that makes each tensor on request takes that tensor's memory too.
+        laid out from them, allocated once. A larger entry has its own bucket: an embedding takes
+        its own size, any other entry its size and the size of its largest Hugging Face tensor. A
+        mapping that makes tensors on request takes one tensor's memory too.
     entries: the entries to export: the model's parameters, or its adapters
         (``mapping.adapter_entries``).
     """
@@ -215,9 +233,9 @@ def export_weights(
 def _gather(
     bucket: Bucket, chunks: Sequence[Mapping[str, torch.Tensor]], memory: torch.Tensor, topology: Topology
 ) -> Iterator[torch.Tensor]:
-    """Return an iterator over the entries' shards, [holders, *shard] each, which lie in ``memory``.
+    """Return an iterator over the entries' shards, one tensor [holders, *shard] each, which lies in ``memory``.
 
-    If nothing has to be gathered, the iterator yields each parameter itself.
+    If nothing has to be gathered, the iterator yields each parameter itself, as [1, *shard].
     """
     chunk, owner = divmod(bucket.stage, topology.pipeline_size)
     if not bucket.gathered_elements:

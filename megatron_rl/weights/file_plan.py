@@ -1,18 +1,20 @@
-"""The plan of an export's files from sizes alone: which rank writes which tensors, so that all ranks write at once.
+"""The plan of which rank writes which tensors to which files of an export, so that all ranks write at once.
 
-Every parameter of a pipeline stage has one owner, a rank of the same stage, which writes all its
-Hugging Face tensors. So shards go to the owner within its own group: its tensor ranks, or the ranks
-that share an expert. One kind of tensor comes from all expert-parallel ranks: a file's stack of all
-experts of a layer. Data-parallel replicas hold equal shards, and divide the parameters among them.
+Each parameter has one owner, a rank of its pipeline stage that writes all Hugging Face tensors of
+the parameter. The owner gets the parameter's shards within its own group: its tensor ranks, or the
+ranks that share an expert. A stack (one tensor in a file of all experts of a layer) gets shards
+from all expert-parallel ranks. Data-parallel replicas hold equal shards, and divide the parameters
+among them.
 
 Invariants (tests/unit/weights/test_file_plan.py):
 
 1. Every tensor of the model is in exactly one file, and every file has one owner.
 2. A file has at most ``FileSizes.most_bytes``, unless it is one tensor.
-3. The plan follows from shape, sizes, dtype and limits: all ranks make the same.
+3. The plan follows from shape, sizes, dtype and limits, so that all ranks make equal plans.
 4. A stage's ranks write equal bytes to within the stage's largest parameter, unless
    ``FileSizes.least_bytes`` leaves some without work.
-5. A shard that is not split is sent by the first rank that holds it, or not sent at all.
+5. A parameter that tensor ranks hold whole is sent to its owner by the first rank that holds it, or
+   is not sent at all.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ from megatron_rl.weights.shards import Planned, cut_shards, file_name
 
 
 class Sizes(Protocol):
-    """Holds the sizes of a topology's groups; a ``Topology`` and the simulator's ``Degrees`` do."""
+    """Holds the number of ranks in the world and in each parallel group.
+
+    ``Topology`` and the simulator's ``Degrees`` have these attributes.
+    """
 
     world_size: int
     tensor_size: int
@@ -44,10 +49,11 @@ class Sizes(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSizes:
-    """Bounds the sizes of an export's files.
+    """Holds bounds for the sizes of an export's files.
 
     most_bytes: the most bytes of a file; a larger tensor has its own file.
-    least_bytes: if a stage's ranks would write fewer bytes each, fewer of them write.
+    least_bytes: the least bytes that a rank should write; if a stage has too few bytes for all its
+        ranks, fewer ranks write.
     """
 
     most_bytes: int = 5 * 10**9
@@ -56,15 +62,17 @@ class FileSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Describes one Megatron parameter on its way to its owner.
+    """Describes one Megatron parameter whose shards are collected by its owner, the rank that writes it.
 
-    entry: an expert's entry stands for the same entry of every expert-parallel rank
-        (``Entry.held_by``).
-    pipeline_rank, chunk: the place of the parameter.
-    expert_rank: the expert-parallel rank that holds it; None unless it is an expert's.
+    entry: the parameter's ``Entry``. An expert's entry stands for the i-th expert of every
+        expert-parallel rank (``Entry.held_by``).
+    pipeline_rank, chunk: the pipeline rank and the model chunk that the parameter belongs to.
+    expert_rank: the expert-parallel rank that holds the expert; None for a parameter outside the
+        experts.
     size: the shape of one shard.
-    num_shards: the shards that the owner needs; 1 if the ranks hold copies.
-    dtype: the dtype of the shards and the tensors.
+    num_shards: the number of shards that the owner needs; 1 if every rank holds the whole
+        parameter.
+    dtype: the dtype of the shards and of the tensors.
     """
 
     entry: Entry
@@ -76,7 +84,10 @@ class Piece:
     dtype: torch.dtype
 
     def sources(self, owner: int, sizes: Sizes) -> range:
-        """Return the global ranks that hold the shards, in the shards' order, within the owner's replica."""
+        """Return the global ranks that hold the shards of this parameter, in the shards' order.
+
+        The ranks are in the data-parallel replica of the rank ``owner``.
+        """
         span = sizes.tensor_size if self.expert_rank is None else sizes.expert_size * sizes.expert_tensor_size
         first = owner // span * span + (self.expert_rank or 0) * sizes.expert_tensor_size
         return range(first, first + self.num_shards)
@@ -84,8 +95,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Holds the pieces of tensors that must be written by one rank, in the order in which they come.
+    """Holds tensors that one rank must write, and the pieces (Megatron parameters) that they are made of.
 
+    pieces: in the order in which their tensors are written.
+    tensors: the Hugging Face tensors.
     num_bytes: the bytes of the tensors.
 
     Example: q, k and v of a layer, of one piece; a stack of 8 experts' down_proj, of 8 pieces.
@@ -102,7 +115,10 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFile:
-    """Describes a file: ``PlannedFile(name="model-00002-of-00004.safetensors", owner=1, tensors=(…,))``."""
+    """Describes a file of an export: its name, the rank that writes it, and its tensors in order.
+
+    Example: ``PlannedFile(name="model-00002-of-00004.safetensors", owner=1, tensors=(…,))``.
+    """
 
     name: str
     owner: int
@@ -116,12 +132,12 @@ class PlannedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePlan:
-    """Holds the files and pieces that each rank writes.
+    """Holds the files that each rank writes, and the pieces (Megatron parameters) that it collects for them.
 
-    dtype: the tensors' dtype, except of frozen buffers.
+    dtype: the tensors' dtype, except for frozen buffers, which are float32.
     files: in the order of their numbers.
-    pieces: for each rank that writes, the pieces that it collects, in the order of its files: first
-        of layers that all tokens pass, then of experts.
+    pieces: {rank: its pieces in the order of its files} of the ranks that write. Pieces outside the
+        experts come first.
     """
 
     dtype: torch.dtype
@@ -129,16 +145,21 @@ class FilePlan:
     pieces: dict[int, tuple[Piece, ...]]
 
     def of(self, rank: int) -> list[tuple[str, tuple[Planned, ...]]]:
-        """Return the names and tensors of a rank's files."""
+        """Return (file name, tensors of the file) for each file that ``rank`` writes."""
         return [(file.name, file.tensors) for file in self.files if file.owner == rank]
 
     def collected(self, rank: int, *, of_experts: bool) -> tuple[Piece, ...]:
-        """Return the pieces that a rank collects, of experts or of the other layers."""
+        """Return the pieces that ``rank`` collects: those of experts if ``of_experts``, else all others."""
         return tuple(x for x in self.pieces.get(rank, ()) if (x.expert_rank is not None) == of_experts)
 
 
 def plan_files(shape: ModelShape, sizes: Sizes, dtype: torch.dtype, limits: FileSizes) -> FilePlan:
-    """Divide a model's tensors among the ranks, and each rank's among files. ``dtype``: of all but frozen buffers."""
+    """Return the plan that divides a model's tensors among the ranks, and each rank's tensors among files.
+
+    sizes: the numbers of ranks.
+    dtype: the dtype of all tensors except frozen buffers.
+    limits: the bounds for the sizes of files.
+    """
     if limits.most_bytes < 1 or limits.least_bytes < 1:
         raise ValueError(f"{limits} must be at least 1 byte each")
     shares: dict[int, list[Unit]] = {}
@@ -161,7 +182,10 @@ def plan_files(shape: ModelShape, sizes: Sizes, dtype: torch.dtype, limits: File
 
 
 def _units(shape: ModelShape, sizes: Sizes, pipeline_rank: int, dtype: torch.dtype) -> list[Unit]:
-    """Return the units of one pipeline rank, its chunks one after the other, layer by layer."""
+    """Return the units of one pipeline rank (``Unit``: tensors that one rank must write together).
+
+    They come chunk after chunk and layer after layer; stacks of experts come last.
+    """
     stacked = stacking(shape.family) is not None
     units: list[Unit] = []
     stacks: dict[str, list[tuple[Piece, list[Planned]]]] = {}
@@ -192,7 +216,10 @@ def _stack_of(name: str, family: str) -> str | None:
 def _pieces(
     shape: ModelShape, sizes: Sizes, stage: int, dtype: torch.dtype
 ) -> Iterator[tuple[Piece, list[Planned], int]]:
-    """Yield each parameter of a stage, of every expert-parallel rank, its Hugging Face tensors and their bytes."""
+    """Yield (piece, its Hugging Face tensors, their bytes) for each Megatron parameter of a pipeline stage.
+
+    An expert's parameter comes once for every expert-parallel rank.
+    """
     chunk, pipeline_rank = divmod(stage, sizes.pipeline_size)
     for entry in stage_entries(shape, stage, sizes.expert_size):
         if entry == TIED_HEAD:
@@ -217,10 +244,11 @@ def _pieces(
 
 
 def _shared_out(units: Sequence[Unit], sizes: Sizes, pipeline_rank: int, limits: FileSizes) -> dict[int, list[Unit]]:
-    """Return each rank's units; the largest unit goes first, to the rank with the least.
+    """Return {rank: the units that it writes} for the ranks with this pipeline rank, with nearly equal bytes each.
 
-    A stack of experts goes to any rank of the stage. An expert's tensors go to a rank that shares
-    the expert. A copy that all tensor ranks hold goes to the first of them.
+    The largest unit is given first, to the rank with the fewest bytes so far. A stack of experts
+    goes to any of the ranks. An expert's tensors go to a rank that shares the expert. A parameter
+    that all tensor ranks hold whole goes to the first of them.
     """
     num_ranks = sizes.world_size // sizes.pipeline_size
     first = pipeline_rank * num_ranks
@@ -266,6 +294,10 @@ def _kind(unit: Unit) -> int | str:
 
 
 def _spread(ranks: Sequence[int], num_bytes: int, limits: FileSizes) -> list[int]:
-    """Return the ranks among ``ranks`` that get enough to write, spread evenly over all of them and so over hosts."""
+    """Return the ranks that write ``num_bytes`` together: fewer than all if each would write too few bytes.
+
+    Too few are less than ``limits.least_bytes``; one rank at least writes. The ranks are spread
+    evenly over ``ranks``, and so over hosts.
+    """
     count = min(len(ranks), max(1, num_bytes // limits.least_bytes))
     return [ranks[i * len(ranks) // count] for i in range(count)]

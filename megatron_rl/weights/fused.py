@@ -1,9 +1,11 @@
-"""The conversion from experts fused in memory to one tensor per expert in files: transformers 5 fuses experts.
+"""The splitting of experts that transformers 5 fuses in memory into one tensor per expert, as files hold them.
 
-In memory ``…mlp.experts.gate_up_proj`` is [experts, 2 · ffn, hidden] (gate's rows, then up's) and
-``…mlp.experts.down_proj`` [experts, hidden, ffn]. transformers converts when it loads and saves
-(5.19 ``conversion_mapping.py``, "mixtral" and "qwen2_moe"). Its own ``revert_weight_conversion``
-makes copies. Here the tensors are views, so that an engine fills its parameters through them.
+In memory ``…mlp.experts.gate_up_proj`` is [experts, 2 · ffn, hidden] (gate's rows, then up's).
+``…mlp.experts.down_proj`` is [experts, hidden, ffn]. transformers converts between the two forms
+when it loads and saves (5.19 ``conversion_mapping.py``, "mixtral" and "qwen2_moe").
+
+transformers' ``revert_weight_conversion`` makes copies. Here the tensors are views, so that an
+engine fills its parameters through them.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from megatron_rl.weights.families.register import FAMILIES
 
 
 def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
-    """Return views of a model's tensors (weights or gradients) under the names of a checkpoint's files.
+    """Return {name in a checkpoint's files: view} of a model's tensors (weights or gradients).
 
-    tensors: by their names in memory.
-    family: the config's ``model_type``. A mixture that is built here has other names in files; any
-        other model has the same names. A mixture whose files stack experts also gets a name per
-        expert (weights/stacked.py).
+    tensors: the tensors by their names in memory.
+    family: the config's ``model_type``. The names change only for a mixture of experts of a family
+        that is built here. If its files stack the experts, each expert also gets a name of its own
+        (weights/stacked.py).
 
     Example: ``model.layers.0.mlp.experts.down_proj`` of a mixtral →
     ``model.layers.0.block_sparse_moe.experts.{0…E−1}.w2.weight``.

@@ -1,4 +1,4 @@
-"""The mapping between Megatron-Core and Hugging Face: names by the family's table, and shards to whole tensors."""
+"""The mapping between Megatron-Core and Hugging Face: parameter names by model family, and shards to whole tensors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FINAL_NORM = Entry(megatron="decoder.final_layernorm.weight", hf=("model.norm.we
 
 
 def layer_entries(shape: ModelShape, layer: int) -> tuple[Entry, ...]:
-    """Return the entries of decoder layer ``layer``'s parameters, without its routed experts.
+    """Return an ``Entry`` (mapping to Hugging Face) for each parameter of layer ``layer``, except its routed experts'.
 
-    Megatron names are relative to ``decoder.layers.<local>.``, Hugging Face's to
+    Megatron names are relative to ``decoder.layers.<local>.``, Hugging Face names to
     ``model.layers.<layer>.``.
     """
     family = FAMILIES[shape.family]
@@ -34,7 +34,12 @@ def layer_entries(shape: ModelShape, layer: int) -> tuple[Entry, ...]:
 
 
 def own_experts(shape: ModelShape, expert_size: int, layer: int) -> Iterator[tuple[Entry, ...]]:
-    """Yield a tuple of entries for each of this rank's experts in layer ``layer``, named as in ``layer_entries``."""
+    """Yield, for each expert of this rank in layer ``layer``, a tuple with an ``Entry`` for each of its parameters.
+
+    Names are relative as in ``layer_entries``.
+
+    expert_size: the number of expert-parallel ranks.
+    """
     family = FAMILIES[shape.family]
     if family.experts is not None and shape.has_mixture(layer):
         from megatron_rl.weights.families.mixture_layer import expert_entries
@@ -45,14 +50,15 @@ def own_experts(shape: ModelShape, expert_size: int, layer: int) -> Iterator[tup
 
 
 def stage_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator[Entry]:
-    """Yield an entry for each parameter of one model chunk, under full names, in the same order on every rank.
-
-    stage: counts chunks in the order of the layers: chunk c of pipeline rank r is stage c · PP + r
-        of PP · VPP.
+    """Yield an ``Entry`` with full names for each parameter of one pipeline stage, in the same order on every rank.
 
     An expert's entry stands for the i-th expert of every expert-parallel rank. A tied output layer
-    on another stage than the embedding is a copy: it is loaded, but not exported (``export`` skips
-    it).
+    on another stage than the embedding is a copy: it is loaded, but not exported (weights/export.py
+    skips it).
+
+    stage: counts model chunks in the order of the layers: chunk c of pipeline rank r is stage c ·
+        PP + r of PP · VPP.
+    expert_size: the number of expert-parallel ranks.
     """
     if stage == 0:
         yield EMBEDDING
@@ -76,22 +82,22 @@ def stage_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator[E
 
 
 def trained_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator[Entry]:
-    """Yield a stage's entries (``stage_entries``) except buffers (``Entry.frozen``), which have no gradient."""
+    """Yield the entries of ``stage_entries`` except buffers (``Entry.frozen``), which have no gradient."""
     return (entry for entry in stage_entries(shape, stage, expert_size) if not entry.frozen)
 
 
 def target_entries(shape: ModelShape, layer: int, expert_size: int) -> tuple[Entry, ...]:
-    """Return the entries of a layer's weights that ``lora.targets`` names, this rank's experts included.
+    """Return the ``Entry`` objects of a layer's weights that get LoRA adapters, this rank's experts included.
 
-    Names are as in ``layer_entries``. A target is every linear layer of its name: linear_fc1 is in
-    a dense MLP, in a shared expert and in each routed expert.
+    Names are relative as in ``layer_entries``. A name in ``lora.targets`` stands for every linear
+    layer of that name: linear_fc1 is in a dense MLP, in a shared expert and in each routed expert.
     """
     experts = (entry for entries in own_experts(shape, expert_size, layer) for entry in entries)
     return tuple(x for x in (*layer_entries(shape, layer), *experts) if target_of(x.megatron) in shape.lora_targets)
 
 
 def target_of(name: str) -> str:
-    """Return the linear layer of a weight, as ``lora.targets`` names it; "" for any other parameter.
+    """Return the linear layer of the weight ``name``, as ``lora.targets`` writes it; "" if ``name`` is no weight.
 
     Example: mlp.experts.linear_fc1.weight3 → linear_fc1.
     """
@@ -103,7 +109,10 @@ ADAPTER = "_adapter"
 
 
 def adapter_name(weight: str) -> str:
-    """Return the name of a weight's adapters: a module beside its linear layer, or one per expert of a grouped linear.
+    """Return the module name of a weight's LoRA adapters, which lie beside the weight's linear layer.
+
+    A grouped linear layer, which holds the weights of several experts, has adapters for each
+    expert.
 
     Examples: mlp.linear_fc1.weight → mlp.linear_fc1_adapter; mlp.experts.linear_fc1.weight3 →
     mlp.experts.linear_fc1_adapter.3.
@@ -113,16 +122,19 @@ def adapter_name(weight: str) -> str:
 
 
 def adapted_weight(adapter: str) -> str:
-    """Return the weight that the adapters ``adapter`` belong to; the inverse of ``adapter_name``."""
+    """Return the name of the weight that the adapter module ``adapter`` belongs to; the inverse of ``adapter_name``."""
     linear, _, number = adapter.rpartition(ADAPTER)
     return f"{linear}.weight{number.removeprefix('.')}"
 
 
 def pair_entries(weight: Entry) -> Iterator[Entry]:
-    """Yield the entries of A and B for each Hugging Face tensor of a target's weight, under PEFT's names.
+    """Yield the entries of LoRA's A and B, under PEFT's names, for each Hugging Face tensor of an adapted weight.
 
-    If the layer is split by rows, A is whole on every tensor rank and B is split by rows, in the
-    order of its own tensor. If the layer is split by columns, A is split by columns and B is whole.
+    If the linear layer is split by rows over tensor ranks, A is whole on every rank and B is split
+    by rows. B's rows are in the order of its own Hugging Face tensor, not interleaved. If the layer
+    is split by columns, A is split by columns and B is whole.
+
+    weight: the ``Entry`` of the adapted weight.
     """
     in_rows = weight.layout is not Layout.COLUMNS
     for tensor in weight.hf:
@@ -137,10 +149,10 @@ def pair_entries(weight: Entry) -> Iterator[Entry]:
 
 
 def adapter_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator[Entry]:
-    """Yield the adapters' entries of one stage; Hugging Face names are PEFT's without ``base_model.model.``.
+    """Yield an ``Entry`` for each LoRA matrix of one pipeline stage.
 
-    As in ``stage_entries``, an expert's entry stands for the i-th expert of every expert-parallel
-    rank.
+    Hugging Face names are PEFT's without ``base_model.model.``. As in ``stage_entries``, an
+    expert's entry stands for the i-th expert of every expert-parallel rank.
     """
     for local, layer in enumerate(shape.layers_on(stage)):
         for entry in (pair for weight in target_entries(shape, layer, expert_size) for pair in pair_entries(weight)):
@@ -150,7 +162,7 @@ def adapter_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator
 
 
 def hf_size(shape: ModelShape, name: str) -> tuple[int, ...]:
-    """Return the shape of a Hugging Face tensor in a file, from the config alone, so without communication."""
+    """Return the shape of the Hugging Face tensor ``name`` in a checkpoint's files, computed from the config alone."""
     if ".lora_" in name:
         projection, _, side = name.removesuffix(".weight").rpartition(".lora_")
         rows, columns = hf_size(shape, f"{projection}.weight")
@@ -166,7 +178,7 @@ def hf_size(shape: ModelShape, name: str) -> tuple[int, ...]:
 
 
 def shard_size(entry: Entry, shape: ModelShape, ranks: int) -> tuple[int, ...]:
-    """Return the shape of one tensor rank's shard of a Megatron parameter."""
+    """Return the shape of one rank's shard of a Megatron parameter that is split over ``ranks`` tensor ranks."""
     first = hf_size(shape, entry.hf[0])
     match entry.layout:
         case Layout.REPLICATED:
@@ -186,10 +198,12 @@ def shard_size(entry: Entry, shape: ModelShape, ranks: int) -> tuple[int, ...]:
 
 
 def part_rows(entry: Entry, shape: ModelShape) -> list[tuple[str, int, int]]:
-    """Return (Hugging Face tensor, first row, rows) of each part of a ``QKV`` or ``GATE_UP`` entry, in its order.
+    """Return where q, k, v or gate, up of a ``QKV`` or ``GATE_UP`` entry lie in the Hugging Face tensors.
 
-    Example: q, k, v of 4 heads and 2 groups of width 16, joined: rows 0 to 64 of the one tensor, 64
-    to 96 and 96 to 128.
+    The list has a tuple (name of the tensor, first row, number of rows) for each, in this order.
+
+    Example: q, k, v of 4 heads and 2 groups of width 16, joined: rows 0 to 63 of the one tensor, 64
+    to 95 and 96 to 127.
     """
     if not entry.joined:
         return [(name, 0, hf_size(shape, name)[0]) for name in entry.hf]
@@ -202,11 +216,16 @@ def part_rows(entry: Entry, shape: ModelShape) -> list[tuple[str, int, int]]:
 
 
 ReadRows = Callable[[str, int, int, int], torch.Tensor]
-"""Maps (name, dimension, start, stop) to that slice of a Hugging Face tensor, without reading the rest of it."""
+"""Reads one slice of a Hugging Face tensor: takes (name, dimension, start, stop), returns the slice alone."""
 
 
 def shard_reads(entry: Entry, shape: ModelShape, rank: int, ranks: int) -> list[tuple[str, int, int, int]]:
-    """Return the slices that ``load_shard`` reads, as (name, dimension, start, stop), from the config alone."""
+    """Return the slices of Hugging Face tensors that ``load_shard`` reads, as (name, dimension, start, stop).
+
+    They follow from the config alone; nothing is read.
+
+    rank, ranks: this tensor rank, and the number of tensor ranks.
+    """
     name, size = entry.hf[0], hf_size(shape, entry.hf[0])
     match entry.layout:
         case Layout.REPLICATED:
@@ -229,7 +248,11 @@ def shard_reads(entry: Entry, shape: ModelShape, rank: int, ranks: int) -> list[
 
 
 def load_shard(entry: Entry, shape: ModelShape, read: ReadRows, rank: int, ranks: int) -> torch.Tensor:
-    """Return this tensor rank's shard of a Megatron parameter, read from its own slices of Hugging Face tensors."""
+    """Return this tensor rank's shard of a Megatron parameter, made of slices of Hugging Face tensors.
+
+    read: called with (name, dimension, start, stop); returns that slice of the tensor.
+    rank, ranks: this tensor rank, and the number of tensor ranks.
+    """
     parts = [read(*each) for each in shard_reads(entry, shape, rank, ranks)]
     match entry.layout:
         case Layout.REPLICATED | Layout.COLUMNS | Layout.SPLIT:
@@ -251,14 +274,15 @@ def load_shard(entry: Entry, shape: ModelShape, read: ReadRows, rank: int, ranks
 
 
 def hf_parts(entry: Entry, shape: ModelShape, shards: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
-    """Yield (name, parts) of the Hugging Face tensors of a Megatron parameter; the inverse of ``load_shard``.
+    """Yield (name, pieces) for each Hugging Face tensor of a Megatron parameter; the inverse of ``load_shard``.
 
-    shards: [ranks, *shard], the shards of all tensor ranks; may be rows of a wider buffer, except
-        for ``ROWS``.
+    shards: [ranks, *shard], the shards of all tensor ranks; they may be rows of a wider buffer,
+        except for ``ROWS``.
 
-    Nothing is copied: each part is a view with its elements in order, and with more dimensions if
-    ranks or groups cut it. A tensor is the concatenation of its parts (``laid_out``): one part, or
-    several if the entry is ``joined``.
+    Nothing is copied: a piece is a view of ``shards`` with the tensor's elements in order. It has
+    more dimensions than the tensor if the elements come from several ranks or query groups. The
+    tensor is the concatenation of its pieces (``laid_out``): one piece, or several if the entry is
+    ``joined``.
     """
     match entry.layout:
         case Layout.REPLICATED:
@@ -291,15 +315,19 @@ def _by_tensor(entry: Entry, parts: tuple[torch.Tensor, ...]) -> Iterator[tuple[
 
 
 def is_copied(layout: Layout, ranks: int) -> bool:
-    """Return whether ``laid_out`` copies the tensors of a parameter that is split over ``ranks`` tensor ranks."""
+    """Return whether ``laid_out`` copies tensors of this layout, for a parameter split over ``ranks`` tensor ranks."""
     return layout in (Layout.QKV, Layout.INTERLEAVED, Layout.TRANSPOSED) or (
         ranks > 1 and layout in (Layout.COLUMNS, Layout.GATE_UP, Layout.SPLIT)
     )
 
 
 def laid_out(parts: tuple[torch.Tensor, ...], size: tuple[int, ...], spare: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of ``hf_parts``' parts: a view of a single part that lies in order, else a copy in ``spare``.
+    """Return a Hugging Face tensor from the pieces that ``hf_parts`` yields for it.
 
+    The result is a view if there is a single, contiguous piece. Otherwise it is a copy in
+    ``spare``.
+
+    size: the tensor's shape.
     spare: one dimension; if a copy is needed, it has at least the tensor's number of elements.
     """
     if len(parts) == 1 and parts[0].is_contiguous():
@@ -312,7 +340,10 @@ def laid_out(parts: tuple[torch.Tensor, ...], size: tuple[int, ...], spare: torc
 
 
 def merge_shards(entry: Entry, shape: ModelShape, shards: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Return the Hugging Face tensors of separate shards, each in its own shape; copied if the layout needs it."""
+    """Return [(name, tensor)] of the Hugging Face tensors of a Megatron parameter, copied if the layout needs it.
+
+    shards: the parameter's shard on each tensor rank, in order.
+    """
     stacked = shards[0][None] if len(shards) == 1 else torch.stack(shards)
     return [
         (name, laid_out(parts, hf_size(shape, name), stacked.new_empty(sum(part.numel() for part in parts))))

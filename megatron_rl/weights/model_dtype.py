@@ -13,11 +13,11 @@ OF_FILES = {"float16": "bfloat16", "bfloat16": "bfloat16"}
 
 
 def settle_dtype(model: ModelConfig, hf_config: Any, *, on_gpu: bool) -> ModelConfig:
-    """Return the section with `model.dtype: auto` replaced: float32 on a CPU, the model's own dtype on a GPU.
+    """Return the ``model`` section with `dtype: auto` replaced: float32 on a CPU, the model's own dtype on a GPU.
 
-    hf_config: the policy's Hugging Face config. Its `dtype` counts; without one, the dtype of the
-        embedding in the files, if there are any. float16 becomes bfloat16, since float16's range
-        needs loss scaling.
+    hf_config: the policy's Hugging Face config. Its `dtype` decides; if it is None, the dtype of
+        the embedding in the files decides. float16 becomes bfloat16, since float16's range needs
+        loss scaling. Any other dtype, and a model without files, become float32.
     on_gpu: whether the run is, or would be, on GPUs.
     """
     if model.dtype != "auto":
@@ -30,7 +30,7 @@ def settle_dtype(model: ModelConfig, hf_config: Any, *, on_gpu: bool) -> ModelCo
 
 
 def _of_files(folder: str) -> object:
-    """Return the embedding's dtype; None without files."""
+    """Return the dtype of the embedding in a folder's weights; None if there are no weights or no embedding."""
     if not folder or not has_weights(folder):
         return None
     reader = HuggingFaceReader(folder)

@@ -1,7 +1,8 @@
-"""The writing of a model's Hugging Face folder by all ranks at once: each its own files, then the main rank the index.
+"""The writing of a model's Hugging Face folder by all ranks at once: each rank writes files, the main rank the index.
 
-``file_plan`` decides which rank writes which tensors. A rank collects one parameter at a time, from
-its tensor ranks or the ranks that share an expert, and writes it before it asks for the next.
+weights/file_plan.py decides which rank writes which tensors. A rank collects one parameter at a
+time, from its tensor ranks or from the ranks that share an expert. It writes the parameter before
+it asks for the next.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Holds the parameters to write: this rank's by Megatron name, chunk by chunk, gathered over replicas.
+    """Holds the parameters to write, with the model's shape and the run's topology.
 
-    A mapping may make each tensor on request (adapters merged into their weights).
+    chunks: for each model chunk of this rank, {Megatron name: this rank's shard}. Shards must be
+        gathered over data-parallel replicas before. A mapping may make each tensor on request
+        (adapters merged into their weights).
     """
 
     chunks: Chunks
@@ -73,15 +76,15 @@ def save_hugging_face(
     """Write a Hugging Face folder that appears whole or not at all. A collective over the world.
 
     Every rank writes the files that it owns into the folder. If some rank does not see the folder,
-    the main rank alone writes all of them. An error on one rank (a full disk) is raised on every
+    the main rank alone writes all files. An error on one rank (a full disk) is raised on every
     rank.
 
     path: on a disk the folder gets this name at the end. In an object store it is whole if
         config.json is there (weights/store_folder.py).
     source: the directory that the model came from, whose generation_config.json, tokenizer and
         other side files are copied byte for byte; "" for none.
-    tokenizer_source: the directory of another tokenizer than ``source``'s; None for the same.
-    limits: the bounds of the files' sizes; None for the default ones.
+    tokenizer_source: the directory of another tokenizer; None for the tokenizer of ``source``.
+    limits: the bounds for the files' sizes; None for the default ones.
     """
     is_main = parameters.topology.is_main
     plan = plan_files(parameters.shape, parameters.topology, parameters.dtype, limits or FileSizes())
@@ -107,7 +110,10 @@ def save_hugging_face(
 
 
 def on_all_ranks(action: Callable[[], Result] | None) -> Result | None:
-    """Return the result of this rank's ``action``, None without one; raise one rank's error on every rank."""
+    """Call ``action`` on this rank, return its result, and raise one rank's error on every rank. A collective.
+
+    action: a callable without arguments. None: this rank has nothing to do, and None is returned.
+    """
     result, error = None, None
     try:
         result = action() if action is not None else None
@@ -128,7 +134,10 @@ def _begin(opened: contextlib.ExitStack, path: pathlib.Path | RemotePath, token:
 
 
 def _finish(folder: pathlib.Path | RemotePath, write_side: Callable[[pathlib.Path], None]) -> None:
-    """Write config, tokenizer and other side files; in an object store config.json comes last."""
+    """Write config, tokenizer and other side files into the folder; in an object store config.json comes last.
+
+    write_side: called with a folder on a disk; writes the side files into it.
+    """
     if isinstance(folder, pathlib.Path):
         write_side(folder)
         return
@@ -140,9 +149,12 @@ def _finish(folder: pathlib.Path | RemotePath, write_side: Callable[[pathlib.Pat
 
 
 def _seen_by_all(folder: pathlib.Path | RemotePath, token: str, *, is_main: bool) -> bool:
-    """Return whether every rank can read the main rank's file within SEEN_S; a warning names a rank that cannot.
+    """Return whether every rank can read the main rank's file ``TOKEN`` within SEEN_S. A collective.
 
-    Raises ConfigError on every rank for a store that is not the same for all (memory://).
+    A warning names a rank that cannot. Raises ConfigError on every rank if the folder is in an
+    object store that not all ranks share (memory://).
+
+    token: the content of the file.
     """
     file = folder / TOKEN
     until = time.monotonic() + SEEN_S
@@ -171,7 +183,7 @@ def _reads(file: pathlib.Path | RemotePath, token: str) -> bool:
 
 
 def _write_own(parameters: Parameters, plan: FilePlan, folder: pathlib.Path | RemotePath) -> None:
-    """Write this rank's files. After an error the rank goes on collecting, so that no other waits for it.
+    """Write the files that this rank owns. After an error the rank goes on collecting, so that no other waits for it.
 
     The error is raised on every rank at the end.
     """
@@ -195,15 +207,16 @@ def _error_of(action: Callable[[], None]) -> Exception | None:
 
 @torch.no_grad()
 def own_tensors(parameters: Parameters, plan: FilePlan) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that this rank writes, whole, in the order of its files.
+    """Yield (Hugging Face name, whole tensor) for each tensor that this rank writes, in the order of its files.
 
     A collective over the tensor group and the experts' group: all ranks run it to its end. In each
-    round every rank of a group collects one parameter, and sends its own shards of the others'
-    parameters.
+    round every rank of a group collects one parameter, and sends its own shards of the parameters
+    that the other ranks collect.
 
-    A tensor is valid until the next is asked for. Memory, allocated once: the shards of the largest
-    parameter that this rank collects from others, and its largest tensor that has to be laid out
-    anew. A mapping that makes its tensors on request takes those of a round too.
+    A tensor is valid until the next is asked for. Memory is allocated once, for two things: the
+    shards of the largest parameter that this rank collects from others, and its largest tensor that
+    has to be copied into order. If ``parameters`` makes its tensors on request, the tensors of one
+    round take memory too.
     """
     topology = parameters.topology
     own = plan.pieces.get(topology.rank, ())
@@ -228,14 +241,17 @@ def own_tensors(parameters: Parameters, plan: FilePlan) -> Iterator[tuple[str, t
 
 
 def _gathered_bytes(piece: Piece, topology: Topology) -> int:
-    """Return the bytes of a piece's shards at their owner, this rank, rounded up to 8; 0 if it has them all."""
+    """Return the bytes, rounded up to 8, of all shards of a piece that this rank collects from other ranks.
+
+    0 if this rank holds the only shard itself.
+    """
     if list(piece.sources(topology.rank, topology)) == [topology.rank]:
         return 0
     return _eights(piece.num_shards * math.prod(piece.size) * piece.dtype.itemsize)
 
 
 def _spare_bytes(piece: Piece, shape: ModelShape) -> int:
-    """Return the bytes of a piece's largest tensor, rounded up to 8; 0 if its tensors need no copy."""
+    """Return the bytes of a piece's largest Hugging Face tensor, rounded up to 8; 0 if its tensors need no copy."""
     if not is_copied(piece.entry.layout, piece.num_shards):
         return 0
     return _eights(max(math.prod(hf_size(shape, name)) for name in piece.entry.hf) * piece.dtype.itemsize)
@@ -248,10 +264,12 @@ def _eights(num_bytes: int) -> int:
 def _exchange(
     parameters: Parameters, wanted: Mapping[int, Piece], memory: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Send this rank's shards of the others' pieces; return the shards [num_shards, *shard] of its own piece.
+    """Send this rank's shards of other ranks' pieces, and return the shards [num_shards, *shard] of its own piece.
 
-    wanted: each collecting rank's piece.
-    memory: uint8, for the shards that come from others.
+    The result is empty if this rank collects no piece in this round.
+
+    wanted: {collecting rank: its piece}.
+    memory: uint8, the buffer for the shards that come from other ranks.
     """
     topology, sent, transfers = parameters.topology, [], []
     shards = torch.empty(0)
@@ -287,7 +305,7 @@ def _shard(parameters: Parameters, piece: Piece) -> torch.Tensor:
 
 
 def _write_alone(parameters: Parameters, hf_config: Any, folder: pathlib.Path) -> None:
-    """Write the model as one file, by the main rank, from copies in host memory."""
+    """Write the model as one file, by the main rank, from copies of all tensors in host memory. A collective."""
     from safetensors.torch import save_file
 
     tensors = export_weights(parameters.chunks, parameters.shape, parameters.topology)

@@ -1,4 +1,4 @@
-"""The sizes of a model, from its Hugging Face config and its adapters."""
+"""The sizes and features of a model, from its Hugging Face config, and the settings of its LoRA adapters."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from megatron_rl.config import LoraConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedAttentionShape:
-    """Holds the features of Llama 4's attention beside sizes; layers are given by their numbers.
+    """Holds the features of Llama 4's attention that are not sizes. Layers are given by their numbers, from 0.
 
-    chunk_tokens: positions are cut into chunks of this length; in a chunked layer a token sees only
-        its own chunk.
-    chunked_layers: the chunked layers; the others see the whole sequence.
-    turned_layers: the layers whose q and k are rotated; the others have no positions.
-    l2_norm: whether q and k of rotated layers are divided by their root mean square.
+    chunk_tokens: positions are cut into chunks of this many tokens; in a chunked layer a token
+        attends to its own chunk alone.
+    chunked_layers: the chunked layers; in the other layers a token attends to the whole sequence
+        before it.
+    turned_layers: the layers whose q and k get rotary embeddings; the other layers have no
+        positions.
+    l2_norm: whether q and k of the ``turned_layers`` are divided by their root mean square.
     scale, scale_tokens: in a layer without positions the query at position p is multiplied by 1 +
-        scale · log(1 + floor((p + 1) / scale_tokens)); a scale of 0.0 for none.
+        scale · log(1 + floor((p + 1) / scale_tokens)). A scale of 0.0 turns this off.
     """
 
     chunk_tokens: int
@@ -31,52 +33,54 @@ class ChunkedAttentionShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Holds a model's sizes by its Hugging Face config. Sizes are in elements, ``context_tokens`` in tokens.
+    """Holds a model's sizes and features. Widths are numbers of elements; ``context_tokens`` is in tokens.
 
-    ffn_hidden_size: the width of the MLP, or of one expert of a mixture.
+    ffn_hidden_size: the hidden width of the MLP, or of one expert in a mixture of experts.
     head_dim: the width of one head's q and k, and of its v if ``value_head_dim`` is 0.
-    q_lora_rank, kv_lora_rank: of multi-latent attention, the widths of the latents of q, and of k
-        and v; 0 without it. If only q_lora_rank is 0, q is made of the hidden state.
-    rope_head_dim, value_head_dim: of multi-latent attention, the width of the rotated part of a
-        head's q and k, and the width of its v; else 0.
-    chunked: Llama 4's attention, whose layers are of two kinds (``ChunkedAttentionShape``); None
-        for any other.
-    post_norms: True for norms after attention and MLP, and over all heads of q and k together (OLMo
-        2).
-    mlp_matrices: the matrices of an MLP: 3 with gate, up and down, or 2 without a gate.
+    q_lora_rank, kv_lora_rank: the widths of multi-latent attention's latent of q, and of its common
+        latent of k and v; 0 without multi-latent attention. If q_lora_rank alone is 0, q is
+        projected from the hidden state.
+    rope_head_dim, value_head_dim: in multi-latent attention, the width of the rotated part of a
+        head's q and k, and the width of a head's v; else 0.
+    chunked: the two kinds of layers of Llama 4's attention; None for any other model.
+    post_norms: True for a norm after attention, a norm after the MLP, and norms over all heads of q
+        and of k together (OLMo 2).
+    mlp_matrices: the number of matrices of an MLP: 3 with gate, up and down, or 2 without a gate.
     sandwich_norms: True for norms before and after attention and MLP, all multiplying by 1 + weight
         (Gemma 3).
-    scaled_embedding, gelu: True for the embedding times sqrt(hidden_size), and for gelu (tanh) in
-        the MLP (Gemma).
-    windows: for each layer, the number of tokens that a token sees, itself included; 0 for all
-        before it. () if all layers see all.
-    num_experts, experts_per_token: 0 for a dense model.
-    num_dense_layers, dense_ffn_hidden_size: the number of layers of a mixture that have one MLP,
-        and its width; else 0.
-    dense_layers: the numbers of the ``num_dense_layers`` layers with one MLP, if they are not the
-        first layers.
-    shared_ffn_hidden_size: the width of the expert that every token passes beside its own; 0
-        without.
-    router_groups, router_groups_per_token: the number of groups of experts, and in how many of them
-        a token's experts lie; 0 without groups.
-    router_scaling: the factor of the chosen experts' weights.
-    router_bias: True if a number per expert is added to its score, for the choice only
-        (``Entry.frozen``).
-    num_extra_layers: the layers that predict further tokens. Files hold them after the model's own
-        layers; they are left out.
-    router_pre_softmax: True if the chosen experts' weights are their shares of all experts'
-        probability, so that they do not add up to 1.
-    linear_bias: True for biases on attention's output, the router and the experts (gpt-oss).
+    scaled_embedding: True if the embedding is multiplied by sqrt(hidden_size) (Gemma).
+    gelu: True if the MLP's activation is gelu (tanh) (Gemma).
+    windows: for each layer, the number of tokens that a token attends to, itself included; 0 if it
+        attends to all tokens before it. () if no layer has a window.
+    num_experts, experts_per_token: the number of routed experts, and how many of them a token goes
+        to; 0 for a dense model.
+    num_dense_layers, dense_ffn_hidden_size: in a mixture, the number of layers that have one MLP in
+        place of experts, and this MLP's hidden width; else 0.
+    dense_layers: the numbers of the ``num_dense_layers`` layers; () if these are the first layers.
+    shared_ffn_hidden_size: the hidden width of the expert that every token goes to beside its
+        routed experts; 0 without a shared expert.
+    router_groups, router_groups_per_token: the number of groups of experts, and the number of
+        groups that a token's experts come from; 0 without groups.
+    router_scaling: the factor by which the weights of the chosen experts are multiplied.
+    router_bias: True if a number per expert is added to the expert's score, only to choose experts
+        (``Entry.frozen``, a buffer without gradient).
+    num_extra_layers: the number of multi-token-prediction layers in the files. They follow the
+        model's own layers, and are not loaded.
+    router_pre_softmax: True if a chosen expert's weight is its probability among all experts, so
+        that the chosen experts' weights do not add up to 1.
+    linear_bias: True for biases on attention's output projection, the router and the experts
+        (gpt-oss).
     sinks: True for a learned logit per head in the softmax's denominator.
-    swiglu_limit: the bound of an expert's gate (above) and up (both sides); 0.0 without.
-    padded_vocab_size: the vocabulary rounded up to a multiple of TP; the pads take no probability
-        and get no gradient.
-    layer_spec: "transformer_engine" (norms fused into linears) or "torch"; it decides the
-        parameters' names.
-    value_head: True for one number per token in place of the vocabulary's logits; embeddings are
-        then never tied.
-    lora_rank, lora_alpha, lora_targets: the adapters' (model/lora/adapters.py); 0 and none if every
-        weight is trained.
+    swiglu_limit: an expert's gate is clamped to at most this number, and up to at most it in
+        absolute value; 0.0 for no clamp.
+    padded_vocab_size: the vocabulary rounded up to a multiple of TP; padding tokens get no
+        probability and no gradient.
+    layer_spec: Megatron-Core's layer spec, "transformer_engine" (norms fused into linears) or
+        "torch". It decides the parameters' names.
+    value_head: True if the last matrix gives one number per token in place of the vocabulary's
+        logits; embeddings are then never tied.
+    lora_rank, lora_alpha, lora_targets: the settings of the LoRA adapters (model/lora/adapters.py);
+        0, 0.0 and () if every weight is trained.
     stage_layers: the number of layers of each pipeline stage (planning/pipeline_layout.py); () for
         a single stage.
     """
@@ -129,34 +133,35 @@ class ModelShape:
 
     @property
     def num_stages(self) -> int:
-        """Return the number of pipeline stages, chunks of the interleaved schedule counted one by one."""
+        """Return the number of pipeline stages; in the interleaved schedule each model chunk of a rank is a stage."""
         return len(self.stage_layers) or 1
 
     def layers_on(self, stage: int) -> range:
-        """Return the numbers of a stage's layers among the model's."""
+        """Return the layers of pipeline stage ``stage``, as a range of the model's layer numbers."""
         counts = self.stage_layers or (self.num_layers,)
         first = sum(counts[:stage])
         return range(first, first + counts[stage])
 
     def has_mixture(self, layer: int) -> bool:
-        """Return whether the MLP of the model's layer ``layer`` is a mixture."""
+        """Return whether the model's layer ``layer`` has a mixture of experts in place of an MLP."""
         dense = layer in self.dense_layers if self.dense_layers else layer < self.num_dense_layers
         return bool(self.num_experts) and not dense
 
     def attended(self, mean_context: float) -> float:
-        """Return the number of tokens that a token attends to, added up over the layers.
+        """Return the number of tokens that a token attends to on average, summed over the layers.
 
-        mean_context: the tokens that it attends to in a layer that sees all.
+        mean_context: the mean number of tokens that a token attends to in a layer that sees the
+            whole sequence.
         """
         chunked = self.chunked.chunked_layers if self.chunked else ()
         within = min(mean_context, self.chunked.chunk_tokens / 2) if self.chunked else 0.0
         return (self.num_layers - len(chunked)) * mean_context + len(chunked) * within
 
     def attention_parameters(self, tensor_size: int = 1) -> int:
-        """Return the number of weights in the matrices of a layer's attention, on one of ``tensor_size`` tensor ranks.
+        """Return the number of weights in the attention matrices of one layer, on one of ``tensor_size`` tensor ranks.
 
-        A rank holds its own heads' share; it holds the projections to multi-latent attention's
-        latents whole.
+        The heads' matrices are split over tensor ranks. The projections to the latents of
+        multi-latent attention are whole on every rank.
         """
         hidden, heads = self.hidden_size, self.num_heads // tensor_size
         if not self.kv_lora_rank:
@@ -168,26 +173,27 @@ class ModelShape:
 
     @property
     def score_width(self) -> float:
-        """Return the mean of the total widths of q and of v over all heads: a query's cost at each key."""
+        """Return a query's attention cost at each key: half the sum of q's and v's widths over all heads."""
         return self.num_heads * (self.head_dim + (self.value_head_dim or self.head_dim)) / 2
 
     @property
     def cached_elements(self) -> int:
-        """Return the elements that an engine keeps per token and layer: keys and values, or their latents."""
+        """Return the number of elements per token and layer in an engine's KV cache: keys and values, or latents."""
         if self.kv_lora_rank:
             return self.kv_lora_rank + self.rope_head_dim
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
     def layer_parameters(self) -> float:
-        """Return the weights of a layer's matrices that a token passes, as the mean over the layers.
+        """Return the number of weights that multiply one token in the matrices of a layer, as the mean over the layers.
 
-        In a mixture these are ``experts_per_token`` experts, the shared expert and the router.
+        In a mixture these are the weights of ``experts_per_token`` experts, the shared expert, the
+        router and attention.
         """
         return sum(map(self.passed_parameters, range(self.num_layers))) / self.num_layers
 
     def passed_parameters(self, layer: int) -> int:
-        """Return the number of weights in the matrices of the model's layer ``layer`` that a token passes."""
+        """Return the number of weights that multiply one token in the matrices of the model's layer ``layer``."""
         if self.num_experts and not self.has_mixture(layer):
             width = 3 * self.dense_ffn_hidden_size
         else:
@@ -196,9 +202,11 @@ class ModelShape:
         return self.attention_parameters() + self.hidden_size * width
 
     def rank_shares(self, pipeline: int) -> tuple[tuple[float, float], ...]:
-        """Return each pipeline rank's (cost in layers of mean cost, number of layers), over all its chunks.
+        """Return, for each pipeline rank, (the cost of its layers in units of a mean layer's cost, their number).
 
-        pipeline: the number of ranks that the stages lie on, one after the other.
+        The layers of all model chunks of the rank are counted together.
+
+        pipeline: the number of pipeline ranks; stage s is on rank s modulo ``pipeline``.
         """
         shares = []
         for rank in range(pipeline):
@@ -208,27 +216,33 @@ class ModelShape:
 
     @property
     def square_share(self) -> float:
-        """Return attention's cost per squared token of a causal sequence, in units of a layer's cost per token."""
+        """Return s such that attention over a causal sequence of T tokens costs s · T².
+
+        The unit is the cost of one token in a layer of mean cost, without attention's scores.
+        """
         return self.score_width / self.layer_parameters
 
     @property
     def head_layers(self) -> float:
-        """Return the LM head's cost in layers, if every token passed it."""
+        """Return the LM head's cost in units of a mean layer's cost, if every token goes through the head."""
         return self.head_cost() / self.layer_parameters
 
     def head_cost(
         self, loss_tokens: float = 1.0, tokens: float = 1.0, *, times: float = 1.0, columns: int | None = None
     ) -> float:
-        """Return the weights of the last matrix that a token passes on average, multiplied by ``times``.
+        """Return the mean number of weights of the last matrix (LM head or value head) that multiply a token.
 
-        loss_tokens, tokens: only tokens with loss pass the matrix.
-        columns: the matrix's columns; None for all but the pads, or a value head's single column.
+        loss_tokens, tokens: of ``tokens`` tokens, only the ``loss_tokens`` tokens with a loss go
+            through the matrix.
+        times: a factor of the result.
+        columns: the matrix's columns; None for the vocabulary without padding, or for a value
+            head's single column.
         """
         columns = columns or (1 if self.value_head else self.vocab_size)
         return self.hidden_size * columns * times * loss_tokens / tokens
 
     def with_adapters(self, lora: LoraConfig) -> ModelShape:
-        """Return the same model with ``lora``'s adapters; itself if ``lora.rank`` is null."""
+        """Return the same shape with the settings of ``lora``'s adapters; the shape itself if ``lora.rank`` is None."""
         if lora.rank is None:
             return self
         return dataclasses.replace(self, lora_rank=lora.rank, lora_alpha=lora.alpha, lora_targets=tuple(lora.targets))

@@ -1,12 +1,12 @@
-"""The reading of MXFP4 as the bfloat16 numbers that it stands for: the experts' weights in gpt-oss's released files.
+"""The reading of MXFP4, the format of the experts in gpt-oss's released files, as the bfloat16 numbers it encodes.
 
 The format is Microscaling Formats v1.0 (Open Compute Project, section 5.3 and 6.3). 32 numbers
 share a scale: a byte that holds the exponent of a power of two plus 127. Each number has four bits:
 sign, two bits of exponent, one of mantissa.
 
-In the files ``…_blocks`` is uint8 [experts, rows, groups, 16], the low half of a byte before the
-high one, and ``…_scales`` uint8 [experts, rows, groups]. A row's numbers are a column of the tensor
-in transformers' bfloat16 layout [experts, 32 · groups, rows] (5.19 ``integrations/mxfp4.py``).
+In the files ``…_blocks`` is uint8 [experts, rows, groups, 16], two numbers in a byte, the first in
+the low half. ``…_scales`` is uint8 [experts, rows, groups]. A row here is a column of the tensor in
+transformers' bfloat16 layout [experts, 32 · groups, rows] (5.19 ``integrations/mxfp4.py``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _VALUES = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)])
 def unpack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return bfloat16 [..., rows, 32 · groups] of blocks [..., rows, groups, 16] and scales [..., rows, groups].
 
-    Exact: a value has two significant bits, so that its product with a scale is rounded only at the
-    ends of bfloat16's range.
+    A value has two significant bits, so that its product with a scale is exact, except at the ends
+    of bfloat16's range.
 
     Example: the byte 0x21 under scale 128 is 0.5 · 2 and 1.0 · 2.
     """
@@ -32,9 +32,10 @@ def unpack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 class PackedExpert:
-    """Reads one expert's slices of a stack in MXFP4, in the bfloat16 layout [32 · groups, rows].
+    """Reads slices of one expert's matrix, in the bfloat16 layout [32 · groups, rows], from a stack in MXFP4.
 
-    blocks, scales: safetensors' slices of the two tensors of the stack.
+    blocks, scales: safetensors' slice objects (``get_slice``) of the stack's two tensors.
+    expert: the expert's number.
     """
 
     def __init__(self, blocks, scales, expert: int):

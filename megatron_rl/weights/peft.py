@@ -1,4 +1,4 @@
-"""The adapters as a PEFT directory (adapter_config.json, adapter_model.safetensors) for PeftModel.from_pretrained."""
+"""The LoRA adapters as a PEFT directory (adapter_config.json, adapter_model.safetensors), which PeftModel loads."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ PREFIX = "base_model.model."  # PEFT's prefix for the model that PeftModel wraps
 
 
 def adapter_config(shape: ModelShape, hf_path: str) -> dict[str, object]:
-    """Return PEFT's LoraConfig (0.21). ``hf_path``: the directory of the frozen model.
+    """Return the fields of PEFT's LoraConfig (0.21) for the model's adapters.
 
-    Experts' projections have their names in files. PEFT stacks their pairs as transformers 5 stacks
-    the experts, gate's and up's block-diagonally (``utils/transformers_weight_conversion.py``).
-    Raises ConfigError if PEFT would leave some out (``lost_by_peft``).
+    target_modules has the names of experts' projections as files have them. PEFT stacks the
+    adapters of experts as transformers 5 stacks the experts, with gate and up as a block-diagonal
+    matrix (``utils/transformers_weight_conversion.py``).
+
+    hf_path: the directory of the frozen model.
+
+    Raises ConfigError if PEFT would leave out some adapters (``lost_by_peft``).
     """
     lost = lost_by_peft(shape)
     if lost:
@@ -52,11 +56,11 @@ def adapter_config(shape: ModelShape, hf_path: str) -> dict[str, object]:
 
 
 def lost_by_peft(shape: ModelShape) -> str:
-    """Return the reason why a PEFT directory would not hold all adapters of the model; "" if it would.
+    """Return the reason why PEFT would not load all adapters of the model; "" if it would.
 
     PEFT (0.21.2, read and run) over transformers 5 takes the name of a routed expert's projection
-    for the stacked experts' alone. It leaves out the pairs of other layers of the same name, with a
-    warning or none.
+    for the stacked experts alone. It leaves out the adapters of other layers with the same name (a
+    dense MLP, a shared expert), with or without a warning.
     """
     targets = _targets(shape)
     routed = {_projection(name) for entry in targets if entry.expert is not None for name in entry.hf}
@@ -71,7 +75,10 @@ def lost_by_peft(shape: ModelShape) -> str:
 
 
 def _targets(shape: ModelShape) -> list[Entry]:
-    """Return the targets of both kinds of layers; of the experts, one expert's."""
+    """Return the ``Entry`` objects of the adapted weights in the first and the last layer, of one expert only.
+
+    These two layers stand for both kinds of layers (dense or mixture).
+    """
     return [x for layer in (0, shape.num_layers - 1) for x in target_entries(shape, layer, shape.num_experts or 1)]
 
 
@@ -84,8 +91,10 @@ def save_peft(
 ) -> None:
     """Write a PEFT directory that appears whole or not at all.
 
-    tensors: by PEFT's names without PREFIX, each valid until the next one.
-    path: in an object store the directory is whole if adapter_config.json is there.
+    tensors: (name, tensor), with PEFT's names without PREFIX; each tensor is valid until the next
+        one is asked for.
+    config: the content of adapter_config.json.
+    path: the directory. In an object store it counts as whole if adapter_config.json is there.
     """
     if isinstance(path, pathlib.Path):
         opened = replacing_folder(path)

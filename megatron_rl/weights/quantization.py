@@ -1,10 +1,10 @@
-"""The quantised checkpoints: two kinds are read as the numbers that they stand for; any other is refused by name.
+"""The reading of two kinds of quantised checkpoints as full weights, and the refusal of any other kind by its name.
 
 The two kinds are FP8 in blocks, and MXFP4 in the experts of gpt-oss (weights/mxfp4.py).
 
 Block FP8 (DeepSeek-V3, "finegrained fp8" in transformers): ``x.weight`` is float8_e4m3fn [rows,
-columns] and ``x.weight_scale_inv`` float32 or bfloat16, one number per block of
-``weight_block_size`` elements. The weight is their product in float32, as transformers 5.19
+columns]. ``x.weight_scale_inv`` is float32 or bfloat16, one number per block of
+``weight_block_size`` elements. The full weight is their product in float32, as transformers 5.19
 computes it (``integrations/finegrained_fp8.py``).
 """
 
@@ -56,9 +56,10 @@ def is_mxfp4(fields: Mapping[str, object]) -> bool:
 
 
 def block_size(fields: Mapping[str, object], where: str) -> tuple[int, int] | None:
-    """Return (rows, columns) of a block if a config.json's fields say block FP8; None for full weights and MXFP4.
+    """Return (rows, columns) of a block if a config.json's fields say block FP8; None for full weights and for MXFP4.
 
-    where: the file, for messages.
+    fields: the fields of config.json.
+    where: the file's name, for messages.
 
     Raises ConfigError, naming the method, for every other quantisation.
     """
@@ -88,7 +89,7 @@ def block_size(fields: Mapping[str, object], where: str) -> tuple[int, int] | No
 
 
 def trace_of(names: Iterable[str]) -> str | None:
-    """Return the quantisation that tensors' names reveal; None for names of full weights."""
+    """Return the kind of quantisation that the ends of tensors' names reveal; None for names of full weights."""
     for name in names:
         for end, kind in _TRACES.items():
             if name.endswith(end):
@@ -99,13 +100,14 @@ def trace_of(names: Iterable[str]) -> str | None:
 def dequantize(
     weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], start: tuple[int, int]
 ) -> torch.Tensor:
-    """Return float32 [r, c], a slice of a weight in blocks times the blocks' scales.
+    """Return float32 [r, c]: a slice of an FP8 weight, each element multiplied by the scale of its block.
 
     weight: float8_e4m3fn [r, c], the slice.
-    scale: the whole weight's scales, one number per block.
+    scale: [block rows, block columns], the scales of the whole weight.
+    block: rows and columns of a block.
     start: row and column of the slice's first element in the whole weight.
 
-    Example: at blocks of (2, 2), element (3, 0) of the whole weight is multiplied by ``scale[1,
+    Example: with blocks of (2, 2), element (3, 0) of the whole weight is multiplied by ``scale[1,
     0]``.
     """
     rows, columns = (
@@ -117,9 +119,9 @@ def dequantize(
 class BlockWeight:
     """Reads slices of a weight in block FP8 as the float32 numbers that it stands for.
 
-    weight, scale: safetensors' slices of the two tensors.
-    block: rows and columns.
-    name, folder: for messages.
+    weight, scale: safetensors' slice objects (``get_slice``) of the weight and of its scales.
+    block: rows and columns of a block.
+    name, folder: the weight's name and its model folder, for messages.
     """
 
     def __init__(self, weight: Any, scale: Any, block: tuple[int, int], name: str, folder: pathlib.Path) -> None:
@@ -157,11 +159,14 @@ def block_weights(
     block: tuple[int, int],
     folder: pathlib.Path,
 ) -> tuple[dict[str, pathlib.Path], dict[str, Callable[[], BlockWeight]]]:
-    """Return the files of all tensors except scales of block FP8, and a maker of a reader for each such weight.
+    """Return ({tensor name: file} without scales of block FP8, {name of an FP8 weight: function}).
 
-    opened: a file → safetensors' handle.
-    block: rows and columns.
-    folder: for messages.
+    A function of the second mapping takes nothing and returns the weight's ``BlockWeight``.
+
+    files: {tensor name: file}, scales included.
+    opened: called with a file; returns safetensors' handle of it.
+    block: rows and columns of a block.
+    folder: the model folder, for messages.
     """
     views: dict[str, Callable[[], BlockWeight]] = {}
     rest = dict(files)
@@ -185,7 +190,11 @@ def _block_weight(
 
 
 def refuse_served(fields: Mapping[str, object], where: str) -> None:
-    """Raise ConfigError for quantised files: a vLLM engine would hold other weights than the trainer's."""
+    """Raise ConfigError for quantised files, from which a vLLM engine would load other weights than the trainer sends.
+
+    fields: the fields of config.json.
+    where: the file's name, for messages.
+    """
     if not is_mxfp4(fields) and block_size(fields, where) is None:
         return
     kind = "MXFP4" if is_mxfp4(fields) else "FP8"

@@ -1,7 +1,8 @@
 """The readers of slices of a model's weights: from a Hugging Face folder's safetensors files, or from memory.
 
-A folder's files are checked against the model's shape before anything is read (``check_tensors``).
-Every tensor of the files is taken by the model, or is named as left over.
+Before a folder's weights are read, its files are checked against the model's shape
+(``check_tensors``). A tensor in the files that the model does not use is an error, or is named in a
+warning.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ class TensorView(Protocol):
 
 
 class MemoryReader:
-    """Reads slices of tensors that are in memory already (random weights, tests)."""
+    """Reads slices of tensors that are in memory already (random weights, tests).
+
+    tensors: {name in checkpoint files: tensor}.
+    """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self.tensors = tensors
@@ -76,14 +80,13 @@ class HuggingFaceReader:
     """Reads slices of a Hugging Face directory's safetensors files, sharded or not; never a whole file.
 
     A weight of block FP8 is read as the float32 numbers that it stands for
-    (weights/quantization.py); its scales are not in ``files``. A stack of experts is not in
-    ``files`` either (weights/stacked.py): each expert has a tensor there. A stack in MXFP4 is read
-    as bfloat16.
+    (weights/quantization.py), and a stack of experts in MXFP4 as bfloat16. ``files`` has a name for
+    each expert's tensor in place of a stack's name (weights/stacked.py). It has no names of scales.
 
-    files: each tensor's name and its file.
-    views: for each tensor that a file holds within another or as other numbers, a function that
-        makes its reader.
-    scaled: the weights of block FP8 among them.
+    files: {tensor name: its file}.
+    views: {tensor name: function that takes nothing and returns the tensor's reader}, for FP8
+        weights and tensors within a stack.
+    scaled: the names of the weights in block FP8.
 
     Raises ConfigError, naming the file, for files that are missing, cut short, malformed or outside
     the folder, and if the index and the files do not hold the same tensors.
@@ -113,7 +116,7 @@ class HuggingFaceReader:
         return name in self.files
 
     def opened(self, file: pathlib.Path):
-        """Return safetensors' handle of a file, opened once."""
+        """Return safetensors' handle of a file, opened once. Raises ConfigError if the file cannot be read."""
         if file not in self.open_files:
             try:
                 if file.exists() and not file.is_file():  # safetensors would wait for a pipe's writer
@@ -138,7 +141,10 @@ class HuggingFaceReader:
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which ``read`` gives a tensor; raise ConfigError for a dtype that is not read."""
+        """Return the dtype in which ``read`` returns the tensor ``name``.
+
+        Raises ConfigError if it is not float32, bfloat16 or float16.
+        """
         dtype_name = str(self._slice(name).get_dtype())
         if dtype_name not in DTYPE_OF_NAME:
             raise ConfigError(
@@ -147,12 +153,15 @@ class HuggingFaceReader:
         return DTYPE_OF_NAME[dtype_name]
 
     def check_scale(self, name: str) -> None:
-        """Raise ConfigError unless an FP8 weight's scales are one floating-point number per block."""
+        """Raise ConfigError unless an FP8 weight's scales are one floating-point number per block.
+
+        Other tensors are not checked.
+        """
         if name in self.scaled:
             self._slice(name).check()
 
     def close(self) -> None:
-        """Unmap the files, so that the bytes read are no longer resident; the next read maps them again."""
+        """Unmap the files, so that the bytes read are no longer resident in memory; the next read maps them again."""
         self.open_files.clear()
 
     def read(self, name: str, dimension: int, start: int, stop: int) -> torch.Tensor:
@@ -161,7 +170,7 @@ class HuggingFaceReader:
 
 
 def is_quantized(fields: Mapping[str, object]) -> bool:
-    """Return whether a config.json's fields say that the files do not hold full weights."""
+    """Return whether a config.json's fields say that the files hold quantised weights."""
     return any(fields.get(name) is not None for name in QUANTIZATION)
 
 
@@ -171,7 +180,7 @@ def has_weights(folder: str | pathlib.Path) -> bool:
 
 
 def _list_tensors(reader: HuggingFaceReader) -> dict[str, pathlib.Path]:
-    """Return each tensor's name and file, after opening every file and comparing its header with the index."""
+    """Return {tensor name: its file} of a folder, after opening every file and comparing its header with the index."""
     folder = reader.path
     index, single = folder / INDEX, folder / SINGLE
     # One form of weights: a single file, or an index of shards.
@@ -207,24 +216,27 @@ def _list_tensors(reader: HuggingFaceReader) -> dict[str, pathlib.Path]:
 
 
 def whole_tensors(entry: Entry, shape: ModelShape, reader: WeightReader) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of the Hugging Face tensors that a Megatron parameter comes from."""
+    """Yield (name, tensor) for each Hugging Face tensor that a Megatron parameter is made of."""
     for name in entry.hf:
         yield name, reader.read(name, 0, 0, hf_size(shape, name)[0])
 
 
 def used_names(shape: ModelShape) -> set[str]:
-    """Return the names of all tensors that a model of this shape is made of."""
+    """Return the Hugging Face names of all tensors that a model of this shape is made of."""
     entries = (entry for stage in range(shape.num_stages) for entry in stage_entries(shape, stage, 1))
     return {name for entry in entries for name in entry.held_by(0, shape, 1).hf}
 
 
 def left_over(reader: HuggingFaceReader, used: Iterable[str]) -> list[str]:
-    """Return the names in the files that a model does not use, without the rotary frequencies of old llama files."""
+    """Return the sorted names of tensors in the files that are not in ``used``.
+
+    The rotary frequencies in old llama files are not listed, since the config determines them.
+    """
     return sorted(x for x in reader.files.keys() - set(used) if not x.endswith(ROTARY))
 
 
 def heads_differ(reader: HuggingFaceReader) -> bool:
-    """Return whether the files hold both an LM head and an embedding, with different numbers."""
+    """Return whether the files hold both an LM head and an embedding, and the two have different numbers."""
     if not (reader.has(HEAD_NAME) and reader.has(EMBEDDING_NAME)):
         return False
     rows = reader.size(HEAD_NAME)
@@ -240,8 +252,8 @@ def heads_differ(reader: HuggingFaceReader) -> bool:
 def check_tensors(reader: HuggingFaceReader, shape: ModelShape, *, allow_unread: bool = False) -> None:
     """Raise ConfigError unless the files hold the tensors of a model of this shape, in shapes and dtypes that are read.
 
-    Layers that predict further tokens (``num_extra_layers``) are named in a warning and left out,
-    as transformers does.
+    Multi-token-prediction layers (``num_extra_layers``) are named in a warning and not loaded, as
+    in transformers.
 
     allow_unread: whether tensors that the model does not use are named in a warning instead of
         refused (``model.allow_unread_tensors``).
@@ -290,10 +302,10 @@ def check_finite(values: torch.Tensor, sources: Callable[[], Iterable[tuple[str,
     """Raise ConfigError if some of ``values`` are NaN or infinite, with the tensor's name and their number.
 
     values: weights in the dtype in which they will be used.
-    sources: returns (name, tensor) of the tensors that the values come from, in their own dtype;
-        called only for the error message.
-    way_out: the setting of a wider dtype, for sources whose numbers exceed the range of the values'
-        dtype.
+    sources: a callable without arguments that returns (name, tensor) of the tensors that the values
+        come from, in their own dtype; called only for the error message.
+    way_out: the end of the message if all sources are finite, so that their numbers exceed the
+        range of the values' dtype. It names the setting of a wider dtype.
     """
     if torch.stack(torch.aminmax(values.detach())).isfinite().all():  # one pass, without a copy
         return

@@ -1,4 +1,4 @@
-"""The writer of safetensors files a tensor at a time, in shards under an index, as ``save_pretrained`` lays them out.
+"""The writing of safetensors files one tensor at a time, sharded with an index as ``save_pretrained`` does it.
 
 The format (safetensors 0.4 and later): 8 bytes little-endian with the header's length, a JSON
 header with dtype, shape and offsets of each tensor, then the tensors' bytes. All names, shapes and
@@ -28,14 +28,14 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """Describes a tensor to be written.
+    """Describes a tensor that will be written to a file, and under which names its content will be added.
 
     Example: ``Planned(name="norm.weight", shape=(64,), dtype=torch.bfloat16)`` has 128 bytes.
 
-    slices: the names under which its slices along the first dimension are added, in order; () if it
-        is added whole.
-    parts: above 0, each slice is added as so many tensors with a name each: the transposes of equal
-        shares of its columns. ``slices`` then has their names.
+    slices: the names under which the writer gets the tensor's slices along the first dimension, in
+        order; () if it gets the whole tensor under ``name``.
+    parts: if above 0, the writer gets each slice as ``parts`` tensors, one after the other: the
+        transposes of equal ranges of its columns. ``slices`` then has the names of these tensors.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Planned:
 
     @property
     def arrivals(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
-        """Return (name, shape, dtype) of each tensor that is added for it."""
+        """Return (name, shape, dtype) of each tensor that the writer gets: the slices, or the whole tensor."""
         if not self.slices:
             return ((self.name, self.shape, self.dtype),)
         size = (self.shape[2] // self.parts, self.shape[1]) if self.parts else self.shape[1:]
@@ -58,11 +58,11 @@ class Planned:
 
 
 class FileWriter:
-    """Writes tensors one after the other into safetensors files, in the order of the given names.
+    """Writes tensors one after the other into safetensors files, in the order that ``files`` gives.
 
-    folder: on a disk, or in an object store (a RemotePath).
-    files: (name, tensors of that file). A file is opened when its first tensor comes, and its
-        header is written first.
+    folder: where the files are written, on a disk or in an object store (a RemotePath).
+    files: (file name, tensors of that file) for each file. A file is opened when its first tensor
+        comes, and its header is written first.
 
     Raises ConfigError for a dtype that is not one of DTYPE_NAMES.
     """
@@ -97,7 +97,10 @@ class FileWriter:
         return file
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor, which is in host memory. Raises OSError if the disk does not take it."""
+        """Write the next planned tensor, which must be in host memory.
+
+        Raises OSError if the disk or store does not take it.
+        """
         number, planned, parts = self._waiting.pop()
         arrived = (name, tuple(tensor.shape), tensor.dtype)
         assert arrived == planned, f"{arrived} came where {planned} was planned"
@@ -109,7 +112,7 @@ class FileWriter:
         self._start(number).write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
 
     def finish(self) -> None:
-        """Close the last file."""
+        """Close the last file; all planned tensors must have been added."""
         waiting = self._waiting
         assert not waiting, f"{len(waiting)} planned tensors never came, {waiting[-1][1]} is the first"
         if self._open is not None:
@@ -117,14 +120,14 @@ class FileWriter:
             file.close()
 
     def abandon(self) -> None:
-        """Close the open file, if there is one, without finishing it; an upload to an object store is cancelled."""
+        """Close the open file, if any, although tensors are missing; in an object store cancel its upload instead."""
         if self._open is not None:
             file, self._open = self._open[1], None
             file.__exit__(OSError, OSError("the export has failed"), None)  # a file closes, an upload is cancelled
 
 
 def header_of(tensors: Sequence[Planned]) -> bytes:
-    """Return the first bytes of a file with these tensors: the header's length and the header."""
+    """Return the first bytes of a safetensors file with these tensors: the header's length and the JSON header."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -137,7 +140,7 @@ def header_of(tensors: Sequence[Planned]) -> bytes:
 
 
 def cut_shards(planned: Sequence[Planned], shard_bytes: int) -> list[list[Planned]]:
-    """Cut tensors, in their order, into shards of at most ``shard_bytes``; a larger tensor has its own shard."""
+    """Return the tensors, in their order, as shards of at most ``shard_bytes``; a larger tensor has its own shard."""
     shards: list[list[Planned]] = [[]]
     free_bytes = shard_bytes
     for tensor in planned:
@@ -150,12 +153,12 @@ def cut_shards(planned: Sequence[Planned], shard_bytes: int) -> list[list[Planne
 
 
 def file_name(number: int, count: int) -> str:
-    """Return the name of file ``number``, from 0, of ``count`` files, as ``save_pretrained`` gives it."""
+    """Return the name of file ``number`` (from 0) of ``count`` safetensors files, as ``save_pretrained`` names them."""
     return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def index_text(files: Sequence[tuple[str, Sequence[Planned]]]) -> str:
-    """Return the JSON text of the index of several files."""
+    """Return the JSON text of model.safetensors.index.json for files given as (file name, tensors of that file)."""
     total = sum(tensor.num_bytes for _, tensors in files for tensor in tensors)
     names = {tensor.name: name for name, tensors in files for tensor in tensors}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
@@ -163,9 +166,10 @@ def index_text(files: Sequence[tuple[str, Sequence[Planned]]]) -> str:
 
 
 class ShardWriter:
-    """Writes tensors to ``folder`` in the order of ``planned``: model.safetensors, or shards and their index.
+    """Writes tensors, in the order of ``planned``, to ``folder``: as model.safetensors, or as shards and their index.
 
-    shard_bytes: the most bytes of a shard; a larger tensor has its own shard.
+    planned: the tensors to write.
+    shard_bytes: the most bytes of a shard; a larger tensor has a shard of its own.
 
     Raises ConfigError for a dtype that is not one of DTYPE_NAMES.
     """
@@ -178,7 +182,7 @@ class ShardWriter:
         self.add, self.abandon = self._writer.add, self._writer.abandon
 
     def finish(self) -> list[str]:
-        """Close the last file, write the index if there are several files, and return the files' names."""
+        """Close the last file, write the index if there are several files, and return the names of the files."""
         self._writer.finish()
         names = [name for name, _ in self.files]
         if len(names) > 1:

@@ -19,7 +19,7 @@ TOKENIZER_SUFFIXES = (".model", ".jinja", ".tiktoken", ".spm", ".bpe")
 
 
 def side_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Return the files to copy unchanged: no weights, no descriptions of weights, no code."""
+    """Return the files of a model folder to copy unchanged: no weights, no files that describe weights, no code."""
     named = [x for x in sorted(folder.iterdir()) if x.is_file() and x.name not in LEFT_BEHIND]
     named = [x for x in named if not x.name.endswith(".index.json")]
     found = [x for x in named if x.suffix in SIDE_SUFFIXES or x.name.startswith(SIDE_NAMES)]
@@ -32,10 +32,10 @@ def is_tokenizers(file: pathlib.Path) -> bool:
 
 
 def copy_side_files(source: pathlib.Path, target: pathlib.Path, *, tokenizer: pathlib.Path | None = None) -> list[str]:
-    """Copy a model folder's side files into ``target`` byte for byte, and return their names there.
+    """Copy a model folder's side files into the folder ``target`` byte for byte, and return their names there.
 
-    tokenizer: the folder of another tokenizer, whose files replace the model's own tokenizer files;
-        None for none.
+    tokenizer: a folder whose tokenizer files are copied in place of the model's own; None for the
+        model's own.
     """
     files = [(source, file) for file in side_files(source) if tokenizer is None or not is_tokenizers(file)]
     if tokenizer is not None:
@@ -50,7 +50,7 @@ def copy_side_files(source: pathlib.Path, target: pathlib.Path, *, tokenizer: pa
 
 
 def drop_fields(path: pathlib.Path, names: tuple[str, ...]) -> None:
-    """Remove fields from a JSON object in a file; a file without these fields is not rewritten."""
+    """Remove the fields ``names`` from the JSON object in a file; the file is not rewritten if it has none of them."""
     fields = read_object(path)
     kept = {name: value for name, value in fields.items() if name not in names}
     if len(kept) < len(fields):

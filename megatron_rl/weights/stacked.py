@@ -1,14 +1,15 @@
-"""The mapping between a file's stack of all experts of a layer and one tensor per expert.
+"""The mapping between a stack, one tensor of all experts of a layer in a file, and one tensor per expert.
 
 gpt_oss has four stacks in a layer, ``…mlp.experts.gate_up_proj`` [experts, hidden, 2 · ffn] among
-them. An expert's slice is called ``…mlp.experts.<expert>.gate_up_proj``, a name that vLLM reads too
+them. An expert's slice is called ``…mlp.experts.<expert>.gate_up_proj``. vLLM reads this name too
 (0.32 ``models/gpt_oss.py``, ``_try_load_streamed_expert``). So no process holds a whole stack to
 load, send or convert an expert.
 
-llama4_text has two stacks, and an expert's slice of them is transposed: gate's columns and then
-up's, or down's. They are called ``…feed_forward.experts.<expert>.gate_proj.weight`` [ffn, hidden]
-and so on, as in a family with one tensor per expert. vLLM reads these names too (0.32
-``models/llama4.py``, ``load_moe_expert_weights``).
+llama4_text has two stacks, and stores an expert's matrices in them transposed: gate's columns and
+then up's, or down's. An expert's tensors are called
+``…feed_forward.experts.<expert>.gate_proj.weight`` [ffn, hidden] and so on, as in a family with one
+tensor per expert. vLLM reads these names too (0.32 ``models/llama4.py``,
+``load_moe_expert_weights``).
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.([\w.]+)")
 
 
 class Slice(NamedTuple):
-    """Locates an expert's tensor in a stack.
+    """Locates an expert's tensor in a stack of experts.
 
-    part, parts: the tensor is share number ``part`` of ``parts`` equal shares of the expert's
-        columns; 0 and 1 for all columns.
-    transposed: whether the tensor is the transpose of its share.
+    stack: the stack's name.
+    expert: the expert's number, the index in the stack's first dimension.
+    part, parts: the expert's columns are cut into ``parts`` equal ranges, and the tensor is range
+        number ``part``, from 0. 0 and 1 mean all columns.
+    transposed: whether the tensor is the transpose of this range.
 
     Example: ``Slice("x.experts.gate_up_proj", 3, 1, 2, True)`` is up_proj.weight of expert 3.
     """
@@ -49,28 +52,31 @@ class Slice(NamedTuple):
     transposed: bool = False
 
     def size(self, stack: Iterable[int]) -> tuple[int, ...]:
-        """Return the tensor's size. ``stack``: the stack's size."""
+        """Return the shape of the expert's tensor. ``stack``: the shape of the whole stack."""
         rows, *columns = tuple(stack)[1:]
         return (columns[0] // self.parts, rows) if self.transposed else (rows, *columns)
 
     def stack_size(self, size: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
-        """Return the stack's size for a tensor of size ``size``; the inverse of ``size``."""
+        """Return the shape of a stack of ``num_experts`` experts, from the shape ``size`` of one expert's tensor."""
         return (num_experts, size[1], self.parts * size[0]) if self.transposed else (num_experts, *size)
 
     def view(self, stack: torch.Tensor) -> torch.Tensor:
-        """Return the tensor as a view of the stack."""
+        """Return the expert's tensor as a view of the stack."""
         matrix = stack[self.expert]
         return matrix.chunk(self.parts, dim=1)[self.part].t() if self.transposed else matrix
 
 
 def is_stack(name: str, names: ExpertNames) -> bool:
-    """Return whether ``name`` is a stack's name."""
+    """Return whether ``name`` names a stack of experts. ``names``: the family's names of experts and stacks."""
     within, _, last = name.rpartition(".")
     return last in names.stacked and within.endswith(".experts")
 
 
 def _last_parts(stack: str, names: ExpertNames) -> tuple[str, ...]:
-    """Return the last parts of the names of an expert's tensors in a stack, for the last part of the stack's name."""
+    """Return the last components of the names of an expert's tensors, from the last component of a stack's name.
+
+    Example: gate_up_proj of llama4_text → ("gate_proj.weight", "up_proj.weight").
+    """
     if not names.transposed:
         return (stack,)
     matrices = (names.gate, names.up) if stack == "gate_up_proj" else (names.down,)
@@ -78,7 +84,7 @@ def _last_parts(stack: str, names: ExpertNames) -> tuple[str, ...]:
 
 
 def slices_of(stack: str, expert: int, names: ExpertNames) -> Iterator[tuple[str, Slice]]:
-    """Yield the names and places of an expert's tensors in a stack.
+    """Yield (name, ``Slice``) for each tensor of expert number ``expert`` in the stack named ``stack``.
 
     Example: ``x.experts.down_proj`` of gpt_oss, 3 → ``x.experts.3.down_proj``.
     """
@@ -89,7 +95,11 @@ def slices_of(stack: str, expert: int, names: ExpertNames) -> Iterator[tuple[str
 
 
 def slice_of(name: str, names: ExpertNames | None) -> Slice | None:
-    """Return the place of an expert's tensor; None for another name. The inverse of ``slices_of``."""
+    """Return the ``Slice`` that locates the expert's tensor ``name`` in its stack; the inverse of ``slices_of``.
+
+    None if ``name`` is no tensor of a stacked expert, or if ``names`` is None (a family without
+    stacks).
+    """
     found = _EXPERT.fullmatch(name) if names is not None else None
     if found is None:
         return None
@@ -101,7 +111,11 @@ def slice_of(name: str, names: ExpertNames | None) -> Slice | None:
 
 
 def joined_plan(planned: Iterable[Planned], family: str) -> list[Planned]:
-    """Return the tensors of files, in order, with experts' slices among ``planned`` joined into their stacks."""
+    """Return the tensors to write, in order, with runs of experts' tensors replaced by the stacks that they form.
+
+    planned: the tensors to write, one per expert; the tensors of a stack follow one another, by the
+        experts' numbers.
+    """
     names = stacking(family)
     joined: list[Planned] = []
     for tensor in planned:
@@ -120,7 +134,7 @@ def joined_plan(planned: Iterable[Planned], family: str) -> list[Planned]:
 
 
 def slices(tensors: Iterable[tuple[str, torch.Tensor]], family: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors; in place of a stack yield a view of each expert's tensor under its own name."""
+    """Yield (name, tensor) as given, but for a stack a view of each expert's tensor under the expert's own name."""
     names = stacking(family)
     for name, tensor in tensors:
         if names is not None and is_stack(name, names):
@@ -131,9 +145,10 @@ def slices(tensors: Iterable[tuple[str, torch.Tensor]], family: str) -> Iterator
 
 
 def copies(tensors: Iterable[tuple[str, torch.Tensor]], family: str, num_experts: int) -> dict[str, torch.Tensor]:
-    """Return copies in host memory under the names of files, with experts' slices, in any order, put in their stacks.
+    """Return {name in a checkpoint's files: copy in host memory}, with the tensors of experts put into their stacks.
 
-    tensors: each is valid until the next one is asked for.
+    tensors: (name, tensor) in any order; a tensor is valid until the next one is asked for.
+    num_experts: the number of experts in a stack.
     """
     names = stacking(family)
     held: dict[str, torch.Tensor] = {}
@@ -149,7 +164,11 @@ def copies(tensors: Iterable[tuple[str, torch.Tensor]], family: str, num_experts
 
 
 class ExpertOfStack:
-    """Reads slices of an expert's tensor in a stack. ``stack``: safetensors' slice object of the stack."""
+    """Reads slices of one expert's tensor from a stack in a file.
+
+    stack: safetensors' slice object (``get_slice``) of the stack.
+    place: where the expert's tensor lies in the stack.
+    """
 
     def __init__(self, stack, place: Slice):
         self.stack, self.place = stack, place
@@ -176,13 +195,15 @@ def unstacked(
     names: ExpertNames,
     folder: pathlib.Path,
 ) -> tuple[dict[str, pathlib.Path], dict[str, Callable[[], ExpertOfStack | PackedExpert]]]:
-    """Return the files and the readers with one name per expert in place of each stack's name.
+    """Return ({tensor name: file}, {expert's tensor name: function}), with names per expert in place of stacks.
 
-    The first value maps names to files, the second maps an expert's name to a function that makes
-    its reader.
+    A function of the second mapping takes nothing and returns the reader of the expert's tensor.
+    Tensors outside stacks are in the first mapping alone.
 
-    opened: a file → safetensors' handle.
-    folder: for messages.
+    files: {tensor name: file} as the files have it.
+    opened: called with a file; returns safetensors' handle of it.
+    names: the family's names of experts and stacks.
+    folder: the model folder, for messages.
     """
     apart: dict[str, pathlib.Path] = {}
     views: dict[str, Callable[[], ExpertOfStack | PackedExpert]] = {}
@@ -215,13 +236,13 @@ def _packed_expert(
 
 
 def _packed(stack: str, files: Mapping[str, pathlib.Path], opened: Callable[[pathlib.Path], Any]) -> tuple[Any, Any]:
-    """Return safetensors' slices of the blocks and the scales of a stack in MXFP4."""
+    """Return safetensors' slice objects of the blocks and of the scales of a stack in MXFP4."""
     blocks, scales = (opened(files[x]).get_slice(x) for x in (f"{stack}{BLOCKS}", f"{stack}{SCALES}"))
     return blocks, scales
 
 
 def _check_packed(blocks: Any, scales: Any, stack: str, folder: pathlib.Path) -> None:
-    """Raise ConfigError unless a stack in MXFP4 has one byte of scale for each group of numbers."""
+    """Raise ConfigError unless a stack in MXFP4 has one byte of scale for each group of 32 numbers."""
     wanted = ("U8", tuple(blocks.get_shape()[:-1]))
     actual = (scales.get_dtype(), tuple(scales.get_shape()))
     if len(wanted[1]) != 3 or blocks.get_shape()[-1] != GROUP // 2 or actual != wanted or blocks.get_dtype() != "U8":

@@ -1,9 +1,9 @@
-"""A model folder in an object store, where nothing is renamed: it is whole if its last object is there.
+"""The writing of a model folder to an object store, which renames nothing: the last object makes the folder whole.
 
 Objects have their final names from the start, and each appears when its upload ends. The last one
-is ``config.json`` (``adapter_config.json`` for adapters): no loader takes a folder without it. An
-export that fails removes what it wrote. An export that is killed leaves objects that no loader
-takes; the next export to the same place removes them.
+is ``config.json`` (``adapter_config.json`` for adapters), and no loader takes a folder without this
+file. An export that fails removes what it wrote. An export that is killed leaves objects behind;
+the next export to the same folder removes them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ BLOCK_BYTES = 1 << 22
 
 @contextlib.contextmanager
 def filled(place: RemotePath, last: str) -> Iterator[RemotePath]:
-    """Yield a folder emptied for new objects, and empty it if the block raises.
+    """Yield the folder ``place`` after removing its objects; if the ``with`` block raises, remove what it wrote.
 
-    last: the name of the object that is written last.
+    last: the name of the object that is written last and makes the folder whole.
     """
     clear(place, last)
     try:
@@ -35,7 +35,11 @@ def filled(place: RemotePath, last: str) -> Iterator[RemotePath]:
 
 @contextlib.contextmanager
 def uploaded(place: RemotePath, last: str) -> Iterator[pathlib.Path]:
-    """Yield a folder on this host's disk; after the block its files replace the objects at ``place``."""
+    """Yield a folder on this host's disk; after the ``with`` block its files replace the objects in ``place``.
+
+    place: a folder of an object store.
+    last: the name of the file that is uploaded last.
+    """
     with tempfile.TemporaryDirectory() as local:
         yield pathlib.Path(local)
         with filled(place, last):
@@ -43,7 +47,7 @@ def uploaded(place: RemotePath, last: str) -> Iterator[pathlib.Path]:
 
 
 def upload(folder: pathlib.Path, place: RemotePath, last: str) -> None:
-    """Copy a folder's files to a store, ``last`` after all others."""
+    """Copy a folder's files to the store folder ``place``, the file named ``last`` after all others."""
     names = sorted((str(x.relative_to(folder)) for x in folder.rglob("*") if x.is_file()), key=lambda x: (x == last, x))
     for name in names:
         with (folder / name).open("rb") as source, (place / name).open("wb") as target:
@@ -52,6 +56,6 @@ def upload(folder: pathlib.Path, place: RemotePath, last: str) -> None:
 
 
 def clear(place: RemotePath, last: str) -> None:
-    """Remove every object below ``place``, starting with the one that makes the folder whole."""
+    """Remove every object below ``place``, first the one named ``last``: no loader takes the folder without it."""
     for name in sorted(place.files(), key=lambda x: (x != last, x)):
         (place / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The start of the command: ``python -m megatron_rl.commands.convert`` is ``megatron-rl convert``."""
+"""The entry point of ``python -m megatron_rl.commands.convert``, which `megatron-rl convert` starts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The conversion of a family without a table of ours, for megatron-rl convert, by NVIDIA's megatron-bridge on a GPU.
+"""The conversion by NVIDIA's megatron-bridge on a GPU, for model families that `megatron-rl convert` has no tables for.
 
-Read from megatron-bridge 0.3.1 (``models/conversion/auto_bridge.py``: can_handle, import_ckpt,
-export_ckpt); NOT RUN by us: it builds layers of Transformer Engine, which needs a GPU. The test
-puts a stand-in in its place.
+Our tables (weights/families) map names and shapes of weights. Written from the source of
+megatron-bridge 0.3.1 (``models/conversion/auto_bridge.py``: can_handle, import_ckpt, export_ckpt).
+NOT RUN by us: it builds layers of Transformer Engine, which needs a GPU. The test replaces it by a
+stand-in.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pathlib
 
 
 def family_of(folder: pathlib.Path) -> str | None:
-    """Return ``model_type`` of a Hugging Face directory; None if it has no config."""
+    """Return ``model_type`` of a Hugging Face directory's config.json; None if the file or the field is absent."""
     from megatron_rl.json_text import read_object
 
     path = folder / "config.json"
@@ -21,7 +22,10 @@ def family_of(folder: pathlib.Path) -> str | None:
 
 
 def needs_bridge(options: argparse.Namespace) -> bool:
-    """Return True for an import or export of a family that our tables lack, if megatron-bridge is installed."""
+    """Return True if megatron-bridge must do the conversion, and is installed.
+
+    This is so for an import or export of a model family that our tables (weights/families) lack.
+    """
     from megatron_rl.weights.families.register import ALIASES, FAMILIES
 
     if options.command not in ("import", "export"):
@@ -32,9 +36,10 @@ def needs_bridge(options: argparse.Namespace) -> bool:
 
 
 def bridge_command(options: argparse.Namespace) -> tuple[int, dict]:
-    """Import or export by megatron-bridge.
+    """Import or export a model by megatron-bridge; return the exit code 0 and a JSON-able report.
 
-    Raises ConfigError with the reason and the fix if it cannot.
+    Raises ConfigError, with the reason and the fix, if megatron-bridge cannot convert the model
+    here.
     """
     import torch
 

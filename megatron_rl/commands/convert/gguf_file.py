@@ -1,14 +1,14 @@
-"""The reader of a GGUF file's header and its tensors, one at a time; a damaged or hostile file ends in one sentence.
+"""The reader of a GGUF file: its header at once, its tensors one at a time. A damaged or hostile file ends in an error.
 
 The layout (github.com/ggml-org/ggml, docs/gguf.md, versions 2 and 3), in order:
 
 - "GGUF", version, number of tensors, number of keys
 - each key with its type and value
-- each tensor's name, sizes (the fastest first), type and offset
+- each tensor's name, sizes (the fastest-varying dimension first), type and offset
 - the tensors' bytes, aligned
 
-The gguf library dequantizes blocks. Its own reader is not used: it does not check the file's counts
-and offsets, and an array of 2^60 numbers keeps it busy for ever.
+The gguf library dequantizes blocks. Its own reader is not used, because it does not check the
+file's counts and offsets. An array that claims 2^60 numbers would keep that reader busy for ever.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ def gguf_library() -> ModuleType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Locates a tensor: ``type_name="Q8_0", shape=(49152, 576), start=1785664, num_bytes=30081024``.
+    """Holds the type, shape and position of one tensor in a GGUF file.
 
-    shape: in elements, rows first, as torch has it.
-    start: the tensor's first byte in the file.
+    shape: the number of elements along each dimension, in torch's order.
+    start: the offset of the tensor's first byte in the file.
+
+    Example: ``type_name="Q8_0", shape=(49152, 576), start=1785664, num_bytes=30081024``.
     """
 
     type_name: str
@@ -58,13 +60,13 @@ class StoredTensor:
 
 
 class GgufFile:
-    """Holds a GGUF file's keys and the places of its tensors; ``read`` returns a tensor's numbers.
+    """Holds a GGUF file's keys and the positions of its tensors; ``read`` returns a tensor's numbers.
 
-    values: each key's value: a number, true or false, a text, a list of texts, or an array of
+    values: {key: value}; a value is a number, a bool, a text, a list of texts, or an array of
         numbers.
-    tensors: each tensor's place, by the name in the file.
+    tensors: {name in the file: StoredTensor}.
 
-    Raises ConfigError, naming the file, for a file that is no GGUF, is cut short, or holds invalid
+    Raises ConfigError, naming the file, for a file that is no GGUF, is truncated, or holds invalid
     counts, types or offsets.
     """
 
@@ -112,7 +114,7 @@ class GgufFile:
             self._refuse(f"holds a text that is not UTF-8: {what}")
 
     def _read_start(self) -> tuple[int, int]:
-        """Check magic and version; return the numbers of tensors and of keys."""
+        """Check the file's magic bytes and version; return the number of tensors and the number of keys."""
         if (magic := self._bytes[:4].tobytes()) != MAGIC:
             raise ConfigError(f"{self.path} is no GGUF file: it begins with {quoted(magic)}, not with {MAGIC}")
         self._place = 4
@@ -187,7 +189,7 @@ class GgufFile:
         return sum(math.prod(place.shape) for place in self.tensors.values())
 
     def check_types(self) -> None:
-        """Raise ConfigError if the gguf library does not turn a tensor's type into numbers."""
+        """Raise ConfigError if the gguf library cannot dequantize the type of one of the tensors."""
         gguf = gguf_library()
         for name, tensor in {tensor.type_name: (name, tensor) for name, tensor in self.tensors.items()}.values():
             kind = gguf.GGMLQuantizationType[tensor.type_name]
@@ -200,7 +202,7 @@ class GgufFile:
                 ) from None
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor's numbers in float32, dequantized by the gguf library."""
+        """Return the tensor called ``name`` as float32 in its full shape, dequantized by the gguf library."""
         gguf, tensor = gguf_library(), self.tensors[name]
         kind = gguf.GGMLQuantizationType[tensor.type_name]
         stored = self._bytes[tensor.start : tensor.start + tensor.num_bytes]

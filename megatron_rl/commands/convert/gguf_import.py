@@ -1,8 +1,9 @@
-"""The making of a Hugging Face directory from a GGUF file, for `megatron-rl convert import --gguf`.
+"""The conversion of a GGUF file to a Hugging Face directory, for `megatron-rl convert import --gguf`.
 
-The gguf library dequantizes one tensor at a time, in float32, and it is then cast. Names come from
-the same library's table, the tokenizer from transformers. transformers' own loading uses both (5.19
-``load_gguf_checkpoint``), so that every tensor is equal to the bit.
+The gguf library dequantizes one tensor at a time to float32, which is then cast to the wanted
+dtype. The same library's table maps the tensors' names, and transformers makes the tokenizer.
+transformers' own loading uses the same two (5.19 ``load_gguf_checkpoint``), so every tensor is
+equal to the bit.
 """
 
 from __future__ import annotations
@@ -53,14 +54,15 @@ def import_gguf(
     overwrite: bool = False,
     progress: Progress = lambda _: None,
 ) -> dict:
-    """Write the model of a GGUF file to the directory ``target``, and return a report as JSON-able values.
+    """Write the model of a GGUF file to the Hugging Face directory ``target``; return a report of JSON-able values.
 
-    dtype: of the written tensors; they are dequantized in float32.
-    shard_bytes: the most bytes of a safetensors file.
-    progress: called after each tensor with the bytes written for it.
+    dtype: the dtype of the written tensors; they are dequantized to float32 first.
+    shard_bytes: the largest size of a safetensors file.
+    overwrite: whether an existing ``target`` is replaced.
+    progress: called after each tensor with the number of bytes written for it.
 
-    Raises ConfigError, naming the file, if it is damaged, of another architecture, or its tensors
-    do not fit the model that its keys describe.
+    Raises ConfigError, naming the file, if it is damaged, or of an unsupported architecture. Raises
+    it also if the tensors do not fit the model that the file's keys describe.
     """
     fields, generation = config_fields(file, dtype)
     with appearing(target, overwrite=overwrite) as partial:
@@ -101,7 +103,10 @@ def shortest(value: float) -> float:
 
 
 def config_fields(file: GgufFile, dtype: torch.dtype) -> tuple[dict, dict]:
-    """Return the fields of config.json and of generation_config.json."""
+    """Return the fields of config.json and of generation_config.json, as two dicts made from the file's keys.
+
+    dtype: the dtype that config.json names.
+    """
     values, where = file.values, str(file.path)
     family = field(values, "general.architecture", str, where)
     if family not in CLASSES:
@@ -138,7 +143,7 @@ def config_fields(file: GgufFile, dtype: torch.dtype) -> tuple[dict, dict]:
 
 
 def rope(file: GgufFile, family: str) -> dict:
-    """Return config.json's ``rope_parameters``."""
+    """Return config.json's ``rope_parameters``, made from the file's keys on rotary embedding."""
     base = shortest(single(file, f"{family}.rope.freq_base", float, 10000.0, least=1.0))
     if (factor := rope_scaling(file, family)) == 1.0:
         return {"rope_type": "default", "rope_theta": base}
@@ -146,9 +151,9 @@ def rope(file: GgufFile, family: str) -> dict:
 
 
 def match_tensors(file: GgufFile, shape: ModelShape) -> dict[str, str]:
-    """Return the name in the file of each Hugging Face tensor, in the order of the model's layers.
+    """Return {Hugging Face name: name in the file} of every tensor, in the order of the model's layers.
 
-    Raises ConfigError if the file lacks a tensor, has one of another shape, or has one that the
+    Raises ConfigError if the file lacks a tensor, has one of a wrong shape, or has one that the
     model does not use.
     """
     gguf = gguf_library()
@@ -176,14 +181,20 @@ def match_tensors(file: GgufFile, shape: ModelShape) -> dict[str, str]:
 
 
 def by_layer(name: str) -> tuple[int, str]:
-    """Return a sort key: the embedding first, then the layers in their order, then the final norm and the LM head."""
+    """Return a sort key that orders tensors: the embedding, then the layers, then the final norm and the LM head.
+
+    name: a tensor's Hugging Face name.
+    """
     parts = name.split(".")
     layer = int(parts[2]) if parts[1] == "layers" else -1 if parts[1] == "embed_tokens" else 1 << 30
     return layer, name
 
 
 def read_tensor(file: GgufFile, stored: str, shape: ModelShape, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor as Hugging Face has it, in ``dtype``; raise ConfigError for numbers that are not finite."""
+    """Return a tensor in Hugging Face's layout, in ``dtype``; raise ConfigError if it has a number that is not finite.
+
+    stored: the tensor's name in the file.
+    """
     numbers = file.read(stored)
     heads = {"attn_q": shape.num_heads, "attn_k": shape.num_kv_heads}.get(stored.split(".")[-2])
     if shape.family == "llama" and heads is not None:
@@ -195,18 +206,24 @@ def read_tensor(file: GgufFile, stored: str, shape: ModelShape, dtype: torch.dty
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Return a projection's rows in Hugging Face's order.
+    """Return the rows of a q or k projection reordered from llama.cpp's order to Hugging Face's.
 
-    llama.cpp rotates neighbouring pairs of a head's rows; Hugging Face's llama rotates row i with
-    row i + head_dim / 2. llama.cpp's converter (convert_hf_to_gguf.py, LlamaModel.permute)
-    therefore interleaves the halves of each head. With one head of 4 rows, a, c, b, d become a, b,
-    c, d.
+    rows: [heads · head_dim, ...].
+
+    llama.cpp's rotary embedding rotates neighbouring pairs of a head's rows. Hugging Face's llama
+    rotates row i with row i + head_dim / 2. llama.cpp's converter (convert_hf_to_gguf.py,
+    LlamaModel.permute) therefore interleaves the two halves of each head. With one head of 4 rows,
+    a, c, b, d become a, b, c, d.
     """
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def write_tokenizer(file: GgufFile, folder: pathlib.Path, vocab_size: int) -> None:
-    """Write the tokenizer's files and the chat template, by transformers; raise ConfigError if it cannot."""
+    """Write the tokenizer's files and the chat template to ``folder``, built by transformers from the GGUF file.
+
+    Raises ConfigError if no tokenizer of ``vocab_size`` tokens can be made, or if its way of
+    splitting text is unknown.
+    """
     from tokenizers import Tokenizer, pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

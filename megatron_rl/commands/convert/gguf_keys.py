@@ -1,4 +1,4 @@
-"""The check of a GGUF file's keys: `gguf_import.py` uses a key, its value changes nothing, or it is refused by name.
+"""The check of a GGUF file's keys: each key is used by `gguf_import.py`, or has no effect, or is refused by name.
 
 The meaning of a key is llama.cpp's (src/llama-model.cpp ``load_hparams``, src/llama-vocab.cpp
 ``load``, 2026). The names are the gguf library's (0.19 ``constants.py`` Keys).
@@ -47,12 +47,17 @@ BEGINS = ("llama-bpe", "llama3", "llama-v3", "falcon3")
 
 
 def single(file: GgufFile, key: str, kind: type, absent: Any, **bounds: float):
-    """Return the value of a key, checked as ``json_text.check`` does; ``absent`` if the file lacks the key."""
+    """Return the value of a key, or ``absent`` if the file lacks the key.
+
+    kind, bounds: the type and the limits that the value must satisfy, as in ``json_text.check``.
+
+    Raises ConfigError if the value does not satisfy them.
+    """
     return check(file.values.get(key, absent), f"{file.path}: {key}", kind, **bounds)
 
 
 def check_kind(file: GgufFile) -> None:
-    """Raise ConfigError for a file that holds no whole model: an adapter, or one part of several."""
+    """Raise ConfigError if the file is no whole model: an adapter, or one file of a split model."""
     if (kind := single(file, "general.type", str, "model")) != "model":
         raise ConfigError(
             f"{file.path} has general.type={quoted(kind)}, which is no whole model; name the model's file, an adapter "
@@ -63,9 +68,12 @@ def check_kind(file: GgufFile) -> None:
 
 
 def check_keys(file: GgufFile, family: str, head_dim: int) -> None:
-    """Raise ConfigError for the first key that is neither read, nor known, nor of a value that changes nothing.
+    """Raise ConfigError for the first key whose effect on the model would be lost.
 
-    head_dim: the width of a head, by the file's other keys.
+    A key passes if the import reads it, if it only describes the file, or if its value has no
+    effect on the model.
+
+    head_dim: the width of an attention head, computed from other keys of the file.
     """
     bpe = file.values.get("tokenizer.ggml.model") == "gpt2"
     wanted = {f"{family}.{name}": values for name, values in NEUTRAL.items()} | {
@@ -95,10 +103,12 @@ def check_keys(file: GgufFile, family: str, head_dim: int) -> None:
 
 
 def rope_scaling(file: GgufFile, family: str) -> float:
-    """Return the factor that positions are divided by, 1.0 for none; raise ConfigError for another scaling.
+    """Return the factor by which rotary positions are divided, 1.0 without scaling.
 
-    llama.cpp reads a missing type as linear, ``rope.scale_linear`` in place of a missing factor,
-    and 0 as none.
+    As in llama.cpp, a missing scaling type means linear. A missing factor is taken from
+    ``rope.scale_linear``, and a factor of 0 means no scaling.
+
+    Raises ConfigError for any scaling but linear.
     """
     kind = single(file, f"{family}.rope.scaling.type", str, "linear")
     scaled_by = "the tensor rope_freqs.weight" if "rope_freqs.weight" in file.tensors else quoted(kind)
@@ -113,9 +123,9 @@ def rope_scaling(file: GgufFile, family: str) -> float:
 
 
 def added_tokens(file: GgufFile) -> dict[str, bool]:
-    """Return whether texts begin with BOS and end with EOS, by the names of transformers' settings.
+    """Return transformers' settings ``add_bos_token`` and ``add_eos_token``: whether each text gets these tokens.
 
-    Raises ConfigError if the file asks for a token that it does not name.
+    Raises ConfigError if the file asks for a token without giving its id.
     """
     values = file.values
     begins = values.get("tokenizer.ggml.model") == "llama" or values.get("tokenizer.ggml.pre") in BEGINS

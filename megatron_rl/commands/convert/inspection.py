@@ -1,6 +1,6 @@
 """The description of a Hugging Face directory or a Megatron checkpoint, for `megatron-rl convert inspect`.
 
-Headers are read, weights are not.
+Only headers and metadata are read; no weights are loaded.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ if TYPE_CHECKING:
 
 
 def inspect(source: pathlib.Path | RemotePath, hf: pathlib.Path | RemotePath | None, iteration: int | None) -> dict:
-    """Return facts by name, in display order; ``convertible`` is "yes" or the reason against it.
+    """Return {fact: value} about a directory, in display order; ``convertible`` is "yes" or "no: " and the reason.
 
-    Raises DamagedCheckpoint if a file of a checkpoint is missing, cut short or changed in kind.
+    source: a Hugging Face directory or the folder of a Megatron checkpoint.
+    hf: the directory of the checkpoint's config; None to look for it in the checkpoint's folder.
+    iteration: the checkpoint to describe; None for the latest.
+
+    Raises DamagedCheckpoint if a file of a checkpoint is missing, truncated or of a changed kind.
     """
     if (source / "config.json").exists() and not (source / LATEST).exists():
         return _inspect_hugging_face(read_on_disk(source, "SOURCE", weights=True))
@@ -36,9 +40,9 @@ def inspect(source: pathlib.Path | RemotePath, hf: pathlib.Path | RemotePath | N
 
 
 def _sizes(tensors: list[tuple[str, tuple[int, ...], object]]) -> dict:
-    """Return the number of parameters, the gigabytes and the dtypes of some tensors.
+    """Return the number of parameters, the size in gigabytes and the dtypes of tensors, as {fact: value}.
 
-    tensors: (name, shape, dtype) of each.
+    tensors: (name, shape, dtype) of each tensor.
     """
     kinds = Counter(str(dtype).removeprefix("torch.") for *_, dtype in tensors)
     return {

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def read_on_disk(folder: pathlib.Path | RemotePath, key: str, *, weights: bool = False) -> pathlib.Path:
-    """Return a Hugging Face directory's path on the disk: a URL's files are first copied to the host's cache.
+    """Return the local path of a Hugging Face directory; a remote one's files are first copied to the host's cache.
 
-    key: the argument's name in messages.
-    weights: whether the model's files are copied too.
+    key: the argument's name in error messages.
+    weights: whether the weight files are copied too.
     """
     if isinstance(folder, pathlib.Path):
         return folder
@@ -31,9 +31,12 @@ def read_on_disk(folder: pathlib.Path | RemotePath, key: str, *, weights: bool =
 
 
 def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[PretrainedConfig, ModelShape]:
-    """Return (config, shape) of a Hugging Face directory.
+    """Return (Hugging Face config, ModelShape) of a Hugging Face directory.
 
-    Raises ConfigError for a model that the tables do not cover, naming the missing part.
+    vocab_multiple: the vocabulary is padded to a multiple of this number.
+
+    Raises ConfigError for a model that our tables (weights/families) do not cover; the message
+    names the missing part.
     """
     if not (folder / "config.json").exists():
         raise ConfigError(f"{folder} has no config.json; name a Hugging Face directory")

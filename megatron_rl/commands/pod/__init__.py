@@ -1,1 +1,1 @@
-"""One pod's part of a job on Kubernetes: `megatron-rl pod`."""
+"""The command `megatron-rl pod`, which runs one pod's ranks of a job on Kubernetes."""

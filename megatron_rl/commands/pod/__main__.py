@@ -1,4 +1,4 @@
-"""The start of the pod's part: ``python -m megatron_rl.commands.pod`` is ``megatron-rl pod``."""
+"""The entry point of ``python -m megatron_rl.commands.pod``, which `megatron-rl pod` starts."""
 
 from __future__ import annotations
 

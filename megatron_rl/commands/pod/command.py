@@ -1,10 +1,11 @@
-"""The run of one pod's ranks: it meets the other pods, starts torchrun, passes signals on, and ends with an exit code.
+"""The process of one pod: it meets the other pods, starts torchrun, asks the ranks to leave, and sets the exit code.
 
-    megatron-rl pod --config run.yaml section.key=value ...     # what follows goes to megatron_rl.train
+    megatron-rl pod --config run.yaml section.key=value ...     # the arguments go to megatron_rl.train
 
-As the container's first process it gets Kubernetes' SIGTERM, and the kernel makes it the parent of
-orphans. It asks the ranks by SIGUSR1, once a second: each finishes its step, saves a checkpoint and
-leaves. torchrun gets no signal, since it would give the ranks 30 s and then end them.
+As the container's first process it gets Kubernetes' SIGTERM, and orphaned processes become its
+children. Once told to leave, it sends SIGUSR1 to the ranks every second. Each rank finishes its
+step, saves a checkpoint and leaves. torchrun gets no signal, since it would end the ranks after 30
+seconds.
 
 | exit code | when |
 |---|---|
@@ -40,10 +41,10 @@ LOOK_S, ASK_S = 0.2, 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run this pod's part of the job by the command line; return the exit code of the pod.
+    """Run this pod's ranks of the job; return the pod's exit code.
 
-    arguments: the trainer's arguments; None: ``sys.argv``. ``--dry-run`` forecasts the whole job
-        and starts nothing.
+    arguments: the trainer's arguments; None for ``sys.argv``. With ``--dry-run`` no rank starts:
+        this process becomes the forecast of the whole job.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -59,21 +60,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def trainer_words(place: Place, given: Sequence[str]) -> list[str]:
-    """Return the trainer's arguments: the pod's own, then those that were ``given``, which override them."""
+    """Return the trainer's arguments: the run folder and checkpoint interval of this pod, then ``given``.
+
+    Later arguments override earlier ones.
+    """
     folder = ["--run-dir", place.run_dir] if place.run_dir else []
     return [*folder, f"checkpoint.save_every_rollouts={place.save_every}", *given]
 
 
 def dry_run_line(place: Place, words: Sequence[str]) -> list[str]:
-    """Return the command that forecasts the whole job."""
+    """Return the command line that forecasts the whole job without starting it.
+
+    words: the trainer's arguments.
+    """
     job = ["--nodes", str(place.num_nodes), "--gpus-per-node", str(place.processes)]
     return [sys.executable, "-m", MODULE, *job, *words]
 
 
 def torchrun_line(place: Place, head: str, words: Sequence[str]) -> list[str]:
-    """Return the command of this pod's torchrun.
+    """Return the command line of torchrun on this pod.
 
-    head: pod 0's address, which all pods reach; unused if the pod is alone.
+    head: pod 0's address, which all pods reach; unused if the job has one pod.
+    words: the trainer's arguments.
     """
     start = [sys.executable, "-m", "megatron_rl.commands.ranks", "--nproc-per-node", str(place.processes)]
     if place.num_nodes == 1:
@@ -86,8 +94,9 @@ def torchrun_line(place: Place, head: str, words: Sequence[str]) -> list[str]:
 
 
 class Pod:
-    """Runs one attempt of this pod's ranks.
+    """Runs this pod's ranks once, from the meeting of the pods to the exit code.
 
+    place: this pod's position in the job.
     config: the run's settings, as the command line gives them.
     """
 
@@ -100,7 +109,10 @@ class Pod:
         self._before = self._newest()
 
     def run(self, words: Sequence[str]) -> int:
-        """Meet the other pods, run the ranks to their end, and return the exit code for the job."""
+        """Wait for the other pods, run the ranks to their end, and return the pod's exit code.
+
+        words: the trainer's arguments.
+        """
         adopt_orphans()
         place = self.place
         self._say(f"pod {place.node} of {place.num_nodes}, {place.processes} ranks; {self._checkpoint(self._before)}")
@@ -116,7 +128,10 @@ class Pod:
         return self._exit_code(code)
 
     def _start(self, line: Sequence[str]) -> int:
-        """Start torchrun with SIGUSR1 ignored, which its ranks inherit until they catch it; return its process id."""
+        """Start torchrun by the command ``line``; return its process id.
+
+        SIGUSR1 is ignored in torchrun, and in its ranks until they install a handler.
+        """
         own = {name: value for name, value in environment(os.environ).items() if not name.startswith("PET_")}
         own.setdefault("OMP_NUM_THREADS", "1")
         own.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
@@ -127,7 +142,11 @@ class Pod:
             signal.signal(signal.SIGUSR1, request.note)
 
     def _end_of(self, torchrun: int) -> int:
-        """Wait for torchrun's end; ask its ranks to leave if this pod is told to. Return torchrun's exit code."""
+        """Wait for the process ``torchrun`` to end; return its exit code.
+
+        If this pod is told to leave meanwhile, its ranks are asked to leave by a signal, every
+        second.
+        """
         asked_at = 0.0
         while True:
             while (ended := _reaped()) is not None:
@@ -140,7 +159,7 @@ class Pod:
             time.sleep(LOOK_S)
 
     def _exit_code(self, code: int) -> int:
-        """Return the pod's exit code for torchrun's, and print the reason if they differ."""
+        """Return the pod's exit code for torchrun's exit code; print the reason for any code but 0 and 2."""
         if code in (0, EXIT_CONFIG):
             return code
         again, newest = self.place.exit_again, self._newest()
@@ -156,7 +175,7 @@ class Pod:
         return code
 
     def _newest(self) -> tuple[int, int]:
-        """Return the newest whole checkpoints' iterations, RL's and the supervised start's; -1 for none."""
+        """Return the iterations of the newest whole checkpoint of RL and of the supervised start; -1 for none."""
         return (_newest(self._root), _newest(self._root / "supervised"))
 
     def _checkpoint(self, newest: tuple[int, int]) -> str:
@@ -174,7 +193,10 @@ def _newest(root: pathlib.Path) -> int:
 
 
 def _reaped() -> tuple[int, int] | None:
-    """Return a child that has ended, with its exit code, 128 + N for signal N; None if none has ended."""
+    """Return (process id, exit code) of a child process that has ended; None if none has.
+
+    The exit code is 128 + N for a process that signal N ended.
+    """
     process, status = os.waitpid(-1, os.WNOHANG)
     if process == 0:
         return None
@@ -183,7 +205,7 @@ def _reaped() -> tuple[int, int] | None:
 
 
 def _children(process: int) -> list[int]:
-    """Return the processes that ``process`` has started: torchrun's ranks. Linux only."""
+    """Return the ids of the child processes of ``process``. Linux only."""
     tasks = pathlib.Path(f"/proc/{process}/task").glob("*/children")
     found: list[int] = []
     for path in tasks:

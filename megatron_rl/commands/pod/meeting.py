@@ -1,13 +1,14 @@
-"""The meeting of a job's pods: torchrun starts on all of them together, in one attempt.
+"""The wait of a job's pods for one another, so that torchrun starts on all of them together.
 
-A pod that Kubernetes has replaced would find the store of its peers' earlier attempt, as long as
-one of them has not left. So every pod first connects to pod 0 and sends its number. Pod 0 answers
-once all of them are connected. Then it closes the port, so that a running attempt is never joined.
+torchrun's ranks meet at a store on pod 0. A pod that Kubernetes has replaced could find the store
+of the previous attempt, as long as one of the other pods still runs it. So every pod first connects
+to pod 0 and sends its number. Once all pods are connected, pod 0 answers and closes the port. So no
+pod can join an attempt that already runs.
 
 Invariants (tests/unit/test_pod.py):
 
 1. No pod starts before the pods 0 … N - 1 are connected at the same time.
-2. A pod that leaves while it waits is forgotten; a second pod of the same number takes its place.
+2. A pod that leaves while it waits is forgotten; a second pod of the same number replaces it.
 3. Every wait ends by ``meet_s``, or within a second once this pod is told to leave.
 """
 
@@ -30,17 +31,17 @@ MOST_STRANGERS = 256  # connections that have not yet sent a number
 
 
 class Left(Exception):
-    """Says that this pod was told to leave before the pods had met."""
+    """Reports that this pod was told to leave before all pods of the job were connected."""
 
 
 def meet(place: Place, asked: Callable[[], bool], say: Callable[[str], None]) -> str:
-    """Wait for all pods of the job; return pod 0's address, to which torchrun's ranks connect; "" for a pod alone.
+    """Wait for all pods of the job; return pod 0's address, to which torchrun's ranks connect, or "" for a single pod.
 
-    asked: returns whether this pod has been told to leave.
-    say: prints a line.
+    asked: a function that returns whether this pod has been told to leave.
+    say: a function that prints a line.
 
-    Raises RunError after ``place.meet_s``, with the missing pods or the reason why pod 0 was not
-    reached. Raises Left if ``asked``.
+    Raises RunError if ``place.meet_s`` seconds pass; the message names the missing pods, or the
+    reason why pod 0 was not reached. Raises Left if this pod is told to leave.
     """
     deadline = time.monotonic() + place.meet_s
     if asked():
@@ -82,10 +83,10 @@ def _wait_as_head(place: Place, deadline: float, asked: Callable[[], bool], say:
 
 
 class Register:
-    """Keeps one connection for each pod that waits at the head.
+    """Keeps, on pod 0, one connection to each waiting pod.
 
-    server: a listening socket that does not block.
-    num_nodes: the pods of the job, the head included.
+    server: a listening socket in non-blocking mode.
+    num_nodes: the number of pods of the job, pod 0 included.
     """
 
     def __init__(self, server: socket.socket, num_nodes: int) -> None:
@@ -97,11 +98,15 @@ class Register:
         self._pods: dict[int, socket.socket] = {}
 
     def missing(self) -> list[int]:
-        """Return the numbers of the pods that are not connected."""
+        """Return the numbers of the pods that are not connected, without pod 0."""
         return [node for node in range(1, self.num_nodes) if node not in self._pods]
 
     def look(self, wait_s: float) -> None:
-        """Handle what arrives within ``wait_s``: new connections, numbers, ends."""
+        """Handle, for up to ``wait_s`` seconds, what the pods send.
+
+        New connections are accepted, the pods' numbers are read, and closed connections are
+        dropped.
+        """
         for key, _ in self._selector.select(wait_s):
             if key.fileobj is self._server:
                 self._accept()
@@ -109,7 +114,7 @@ class Register:
                 self._read(key.fileobj)
 
     def all_stay(self) -> bool:
-        """Forget each pod that has left; return whether all pods are still connected."""
+        """Drop the connection of each pod that has left; return whether all pods are still connected."""
         for connection in list(self._pods.values()):
             with contextlib.suppress(BlockingIOError):  # nothing has come: the pod waits
                 try:
@@ -121,13 +126,13 @@ class Register:
         return not self.missing()
 
     def start(self) -> None:
-        """Tell every pod that all have met."""
+        """Tell every waiting pod that all pods are connected, so that it starts torchrun."""
         for connection in self._pods.values():
             with contextlib.suppress(OSError):  # it has just left; torchrun misses its ranks within a bounded time
                 connection.sendall(START)
 
     def close(self) -> None:
-        """Close every connection, and the selector."""
+        """Close every accepted connection and the selector; the listening socket stays open."""
         for connection in [*self._lines, *self._pods.values()]:
             connection.close()
         self._selector.close()
@@ -204,9 +209,10 @@ def _join(place: Place, deadline: float, asked: Callable[[], bool], say: Callabl
 
 
 def _is_started(line: socket.socket, deadline: float, asked: Callable[[], bool]) -> bool:
-    """Wait for pod 0's answer on this connection; return whether it came.
+    """Wait for pod 0's start message on the connection ``line``; return whether it came.
 
-    False also at the deadline, and if ``asked``.
+    Returns False at the deadline, if this pod is told to leave, or if pod 0 closes the connection
+    or sends anything else.
     """
     line.settimeout(TICK_S)
     heard = b""
@@ -222,7 +228,10 @@ def _is_started(line: socket.socket, deadline: float, asked: Callable[[], bool])
 
 
 def _resolved(place: Place, deadline: float, asked: Callable[[], bool]) -> str:
-    """Return the address of pod 0's name, which DNS may learn only after the pod's start."""
+    """Return the address of pod 0's name, and retry until DNS knows it.
+
+    Raises RunError at the deadline, and Left if this pod is told to leave.
+    """
     while True:
         try:
             return socket.getaddrinfo(place.head, place.port, type=socket.SOCK_STREAM)[0][4][0]
@@ -238,7 +247,7 @@ def _resolved(place: Place, deadline: float, asked: Callable[[], bool]) -> str:
 
 
 def _notice_a_lost_host(connection: socket.socket) -> None:
-    """Set the kernel to end the connection some 25 s after the other host is gone."""
+    """Set TCP keepalive, so that the kernel ends the connection about 25 s after the other host is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,4 +1,4 @@
-"""The place of a pod in its job, read from the environment of Kubernetes or of Kubeflow's operators.
+"""The position of a pod in its job, read from the environment variables of Kubernetes or of Kubeflow's operators.
 
 | what | our variable | an Indexed Job's | Kubeflow's, older last |
 |---|---|---|---|
@@ -8,8 +8,8 @@
 | torchrun's port there | PORT | – | PET_MASTER_PORT, MASTER_PORT |
 | ranks of each pod | PROCESSES | – | PET_NPROC_PER_NODE |
 
-The first variable that is set counts. Sources: kubernetes.io "Indexed Job"; kubeflow/trainer
-v1.9.4, pkg/controller.v1/pytorch/envvar.go and master.go, and v2.3.0,
+In each line, the first variable that is set counts. Sources: kubernetes.io "Indexed Job";
+kubeflow/trainer v1.9.4, pkg/controller.v1/pytorch/envvar.go and master.go, and v2.3.0,
 pkg/runtime/framework/plugins/torch.
 """
 
@@ -30,17 +30,18 @@ MOST_PODS = 100_000  # the limit of an Indexed Job (kubernetes, batch validation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Holds this pod's place in a job, and the way to the other pods.
+    """Holds a pod's number in its job and the settings for reaching the other pods.
 
     node: the number of this pod, from 0; pod 0 is the head.
-    head: the name of pod 0; "" if this pod is alone.
-    port: torchrun's store on the head; the pods meet at the port after it.
-    processes: ranks of each pod.
-    address: this pod's address on the pods' network, None if not given.
-    meet_s: seconds that the pods may take to meet.
-    run_dir: the run's folder, None if the configuration names it.
-    save_every: rollouts between checkpoints.
-    exit_again: the exit code after which this pod is started again.
+    num_nodes: the number of pods of the job.
+    head: the host name of pod 0; "" if the job has one pod and no name is given.
+    port: the port of torchrun's store on pod 0; the pods wait for one another at the next port.
+    processes: the number of ranks of each pod.
+    address: this pod's address on the pods' network; None if not given.
+    meet_s: the most seconds that the pods wait for one another.
+    run_dir: the run's folder; None if the configuration names it.
+    save_every: the number of rollouts between checkpoints.
+    exit_again: the exit code after which Kubernetes starts this pod again.
 
     Example: pod 1 of 2 has ``Place(node=1, num_nodes=2, head="my-run-0.my-run", port=29400, ...)``.
     """
@@ -62,9 +63,9 @@ class Place:
 
 
 def place_of(environment: Mapping[str, str]) -> Place:
-    """Return the place that ``environment`` describes.
+    """Return the Place that the environment variables describe.
 
-    Raises ConfigError that names a variable which is missing, or is no number within its range.
+    Raises ConfigError that names the variable which is missing, no number, or out of range.
     """
     num_nodes = _number(environment, ("NNODES", "PET_NNODES", "WORLD_SIZE"), 1, MOST_PODS, default=1)
     ranks = ("JOB_COMPLETION_INDEX", "PET_NODE_RANK", "RANK")
@@ -90,10 +91,10 @@ def place_of(environment: Mapping[str, str]) -> Place:
 
 
 def _first(environment: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, str]:
-    """Return the name and the value of the first variable that is set; two empty texts if none is.
+    """Return (name, value) of the first of ``names`` that is set; ("", "") if none is.
 
-    An empty variable is not set. Neither is torchrun's ``auto``, the operators' default, since the
-    GPUs are counted here.
+    A variable that is empty or holds torchrun's ``auto`` or ``gpu`` counts as not set: the GPUs are
+    counted here. ``auto`` is the default of Kubeflow's operators.
     """
     return next(((name, environment[name]) for name in names if environment.get(name, "") not in UNSET), ("", ""))
 
@@ -117,5 +118,5 @@ def _number(
 
 
 def _gpus() -> int:
-    """Count the GPUs that NVIDIA's runtime put into this container, without loading torch."""
+    """Return the number of GPUs that NVIDIA's runtime put into this container, without loading torch."""
     return sum(bool(re.fullmatch("nvidia[0-9]+", path.name)) for path in pathlib.Path("/dev").glob("nvidia*"))

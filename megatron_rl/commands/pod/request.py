@@ -1,7 +1,7 @@
-"""The record of requests to leave that this pod gets, from the first moment on.
+"""The record of the signals that tell this pod to leave, kept from the process's first moment on.
 
-The kernel drops a signal to a container's first process if that process has no handler for it, and
-Kubernetes sends SIGTERM once. So the handlers are installed before anything else is imported.
+The kernel drops a signal to a container's first process if that process has no handler for it.
+Kubernetes sends SIGTERM only once. So the handlers are installed before anything else is imported.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ _told: list[signal.Signals] = []
 
 
 def listen() -> None:
-    """Record each request to leave from now on."""
+    """Install handlers that record each signal of TOLD_BY from now on."""
     for number in TOLD_BY:
         signal.signal(number, note)
 
 
 def note(number: int, _frame: object) -> None:
-    """Record a request; this is the signals' handler."""
+    """Record a signal; this function is the handler that ``listen`` installs."""
     _told.append(signal.Signals(number))
 
 
 def asked() -> signal.Signals | None:
-    """Return the first request to leave; None if there was none."""
+    """Return the first recorded signal that tells this pod to leave; None if there was none."""
     return _told[0] if _told else None

@@ -1,1 +1,1 @@
-"""The translation of other frameworks' settings into a configuration of this one: `megatron-rl translate`."""
+"""The translation of other frameworks' settings into a configuration of megatron_rl: `megatron-rl translate`."""

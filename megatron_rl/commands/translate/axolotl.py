@@ -1,4 +1,7 @@
-"""The translation of axolotl's YAML: its trainers are TRL's, so its names are renamed and TRL's rules applied."""
+"""The translation of axolotl's YAML: its settings are renamed to TRL's, and then translated by the rules for TRL.
+
+axolotl trains with TRL's trainers.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,11 @@ PREFIXES = ("gradient_checkpointing_kwargs.", "fsdp_config.", "special_tokens.pa
 
 
 def trainer_of(settings: Mapping[str, Any]) -> str:
-    """Return the trainer that a file is for: its ``rl``, ``reward`` for a reward model, or ``sft``."""
+    """Return the trainer that an axolotl file is for, such as ``grpo``; ``sft`` if the file does not say.
+
+    The name is ``reward`` for a reward model, ``prm`` for a process reward model, else the value of
+    the setting ``rl``.
+    """
     if settings.get("reward_model"):
         return "reward"
     if settings.get("process_reward_model"):
@@ -52,7 +59,16 @@ def trainer_of(settings: Mapping[str, Any]) -> str:
 def translate(
     trainer: str, given: Mapping[str, Any], unknown: Mapping[str, str] | None = None, *, processes: int | None = None
 ) -> Translation:
-    """Return our settings for axolotl's, for a trainer that ``trainer_of`` returns."""
+    """Return the translation of axolotl's settings into ours.
+
+    trainer: the result of ``trainer_of``.
+    given: the settings in the file.
+    unknown: {name: what its value depends on} of settings whose value is not known.
+    processes: the number of training processes, if no setting gives it; axolotl's batch is per
+        process.
+
+    Raises ConfigError if nothing gives the number of processes.
+    """
     written = {name: value for name, value in given.items() if value is not None}
     needless = [name for name in written if name in NEEDLESS or name.startswith(PREFIXES)]
     theirs: dict[str, str] = {}  # TRL's name → axolotl's
@@ -81,7 +97,7 @@ def translate(
 
 
 def _own(trainer: str, settings: dict[str, Any]) -> None:
-    """Replace axolotl's own settings by TRL's settings of the same meaning."""
+    """Replace settings that only axolotl has by TRL's settings of the same meaning, in place."""
     for name in ("rl", "reward_model"):
         settings.pop(name, None)
     if settings.get("packing") is False:

@@ -1,4 +1,8 @@
-"""The check of a translation: it is loaded as a run would, its sections are compared, and open points are listed."""
+"""The check of a translated configuration, as far as it can be done without the run's model, data and rewards.
+
+It loads the configuration as a run would, compares its sections, and lists what could not be
+checked.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,12 @@ _OF_THE_SKIP = "skip.mode=exact"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Holds the results of a check of a translation.
+    """Holds the results of checking a translated configuration.
 
-    faults: the reasons why a run of it would not start, beside the open keys.
-    done, not_done: the properties that were checked, and those that were not.
+    faults: the reasons why a run of it would not start, except keys that the user still has to fill
+        in.
+    done: the properties that were checked, in words.
+    not_done: the properties that were not checked, in words.
     """
 
     faults: tuple[str, ...]
@@ -32,7 +38,7 @@ class Check:
 
 
 def nested(ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``section.key`` → value as nested sections."""
+    """Return a mapping of dotted keys (``section.key``) as nested dicts."""
     sections: dict[str, Any] = {}
     for key, value in sorted(ours.items()):
         *path, last = key.split(".")
@@ -44,7 +50,11 @@ def nested(ours: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(translation: Translation) -> Check:
-    """Load a translation's settings without its open ones, and check them as far as the files are there."""
+    """Return the check of a translation's settings, without those that the user still has to fill in.
+
+    The model's context length is only checked if its config is on this host. Data rows are never
+    read.
+    """
     # Load the settings that are known.
     ours = {key: value for key, value in translation.ours.items() if value != MISSING}
     try:
@@ -86,10 +96,13 @@ def checked(translation: Translation) -> Check:
 def _stand_ins(
     models: Mapping[str, str | None], folder: str, *, open_keys: Collection[str], rewards: bool, not_done: list[str]
 ) -> dict[str, Any]:
-    """Return settings that stand in, during the check, for files and names that are missing yet.
+    """Return {key: value} that replaces, during the check, models, evaluation sets and rewards that are missing.
 
-    models: the folder of each model, by its setting's key.
-    rewards: whether reward functions are still to be named.
+    models: {setting's key: folder of a model, or None}.
+    folder: a folder with an empty config.json, which stands in for a missing model.
+    open_keys: the keys that the user still has to fill in.
+    rewards: whether the user still has to name reward functions.
+    not_done: a list to which each property is added that a stand-in leaves unchecked.
     """
     stand_ins: dict[str, Any] = {}
     for key, path in models.items():
@@ -107,7 +120,11 @@ def _stand_ins(
 
 
 def _faults(settings: dict[str, Any]) -> list[str]:
-    """Return the reasons why a run would not start; after a reason of the skip, also the next one."""
+    """Return the reasons why a run with these settings would not start; [] if it would.
+
+    If the first reason is that ``skip.mode=exact`` refuses a setting, the check is repeated with
+    ``skip.mode=off``.
+    """
     try:
         validate_config(load_config(settings))
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The command ``megatron-rl translate``: it reads the command line and prints our YAML."""
+"""The command ``megatron-rl translate``: it prints another framework's settings as a YAML of megatron_rl."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ def translated(
     trainer: str | None = None,
     values: Mapping[str, str] | None = None,
 ) -> tuple[Translation, Settings]:
-    """Return the translation of a file, and its settings. Raises ConfigError for a file that is not the framework's.
+    """Return the translation of another framework's file of settings, and the settings that were read from it.
 
-    values: of a script's variables and arguments, by name.
+    processes: the number of training processes, if no setting gives it.
+    trainer: the trainer that the file is for, if the file does not say.
+    values: {name: value} of a script's variables; its arguments are named "1", "2" and so on.
+
+    Raises ConfigError for a file that is not ``framework``'s.
     """
     read = read_settings(path, FRAMEWORKS[framework], values)
     kind = require_kind(read.kind, FRAMEWORKS[framework], str(path), trainer)
@@ -66,7 +70,10 @@ def _translation(kind: Kind, read: Settings, path: str, processes: int | None) -
 
 
 def translate_command(arguments: Sequence[str]) -> int:
-    """Print our YAML for a file of settings, with a comment for each untranslated one, and return 0."""
+    """Print a file of settings as our YAML, below a comment for each setting that is not translated; return 0.
+
+    arguments: the command line behind `megatron-rl translate`.
+    """
     parser = argparse.ArgumentParser(
         prog="megatron-rl translate",
         description="Translate verl's, TRL's or axolotl's settings; prints our YAML, checked. No script is run.",

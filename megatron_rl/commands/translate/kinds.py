@@ -1,4 +1,8 @@
-"""The kind of a file of settings: its framework and its trainer, by its program or by names that only one has."""
+"""The detection of the framework and trainer that a file of settings is for.
+
+They are found by the program that a command line starts, or by names of settings that only one
+framework or trainer has.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,9 @@ OF_TRL = (
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Names a framework and one of its trainers, ``""`` if the file does not name one.
+    """Names a framework and one of its trainers; ``trainer`` is "" if the file does not tell.
 
-    assumed: whether another trainer also has all the names in the file.
+    assumed: True if another trainer also has all the setting names in the file.
     """
 
     framework: str
@@ -90,7 +94,10 @@ _OF_NEMO = ("dpo", "distillation", "sft", "rm", "ppo", "grpo")
 
 
 def kind_of_command(line: str, names: Collection[str]) -> Kind | None:
-    """Return the kind of a command line, by its program, else by its settings' names; None for another program."""
+    """Return the framework and trainer of a command line; None if the command is of no known framework.
+
+    names: the names of the settings in the line, used if the program is not known.
+    """
     for pattern, framework, trainer in _PROGRAMS:
         match = re.search(pattern, line)
         if match:
@@ -102,7 +109,7 @@ def kind_of_command(line: str, names: Collection[str]) -> Kind | None:
 
 
 def kind_of_names(names: Collection[str]) -> Kind | None:
-    """Return the kind of settings with these names; None if no known framework has them."""
+    """Return the framework and trainer that have settings of these names; None if no known framework has them."""
     if any(re.fullmatch(r"policy\..+", each) for each in names) and any(
         re.match(r"cluster\.|grpo\.", n) for n in names
     ):
@@ -127,9 +134,14 @@ def _trl_kind(names: Collection[str]) -> Kind:
 
 
 def require_kind(kind: Kind | None, framework: str, path: str, trainer: str | None) -> Kind:
-    """Return the kind that a file is translated as. Raises ConfigError if it is another framework's, or none's.
+    """Return the framework and trainer by which a file is translated.
 
-    trainer: the user's choice; a file that names another trainer contradicts it.
+    kind: what the file tells; None if it tells nothing.
+    framework: the framework that the user named.
+    path: the file's name in messages.
+    trainer: the trainer that the user named; None if not given.
+
+    Raises ConfigError if the file is for another framework or trainer, or for none.
     """
     if kind is None:
         raise ConfigError(
@@ -160,7 +172,10 @@ _INSTEAD = {
 
 
 def refuse_trainer(kind: Kind, path: str, known: Collection[str]) -> ConfigError:
-    """Return the error for a framework's trainer that has no counterpart here."""
+    """Return the error for a file of a trainer that is not translated, or of an unnamed one.
+
+    known: the framework's trainers that are translated.
+    """
     if not kind.trainer:
         return ConfigError(
             f"{path} does not say which of {kind.framework}'s trainers it is for; say so by --trainer, as in "

@@ -1,4 +1,4 @@
-"""The output of a translation as our YAML, under a header of its open points."""
+"""The text of a translation: our YAML, below comments on what is left for the user to do."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ WIDTH = 118
 
 
 def as_yaml(translation: Translation, source: str, check: Check, notes: Sequence[str] = ()) -> str:
-    """Return a translation as YAML, below comments that a user reads first.
+    """Return a translation as YAML, below comments for the user.
 
     The comments list the keys that have no value yet, the reasons why a run would not start, the
     ``notes`` on the script, and the settings that were not translated. They end with the properties
     that were checked, and the properties that were not.
+
+    source: the name of the translated file.
     """
     lines = [
         f"# Translated from {translation.framework}'s {source}. docs/coming-from.md says what each setting means there "

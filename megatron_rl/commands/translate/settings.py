@@ -1,6 +1,7 @@
-"""The reader of another framework's file of settings: a YAML, or the script that gives them to a program.
+"""The reader of another framework's settings: from a YAML file, or from a shell script that passes them to a program.
 
-Either is bounded: a YAML like our own configuration, a script's words by MOST_WORD.
+A YAML's size and depth are limited as for our own configuration. A word of a script has at most
+MOST_WORD characters.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ _OF_VERL = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatro
 
 
 def read_settings(path: pathlib.Path, framework: str = "verl", values: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings of a YAML, or of the framework's command in a script.
+    """Return the settings in a YAML file, or in the script's command that starts the framework.
 
-    values: of the script's variables and arguments, by name. Raises ConfigError for a bad file.
+    values: {name: value} of a script's variables; its arguments are named "1", "2" and so on.
+
+    Raises ConfigError for a file that cannot be read as either.
     """
     if path.suffix in _OTHER_FORMS:
         raise ConfigError(
@@ -91,10 +94,14 @@ def _of_script(script: Script, framework: str, path: pathlib.Path, text: str) ->
 
 
 def _elsewhere(call: Call, framework: str, written: dict[str, Any], script: pathlib.Path, notes: list[str]) -> Settings:
-    """Return the settings of the YAML that a command line names, and remove its name from ``written``.
+    """Return the settings of the YAML file that a command line names; none if it names no file.
 
-    A YAML of verl's is only named in ``notes``, since it builds upon others. Raises ConfigError if
-    another framework's YAML is not here.
+    written: the settings of the command line; the setting that names the file is removed from it.
+    script: the path of the script, beside which the file is looked for too.
+    notes: a list of sentences for the user. A YAML of verl's gets a sentence there and is not read,
+        since it builds upon other files.
+
+    Raises ConfigError if TRL's or axolotl's YAML is not found.
     """
     line = " ".join(word.text for word in call.words)
     if framework == "verl":
@@ -125,10 +132,10 @@ def _note(branch: Branch) -> str:
 
 
 def _named(call: Call, *, flags: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the settings of a command line, and those whose value is not known.
+    """Return {name: value} of a command line's settings, and {name: reason} of settings whose value is not known.
 
-    flags: whether ``--name value`` after the program is a setting too; among a launcher's flags
-        only ``--num_processes`` is.
+    flags: whether ``--name value`` is a setting too. Flags before the program are its launcher's;
+        of them only ``--num_processes`` is a setting.
     """
     written: dict[str, Any] = {}
     unknown: dict[str, str] = {}

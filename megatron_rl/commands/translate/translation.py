@@ -1,4 +1,4 @@
-"""The result of a translation: our settings, and those of theirs that have no place among them."""
+"""The result of a translation: our settings, and the other framework's settings that were not translated."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ FREE_NAMES = ("rollout.vllm.", "megatron.", "data.template_variables.", "critic.
 
 @dataclass(slots=True, kw_only=True)
 class Translation:
-    """Collects a configuration key by key. "Their" refers to the other framework.
+    """Collects a translated configuration. "Their" means the other framework's, "our" means megatron_rl's.
 
-    framework: whose settings they are.
-    given:   their settings, name → value: those that the user wrote.
-    assumed: their defaults for settings that the user did not write and that differ from ours.
-    unknown: their settings whose values are not known → what the values depend on.
-    ours:    our settings, ``section.key`` → value.
-    open:    our key → the reason why it has no value. It is written as MISSING, and the file does
-             not load until it has one.
-    left:    their name → the reason why it is not translated.
-    needless: their names that need no setting here.
+    framework: the other framework's name.
+    given:   {their name: value} of the settings that the user wrote.
+    assumed: {their name: default} of settings that the user did not write, if the default differs
+        from ours.
+    unknown: {their name: what its value depends on} of settings whose value is not known.
+    ours:    {our ``section.key``: value}.
+    open:    {our key: reason} of keys that the user has to fill in. Their value is MISSING, with
+        which the configuration does not load.
+    left:    {their name: reason} of settings that are not translated.
+    needless: their names that need no setting of ours.
     """
 
     framework: str
@@ -38,9 +39,9 @@ class Translation:
     _read: set[str] = field(default_factory=set)
 
     def get(self, name: str) -> Any:
-        """Return their value, written or assumed, and count the setting as read; None if it is neither.
+        """Return the value of their setting, or its default, and count the setting as read; None if it has neither.
 
-        A value that is not known is noted in ``left``, and their default stands in for it.
+        If the value is not known, the default is returned, and ``left`` gets a note.
         """
         self._read.add(name)
         if name in self.unknown:
@@ -51,11 +52,15 @@ class Translation:
         return name in self.given or name in self.unknown
 
     def under(self, prefix: str) -> list[str]:
-        """Return the names of the written settings that begin with a prefix."""
+        """Return their names that begin with ``prefix``, of the settings that the user wrote."""
         return [name for name in (*self.given, *self.unknown) if name.startswith(prefix)]
 
     def need(self, key: str, why: str) -> None:
-        """Leave a key for the user to fill in; a key within a mapping of free names is left out instead."""
+        """Mark our ``key`` as one that the user has to fill in, for the reason ``why``.
+
+        A key that begins with one of FREE_NAMES is noted in ``left`` instead, since such a mapping
+        would accept MISSING as a value.
+        """
         if key.startswith(FREE_NAMES):
             self.left[key] = why
             return
@@ -63,11 +68,18 @@ class Translation:
         self.open[key] = why
 
     def take(self, name: str, key: str, convert: Callable[[Any], Any] = lambda value: value) -> None:
-        """Set ``key`` to their value, if they have one. If ``convert`` raises ValueError, the key stays open."""
+        """Set our ``key`` to the value of their setting ``name``, if it has one.
+
+        convert: a function of the value. If it raises ValueError, the user has to fill in the key.
+        """
         self.compute(key, (name,), convert)
 
     def compute(self, key: str, names: Sequence[str], function: Callable[..., Any]) -> None:
-        """Set ``key`` to a function of their values, if all are there. An unknown value leaves the key open."""
+        """Set our ``key`` to ``function`` of the values of their settings ``names``, if all of them have a value.
+
+        If a value is not known, or ``function`` raises ValueError or TypeError, the user has to
+        fill in the key.
+        """
         self._read |= set(names)
         for name in names:
             if name in self.unknown:
@@ -84,7 +96,11 @@ class Translation:
             self.need(key, f"{written}: {error}")
 
     def choose(self, name: str, choices: Mapping[object, Mapping[str, Any]], why: str) -> None:
-        """Set the keys that their value stands for; leave them open, with ``why``, if it stands for none."""
+        """Set our keys according to the value of their setting ``name``.
+
+        choices: {their value: {our key: value}}.
+        why: the reason noted for any other value; the user then has to fill in the keys.
+        """
         self._read.add(name)
         keys = dict.fromkeys(key for settings in choices.values() for key in settings)
         if name in self.unknown:
@@ -103,13 +119,16 @@ class Translation:
             self.left[name] = f"{quoted(value)}: {why}"
 
     def leave(self, name: str, why: str) -> None:
-        """Note why a setting that the user wrote is not translated."""
+        """Note in ``left`` why their setting ``name`` is not translated, if the user wrote it."""
         if self.is_given(name) and name not in self.needless:
             self._read.add(name)
             self.left[name] = f"{quoted(self.given[name], 80)}: {why}" if name in self.given else why
 
     def skip(self, *names: str) -> None:
-        """Count settings as needless here; a name that ends with "." stands for all names below it."""
+        """Add their settings to ``needless``, if the user wrote them and no rule has read them yet.
+
+        names: names of settings; one that ends with "." stands for all names that begin with it.
+        """
         for name in (*self.given, *self.unknown):
             if name not in self._read and any(
                 name == each or (each.endswith(".") and name.startswith(each)) for each in names
@@ -118,7 +137,7 @@ class Translation:
                 self.needless.append(name)
 
     def close(self) -> None:
-        """Note each written setting that no rule has read."""
+        """Note in ``left`` each setting that the user wrote and that no rule has read."""
         for name, value in self.given.items():
             if name.endswith("._target_"):
                 self.needless.append(name)
@@ -130,7 +149,7 @@ class Translation:
 
 
 def number(value: Any) -> float | int:
-    """Return a number that may be written as a text. Raises ValueError for another value."""
+    """Return a number that may be given as a text. Raises ValueError for a value that is no number."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError("it is no number")
     if isinstance(value, str):
@@ -139,7 +158,7 @@ def number(value: Any) -> float | int:
 
 
 def whole(value: Any) -> int:
-    """Return a whole number that may be written as a text or a float. Raises ValueError for another value."""
+    """Return a whole number that may be given as a text or a float. Raises ValueError for any other value."""
     as_number = number(value)
     if not float(as_number).is_integer():
         raise ValueError("it is no whole number")
@@ -159,7 +178,12 @@ def paths(value: Any) -> list[str]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one with dotted names. Raises ConfigError for a name that is not one line of text."""
+    """Return nested mappings as one dict with dotted names.
+
+    prefix: the beginning of every name.
+
+    Raises ConfigError for a name that is not one line of text.
+    """
     dotted: dict[str, Any] = {}
     for name, value in values.items():
         if not isinstance(name, str) or not name.isprintable():

@@ -1,4 +1,7 @@
-"""The translation of TRL's GRPOTrainer (1.16.0): the YAML of ``trl grpo --config`` and of open-r1's recipes."""
+"""The translation of settings of TRL's GRPOTrainer (1.16.0).
+
+They come from a YAML of ``trl grpo --config`` or of an open-r1 recipe.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +53,14 @@ NEEDLESS = (
 def translate(
     settings: Mapping[str, Any], unknown: Mapping[str, str] | None = None, *, processes: int | None = None
 ) -> Translation:
-    """Return our settings for TRL's GRPO.
+    """Return the translation of settings of TRL's GRPOTrainer into ours.
 
-    unknown: settings without a value → what the value depends on.
-    processes: the job's processes, if the file's ``num_processes`` does not give them: TRL's batch
-        is per device.
+    settings: {TRL's name: value}.
+    unknown: {TRL's name: what its value depends on} of settings whose value is not known.
+    processes: the number of training processes, if ``num_processes`` is not among the settings;
+        TRL's batch is per process.
 
-    Raises ConfigError if neither gives the processes.
+    Raises ConfigError if nothing gives the number of processes.
     """
     num_processes = trl_job.processes_of(settings, processes)
     translation = Translation(framework="TRL", given=settings, assumed=DEFAULTS, unknown=unknown or {})
@@ -167,7 +171,11 @@ def _loss(translation: Translation) -> None:
 
 
 def _advantages(translation: Translation) -> None:
-    """Set the estimator; a sum of standardised rewards is GDPO, which TRL whitens by mean and deviation."""
+    """Set the advantage estimator.
+
+    TRL's ``normalize_then_sum`` is GDPO, whose advantages TRL whitens by their mean and standard
+    deviation.
+    """
     if translation.given.get("multi_objective_aggregation") == "normalize_then_sum":
         translation.ours |= {"advantage.estimator": "gdpo", "advantage.whiten": "center_and_scale"}
         translation.skip("multi_objective_aggregation", "scale_rewards")

@@ -1,4 +1,4 @@
-"""The translation of settings that all of TRL's trainers share: model, data, batch, schedule, records."""
+"""The translation of the settings that all TRL trainers share: model, data, batch size, schedule and logging."""
 
 from __future__ import annotations
 
@@ -49,7 +49,13 @@ NEEDLESS = (
 
 
 def processes_of(settings: Mapping[str, Any], processes: int | None) -> int:
-    """Return the number of training processes; the batch is per device. Raises ConfigError if it is given nowhere."""
+    """Return the number of training processes, by which TRL's batch size per process is multiplied.
+
+    settings: TRL's settings, which may hold ``num_processes``.
+    processes: the number that the user gave; None if not given.
+
+    Raises ConfigError if neither gives it.
+    """
     processes = processes or settings.get("num_processes")
     if processes is None:
         raise ConfigError(
@@ -82,7 +88,11 @@ def model_and_data(translation: Translation) -> None:
 
 
 def _data_set(translation: Translation, name: object) -> str:
-    """Return a data set's name on the hub, configuration and split (docs/object-storage.md); a path stays as it is."""
+    """Return a data set's name with its configuration and split, as data.train takes it (docs/object-storage.md).
+
+    The name stays as it is if there is no configuration and no split but ``train``, as for a file's
+    path.
+    """
     subset, split = translation.get("dataset_config"), translation.get("dataset_train_split")
     if subset is None and split in (None, "train"):
         return str(name)
@@ -107,7 +117,10 @@ def _adapters(translation: Translation) -> None:
 
 
 def targets(value: Any) -> list[str]:
-    """Return our layers for projections' Hugging Face names. Raises ValueError for only a part of a joint layer."""
+    """Return our names of the layers whose Hugging Face projections ``value`` lists, for LoRA.
+
+    Raises ValueError if only some of the projections that we join into one layer are listed.
+    """
     names = set(paths(value))
     if names in ({"all-linear"}, {"all"}):
         return list(PROJECTIONS)
@@ -125,9 +138,9 @@ def _dtype(value: Any) -> str:
 
 
 def schedule(translation: Translation, section: str) -> None:
-    """Set the rate, its schedule and AdamW's numbers.
+    """Set the learning rate, its schedule, weight decay, gradient clipping and AdamW's numbers.
 
-    section: ``optimizer``, or ``sft`` for the rate's part.
+    section: the section of our configuration for the learning rate: ``optimizer`` or ``sft``.
     """
     translation.take("learning_rate", f"{section}.lr", number)
     translation.take("weight_decay", f"{section}.weight_decay", number)

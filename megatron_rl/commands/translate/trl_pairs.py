@@ -1,4 +1,4 @@
-"""The translation of TRL's SFT, DPO, CPO (SimPO) and reward trainers: supervised steps of a run without RL."""
+"""The translation of TRL's SFT, DPO, CPO (SimPO) and reward trainers into runs of supervised steps without RL."""
 
 from __future__ import annotations
 
@@ -31,7 +31,15 @@ NEEDLESS = (
 def translate(
     trainer: str, settings: Mapping[str, Any], unknown: Mapping[str, str] | None = None, *, processes: int | None = None
 ) -> Translation:
-    """Return our settings for those of a trainer of DEFAULTS. Raises ConfigError as ``processes_of`` does."""
+    """Return the translation of a TRL trainer's settings into ours.
+
+    trainer: one of the keys of DEFAULTS.
+    settings: {TRL's name: value}.
+    unknown: {TRL's name: what its value depends on} of settings whose value is not known.
+    processes: the number of training processes, if ``num_processes`` is not among the settings.
+
+    Raises ConfigError if nothing gives the number of processes.
+    """
     num_processes = trl_job.processes_of(settings, processes)
     translation = Translation(framework="TRL", given=settings, assumed=DEFAULTS[trainer], unknown=unknown or {})
     translation.ours["train.num_rollouts"] = 0
@@ -94,7 +102,10 @@ def _responses(translation: Translation) -> None:
 
 
 def _pairs(translation: Translation, losses: Mapping[str, str]) -> None:
-    """Set the pairs' loss and β. ``losses``: their names → ours."""
+    """Set our ``preference.loss`` and ``preference.beta`` from TRL's ``loss_type`` and ``beta``.
+
+    losses: {TRL's name of a loss: our name}.
+    """
     kinds = translation.get("loss_type")
     if isinstance(kinds, list):  # TRL takes several losses, weighted
         translation.given = {

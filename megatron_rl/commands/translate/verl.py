@@ -1,4 +1,8 @@
-"""The translation of verl (0.9.1, ``ppo_trainer`` on Megatron or FSDP, the recipe ``dapo``): data, model, rewards."""
+"""The translation of verl 0.9.1's settings (``ppo_trainer`` on Megatron or FSDP, the recipe ``dapo``).
+
+This module translates data, model and rewards; verl_training.py and verl_rollout.py translate the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +135,11 @@ NEEDLESS = (
 
 
 def translate(settings: Mapping[str, Any], unknown: Mapping[str, str] | None = None) -> Translation:
-    """Return our settings for verl's. ``unknown``: settings without a value → what the value depends on."""
+    """Return the translation of verl's settings into ours.
+
+    settings: {verl's name: value}.
+    unknown: {verl's name: what its value depends on} of settings whose value is not known.
+    """
     translation = Translation(framework="verl", given=settings, assumed=DEFAULTS, unknown=unknown or {})
     translation.ours |= {"data.template": "chat"}
     _data(translation)
@@ -178,9 +186,10 @@ def _data(translation: Translation) -> None:
 
 
 def _named(files: list[str]) -> dict[str, str]:
-    """Return evaluation sets named by their files; a file called ``test`` gets its folder's name.
+    """Return {name: path} of evaluation sets; a set's name is its file's name without the suffix.
 
-    Sets of equal names get numbers.
+    A file called ``test``, ``val`` or the like gets its folder's name. A name that occurs again
+    gets a number.
     """
     sets: dict[str, str] = {}
     for path in map(pathlib.PurePath, files):
@@ -235,7 +244,11 @@ def _rewards(translation: Translation) -> None:
 
 
 def _overlong(translation: Translation, section: str, limit: str) -> None:
-    """Translate DAPO's soft overlong punishment: min(0, −factor · tokens beyond limit − len, over len)."""
+    """Translate DAPO's penalty for long responses: min(0, −factor · (tokens − (limit − len)) / len).
+
+    section: the name of verl's section with ``len`` and ``penalty_factor``.
+    limit: the name of verl's setting for the limit.
+    """
     translation.skip(f"{section}.log")
     enabled = translation.get(f"{section}.enable")
     if enabled is not None and truth(enabled):

@@ -1,4 +1,4 @@
-"""The translation of verl's rollout and trainer: the engine, sampling, evaluation, records."""
+"""The translation of verl's settings on rollouts and the trainer: engine, sampling, evaluation, checkpoints, logs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WHOLE_DISTRIBUTION = {"top_p": (1,), "top_k": (-1, 0)}  # verl writes top_k 0 fo
 
 
 def translate(translation: Translation) -> None:
-    """Set our sections rollout, eval, train, checkpoint, metrics and run."""
+    """Set our sections rollout, eval, train, checkpoint, metrics and run in ``translation`` from verl's settings."""
     _engine(translation)
     _evaluation(translation)
     _trainer(translation)

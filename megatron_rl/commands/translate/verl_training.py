@@ -1,4 +1,4 @@
-"""The translation of verl's actor, critic and algorithm: optimizer, loss, KL, layout, advantages."""
+"""The translation of verl's settings on actor, critic and algorithm: optimizer, loss, KL, parallelism, advantages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ LAYOUT_FIELDS = (
 
 
 def translate(translation: Translation) -> None:
-    """Set our sections optimizer, loss, reference, parallel, advantage, critic and correction."""
+    """Set our training sections in ``translation`` from verl's settings.
+
+    They are optimizer, loss, reference, parallel, advantage, critic and correction.
+    """
     _optimizer(translation)
     _loss(translation)
     _kl(translation)
@@ -214,7 +217,7 @@ def _critic(translation: Translation) -> None:
 
 
 def _groups_and_weights(translation: Translation) -> None:
-    """Translate the settings of groups that are drawn again, and of importance weights against the engine."""
+    """Translate the settings on dynamic sampling of groups, and on importance weights between trainer and engine."""
     # Groups that are drawn again.
     filtered = translation.get("algorithm.filter_groups.enable")
     if filtered is not None and truth(filtered):

@@ -1,4 +1,4 @@
-"""The reader of another framework's YAML, within the bounds of our own configuration."""
+"""The reader of another framework's YAML; its size and depth are limited as for our own configuration."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MOST_PASSES = 5  # the most steps of a reference to a reference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Holds the settings of a file.
+    """Holds the settings that were read from a file.
 
-    kind: the framework and trainer; None if nothing tells it.
-    given: name → value.
-    unknown: name → what its value depends on.
-    notes: the parts of the file that are not among the settings, a line each.
+    kind: the framework and trainer that the file is for; None if it does not tell.
+    given: {name: value}.
+    unknown: {name: what its value depends on} of settings whose value is not known.
+    notes: sentences on parts of the file that were not read as settings.
     """
 
     kind: Kind | None
@@ -36,7 +36,7 @@ class Settings:
 
 
 def of_yaml(path: pathlib.Path) -> Settings:
-    """Return the settings of a YAML. Raises ConfigError for a bad file."""
+    """Return the settings of a YAML file. Raises ConfigError if it cannot be read."""
     values = followed(flat(read_yaml(path)[0]))
     refers = {k: f"{v!r} refers to another setting" for k, v in values.items() if isinstance(v, str) and "${" in v}
     given = {name: value for name, value in values.items() if name not in refers}
@@ -44,7 +44,10 @@ def of_yaml(path: pathlib.Path) -> Settings:
 
 
 def followed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with Hydra's references replaced by the values that they refer to, if these are known."""
+    """Return settings in which Hydra's references ``${name}`` are replaced by the values that they refer to.
+
+    A reference whose value is not known stays as it is.
+    """
     values = dict(settings)
     for _ in range(_MOST_PASSES):
         for name, value in values.items():
@@ -66,7 +69,7 @@ def _referred(match: re.Match[str], settings: Mapping[str, Any]) -> Any:
 
 
 def parsed(text: str) -> Any:
-    """Return Hydra's value of a text: a number, a list, true, null or the text itself."""
+    """Return the value that Hydra reads from a text: a number, a list, a bool, None or the text itself."""
     if text.startswith("["):
         try:
             return list(ast.literal_eval(text))

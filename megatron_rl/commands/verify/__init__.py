@@ -1,1 +1,1 @@
-"""The comparison of a topology with one process, on a thin model: `megatron-rl verify`."""
+"""The command `megatron-rl verify`: it compares a parallel topology with one process, on a small copy of a model."""

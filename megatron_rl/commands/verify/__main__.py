@@ -1,4 +1,4 @@
-"""The start of a rank: ``torchrun … -m megatron_rl.commands.verify`` is ``megatron-rl verify --nproc …``."""
+"""The entry point of a rank: `megatron-rl verify --nproc N` runs ``torchrun … -m megatron_rl.commands.verify``."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""Compare a thin model of yours under your config's parallel topology with one process, to a tolerance.
+"""Compare your config's parallel topology with one process, on a thin copy of your model, within a tolerance.
 
     megatron-rl verify --nproc 4 --config my.yaml parallel.tensor=2 parallel.pipeline=2
 
-It compares log-probs, the gradient by class of tensors, the gradient norm, the weights after three
-AdamW steps, and skip against dense. If they differ, it names the layer and the tensor at which the
-first difference appears. Exit code of each rank: 0 if all agree, 1 if something differs or a rank
-fails, 2 for settings that cannot work. docs/verify-topology.md says more.
+The thin copy has fewer layers and less width. The command compares log-probs, the gradient by class
+of tensors, the gradient norm, and the weights after three AdamW steps. It also compares a step that
+drops samples without signal (skip) with a step that drops none (dense). If values differ, it names
+the layer and the tensor at which the first difference appears. The exit code of each rank is 0 if
+all agree, 1 if something differs or a rank fails, and 2 for settings that cannot work.
+docs/verify-topology.md says more.
 """
 
 from __future__ import annotations
@@ -81,7 +83,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Thin:
-    """Holds the values that every rank makes from the command line alone: configurations, thin model, work."""
+    """Holds what every rank makes from the command line alone, equal on all ranks.
+
+    The thin model is the user's model with fewer layers and less width.
+
+    config: the user's Config, changed for the thin model.
+    real, hf_config: the Hugging Face configs of the user's model and of the thin model.
+    work: the synthetic samples, a Work.
+    world: the number of ranks.
+    """
 
     config: object
     real: object
@@ -90,7 +100,7 @@ class Thin:
     world: int
 
     def topology_facts(self) -> dict[str, object]:
-        """Return the settings that are measured, as JSON."""
+        """Return the parallelism and the settings under which the topology is measured, as JSON-able values."""
         from megatron_rl.commands.verify.report import layout
 
         parallel, megatron = self.config.parallel, self.config.megatron
@@ -105,9 +115,10 @@ class Thin:
 
 
 def prepare(options: argparse.Namespace) -> Thin:
-    """Make the thin model's configurations and work.
+    """Return the thin model's configurations and the synthetic samples.
 
-    Raises ConfigError, the same on every rank, before any of them joins another.
+    The thin model is the user's model with fewer layers and less width. Raises ConfigError on every
+    rank alike. No rank has joined the others by then.
     """
     from megatron_rl import hub
     from megatron_rl.algorithm.signal import signal_rule
@@ -143,9 +154,10 @@ def prepare(options: argparse.Namespace) -> Thin:
 
 
 def measure(options: argparse.Namespace, thin: Thin) -> tuple[object, object]:
-    """Return (measured, reference).
+    """Return (measurements of the topology, measurements of one process), each a Measured.
 
-    The reference is None except on the main rank, which measures it before it joins the others.
+    The main rank measures one process alone, before it joins the others. The second element is None
+    on the other ranks.
     """
     import torch
     import torch.distributed as dist
@@ -195,7 +207,10 @@ def measure(options: argparse.Namespace, thin: Thin) -> tuple[object, object]:
 
 
 def share_logprobs(bare, main_work):
-    """Return the work with the log-probs of the main rank's reference, bit for bit, on every rank."""
+    """Return the samples of ``bare`` with the main rank's log-probs, equal to the bit on every rank. A collective.
+
+    main_work: the samples whose log-probs are sent; only the main rank's count.
+    """
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -208,7 +223,10 @@ def share_logprobs(bare, main_work):
 
 
 def report(options: argparse.Namespace, thin: Thin, measured, reference) -> bool:
-    """Judge, print and write the result, on the main rank."""
+    """Compare the measurements, print the result, and write the JSON file if asked; return whether all checks pass.
+
+    Only the main rank calls this.
+    """
     from megatron_rl.algorithm.signal import coupling_terms
     from megatron_rl.commands.verify.report import (
         layout,
@@ -306,10 +324,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main() -> NoReturn:
-    """Run the comparison and end the process at once, even on success.
+    """Run the comparison, and end the process at once by ``os._exit``, even on success.
 
-    Models hold gloo groups in reference cycles. gloo's threads may abort while the interpreter
-    shuts down, which would replace the exit code.
+    A normal exit may lose the exit code: models keep gloo groups alive in reference cycles, and
+    gloo's threads may abort while the interpreter shuts down.
     """
     from megatron_rl.cli import EXIT_FAILED, set_up_logging
 

@@ -1,8 +1,8 @@
-"""The comparison of two sets of measurements for megatron-rl verify; pure: tensors in, errors and sentences out.
+"""The comparison of two sets of measurements, for megatron-rl verify. Its functions are pure: tensors in, errors out.
 
-An error is ‖measured − wanted‖ / ‖wanted‖. A check is judged per class of tensors. So a single
-tensor whose gradient is only cancelled rounding (a key's bias, often) cannot fail it. The errors of
-single tensors name the culprit.
+An error is ‖measured − wanted‖ / ‖wanted‖. A check passes or fails by the error of a class of
+tensors together. So a single tensor whose gradient is only rounding noise, as a key's bias often
+is, cannot fail it. The errors of single tensors show which one is at fault.
 """
 
 from __future__ import annotations
@@ -70,9 +70,11 @@ FAINT = 0.1  # a tensor is named only if its difference exceeds this share of it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Names a point in the forward pass.
+    """Names a point in the forward pass at which activations are compared.
 
-    layer: counted from 0 over the whole model, as in ``model.layers.0``; −1 outside the layers.
+    layer: the number of the layer, from 0 over the whole model, as in ``model.layers.0``; −1
+        outside the layers.
+    name: one of POINTS.
     """
 
     layer: int
@@ -90,9 +92,11 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Holds one line of the table.
+    """Holds one line of the printed table of checks.
 
-    error: None if the check was not compared; ``note`` then gives the reason.
+    check: the check's name.
+    error: the relative error; None if nothing was compared, for the reason in ``note``.
+    where: the tensor, sample or point with the largest error.
     """
 
     check: str
@@ -106,15 +110,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Holds one topology's measurements, whole, under Hugging Face names, with tensors on the host.
+    """Holds the measurements of one topology: unsharded tensors on the host, under Hugging Face names.
 
-    logprobs: per sample id, [response] float32.
-    gradient: the dense step's gradient.
-    grad_norm: the first step's norm, as ``optim_step`` reports it.
-    weights: the weights after the last step.
-    traces: per replica, the activations of one sample, [tokens, columns] each; several if ranks
-        hold copies.
-    skip_gradient: the skip step's gradient; None if skip is not compared.
+    logprobs: {sample id: [response] float32}.
+    gradient: the gradient of the dense step, in which no sample is dropped.
+    grad_norm: the gradient norm that the first ``optim_step`` reports.
+    weights: the weights after the last optimizer step.
+    traces: for each replica, the activations of one sample at each Point, [tokens, columns]. A
+        point has several tensors if several ranks hold a copy.
+    skip_gradient: the gradient of the step that drops samples without signal; None if it is not
+        compared.
+    facts: JSON-able facts, such as the numbers of micro-batches.
     """
 
     logprobs: Mapping[str, np.ndarray]
@@ -127,7 +133,11 @@ class Measured:
 
 
 def relative_error(measured: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return ‖measured − wanted‖ / ‖wanted‖; inf if it is no number or the shapes differ, 0 if both are zero."""
+    """Return ‖measured − wanted‖ / ‖wanted‖, 0 if the two are equal.
+
+    Returns inf if the shapes differ, if the difference is not finite, or if only ``wanted`` is
+    zero.
+    """
     if measured.shape != wanted.shape:
         return math.inf
     return _ratio(float((measured.double() - wanted.double()).norm()), float(wanted.double().norm()))
@@ -140,7 +150,7 @@ def _ratio(difference: float, norm: float) -> float:
 
 
 def tensor_class(name: str) -> str:
-    """Return the class (of CLASSES) of a Hugging Face name; biases belong to their weights' classes.
+    """Return the class, one of CLASSES, of the tensor with a Hugging Face name; a bias has its weight's class.
 
     Example: ``model.layers.0.self_attn.k_proj.bias`` → "attention qkv".
     """
@@ -181,9 +191,9 @@ _BACKWARD = (
 
 
 def backward_order(names: Iterable[str]) -> list[str]:
-    """Return names sorted from the head to the embedding, in the backward pass's order.
+    """Return tensor names in the order in which the backward pass reaches them, from the LM head to the embedding.
 
-    A tied embedding comes last, though it is also the head.
+    An embedding that is tied to the LM head comes last.
     """
 
     def key(name: str) -> tuple[int, int, int, str]:
@@ -198,11 +208,12 @@ def backward_order(names: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassError:
-    """Holds the error of all tensors of one class together.
+    """Holds the error of all tensors of one class together, and each tensor's error.
 
-    worst: the tensor with the largest error of its own.
-    tensors: each tensor's own error.
-    judged: True for a tensor that differs enough to be named.
+    error: the relative error of the class.
+    worst: the name of the tensor with the largest error of its own.
+    tensors: {name: the tensor's own relative error}.
+    judged: {name: True if the tensor differs enough to be named in the verdict}.
     """
 
     error: float
@@ -214,7 +225,10 @@ class ClassError:
 def class_errors(
     measured: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float
 ) -> dict[str, ClassError]:
-    """Return the errors by class, in the order of CLASSES; a tensor that one side lacks has an infinite error."""
+    """Return {class: ClassError} in the order of CLASSES.
+
+    A tensor that only one side has gets an infinite error.
+    """
     members: dict[str, list[str]] = {}
     for name in [*wanted, *(x for x in measured if x not in wanted)]:
         members.setdefault(tensor_class(name), []).append(name)
@@ -238,7 +252,7 @@ def class_errors(
 
 
 def total_error(measured: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
-    """Return the relative error of all tensors together."""
+    """Return the relative error of all tensors together, as if they were one vector; inf if names or shapes differ."""
     if {k: x.shape for k, x in measured.items()} != {k: x.shape for k, x in wanted.items()}:
         return math.inf
     difference = math.sqrt(sum(float((measured[k].double() - wanted[k].double()).norm()) ** 2 for k in wanted))
@@ -248,9 +262,9 @@ def total_error(measured: Mapping[str, torch.Tensor], wanted: Mapping[str, torch
 def common_factor(
     measured: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float
 ) -> float | None:
-    """Return f if every class of ``measured`` is f · ``wanted`` and f is not 1.
+    """Return the factor f ≠ 1 with which every class of ``measured`` is f · ``wanted``, within the tolerance.
 
-    Returns None if no single factor explains the difference.
+    Returns None if no such factor exists.
     """
     if set(measured) != set(wanted) or any(measured[k].shape != wanted[k].shape for k in wanted):
         return None
@@ -265,7 +279,10 @@ def common_factor(
 
 
 def explain_factor(factor: float, counts: Mapping[str, int]) -> str:
-    """Describe a factor in words, by the counts that could explain it.
+    """Return a sentence on a factor that all gradients have in common.
+
+    counts: {name: count} of micro-batches and ranks; those equal to the factor or its inverse are
+        named.
 
     Example: 0.25 and {"micro-batches": 4} → "every gradient is 1/4 of the reference: divided by the
     4 micro-batches".
@@ -282,7 +299,10 @@ def explain_factor(factor: float, counts: Mapping[str, int]) -> str:
 
 
 def first_gradient(errors: Mapping[str, ClassError]) -> tuple[str, float] | None:
-    """Return the first tensor of the backward pass that is beyond tolerance, with its error."""
+    """Return (name, relative error) of the first tensor that differs; None if none does.
+
+    "First" is in the order of the backward pass.
+    """
     tensors = {name: x for kind in errors.values() for name, x in kind.tensors.items()}
     judged = {name: x for kind in errors.values() for name, x in kind.judged.items()}
     return next(((name, tensors[name]) for name in backward_order(tensors) if judged[name]), None)
@@ -290,9 +310,12 @@ def first_gradient(errors: Mapping[str, ClassError]) -> tuple[str, float] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationError:
-    """Holds the worst copy's error at one point of one replica.
+    """Holds the relative error of the activations at one point of one replica.
 
-    tokens: indices of the tokens that differ at the point, of the sample's ``num_tokens``.
+    replica: the number of the data-parallel replica.
+    error: the largest error of the copies that ranks hold.
+    tokens: the indices of the tokens that differ.
+    num_tokens: the number of tokens of the sample.
     """
 
     replica: int
@@ -308,6 +331,9 @@ def activation_errors(
     tolerance: float,
 ) -> list[ActivationError]:
     """Return the error at every point of every replica, in the order of the forward pass.
+
+    traces: for each replica, {Point: copies of the activations, [tokens, columns]}.
+    wanted: the reference's activations, one copy for each Point.
 
     A point that a replica lacks has an infinite error.
     """
@@ -330,10 +356,11 @@ def activation_errors(
 
 
 def say_activation(row: ActivationError, replicas: int, holders: Sequence[int]) -> str:
-    """Describe one activation error in words.
+    """Return a sentence on an activation error: the point, the replica, the tokens, and where to look for the cause.
 
-    holders: per token of the sample, the context rank that held it ([0, 0, …] without context
-        parallelism).
+    replicas: the number of replicas.
+    holders: [tokens], the context-parallel rank that held each token of the sample; [0, 0, …]
+        without context parallelism.
     """
     where = f", replica {row.replica}" if replicas > 1 else ""
     tokens = ""

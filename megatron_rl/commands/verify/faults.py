@@ -1,4 +1,7 @@
-"""The faults that megatron-rl verify can plant in the user's topology: mistakes that ports and patches make."""
+"""Faults that megatron-rl verify can put into the user's topology, to show that it finds them.
+
+They are mistakes that ports to another topology and patches of Megatron-Core make.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,10 @@ FAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Names one fault to plant.
+    """Names one fault of FAULTS.
 
-    layer: the layer, counted from 0, in which tp_all_reduce is planted.
+    layer: the number of the layer, from 0, that gets the fault ``tp_all_reduce``; other faults
+        ignore it.
     """
 
     name: str
@@ -38,7 +42,10 @@ class Fault:
 
     @contextlib.contextmanager
     def planted(self, backend: MegatronBackend) -> Iterator[None]:
-        """Plant the fault while the block runs; raise ConfigError if the topology cannot have it."""
+        """Put the fault into the backend's model or plan; raise ConfigError if the topology cannot have this fault.
+
+        Some faults end with the block. The others last as long as the backend.
+        """
         with {
             "tp_all_reduce": _tp_all_reduce,
             "microbatch_mean": _microbatch_mean,

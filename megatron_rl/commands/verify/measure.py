@@ -1,4 +1,4 @@
-"""The measurement of one topology for megatron-rl verify: log-probs, gradients, steps, one sample's activations."""
+"""The measurements of one topology, for megatron-rl verify: log-probs, gradients, weights after steps, activations."""
 
 from __future__ import annotations
 
@@ -33,14 +33,19 @@ NUM_STEPS = 3
 
 @dataclass(kw_only=True)
 class Bench:
-    """Holds a backend, and the work as a batch over its ranks."""
+    """Holds a backend, the samples to measure it with, and the batch of these samples over all ranks."""
 
     backend: MegatronBackend
     work: Work
     batch: Batch
 
     def mini_batch(self, *, drops: bool) -> tuple[StepPlan, bytes]:
-        """Plan the batch as one step, and fetch the rows that each rank needs."""
+        """Return the plan of the whole batch as one optimizer step, and the plan's fingerprint.
+
+        Each rank gets the tokens of the samples that it will run.
+
+        drops: whether samples without signal are dropped.
+        """
         signal = has_signal(self.work.advantages, self.batch.facts.loss_tokens)
         plan = self.backend.plan_training(self.batch, signal, drops=drops)
         self.batch = self.backend.fetch_rows(self.batch, plan)
@@ -76,7 +81,10 @@ class Bench:
         return dict(zip(self.batch.facts.sample_ids, parts, strict=True))
 
     def steps(self) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """Return the gradient norms of NUM_STEPS dense steps on the same samples, and the weights after them."""
+        """Return the gradient norms of NUM_STEPS optimizer steps on the same samples, and the weights after them.
+
+        No sample is dropped. The weights are {Hugging Face name: float32 tensor on the host}.
+        """
         norms = []
         for _ in range(NUM_STEPS):
             kind = self.accumulate(drops=False).kind
@@ -86,7 +94,10 @@ class Bench:
 
 @contextlib.contextmanager
 def open_bench(backend: MegatronBackend, work: Work, fault: Fault | None = None) -> Iterator[Bench]:
-    """Open a bench on a backend of NUM_STEPS steps. The world stays afterwards, Megatron's groups do not."""
+    """Yield a Bench of the backend, with a fault if one is given.
+
+    At the end Megatron's process groups are destroyed; torch's world stays.
+    """
     with contextlib.ExitStack() as stack:
         stack.callback(topology.destroy)
         if fault is not None:
@@ -95,7 +106,10 @@ def open_bench(backend: MegatronBackend, work: Work, fault: Fault | None = None)
 
 
 def gather(backend: MegatronBackend, samples: tuple[Sample, ...], groups: tuple[int, ...]) -> Batch:
-    """Make a batch of the samples; rank i mod world contributes sample i."""
+    """Return the batch of the samples over all ranks; rank r contributes samples r, r + world size, …
+
+    groups: the group of each sample.
+    """
     mine = range(backend.topology.rank, len(samples), backend.topology.world_size)
     return backend.gather([samples[i] for i in mine], [groups[i] for i in mine], list(mine))
 
@@ -103,11 +117,14 @@ def gather(backend: MegatronBackend, samples: tuple[Sample, ...], groups: tuple[
 def measure_reference(
     config: Config, hf_config, weights: Mapping[str, torch.Tensor], work: Work
 ) -> tuple[Measured, Work]:
-    """Measure one process in its own world; return the measurement, and the work with log-probs near the policy's.
+    """Measure one process; return the measurements, and ``work`` with new log-probs of the samples.
 
-    The log-probs are those of an engine with slightly other weights. The world is gone afterwards.
-    The store is given explicitly: under torchrun's agent torch's own rendezvous would take the
-    launcher's, by TORCHELASTIC_USE_AGENT_STORE.
+    These log-probs lie near the model's own, as if an engine with slightly other weights had
+    generated the samples.
+
+    The process joins a world of its own, which is gone afterwards. Its store is passed explicitly.
+    Under torchrun, torch's own rendezvous would join the store of all ranks
+    (TORCHELASTIC_USE_AGENT_STORE).
     """
     timeout = datetime.timedelta(seconds=config.run.deadline_s)
     dist.init_process_group(HOST.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -128,7 +145,11 @@ def measure_reference(
 
 
 def measure_topology(bench: Bench, watch: Watchdog, *, skips: bool) -> Measured:
-    """Measure log-probs, gradients and activations under the user's topology; ``add_steps`` adds the rest."""
+    """Return the log-probs, gradients and activations under the user's topology; ``add_steps`` adds the other fields.
+
+    watch: the watchdog that ends a stage which hangs.
+    skips: whether the gradient with dropped samples is measured too.
+    """
     with watch.stage("activations of one sample"):
         traces = trace_sample(bench.backend, bench.work.traced)
     with watch.stage("log-probs"):
@@ -161,9 +182,9 @@ def add_steps(measured: Measured, bench: Bench, watch: Watchdog) -> Measured:
 
 
 def token_holders(backend: MegatronBackend, tokens: int) -> list[int]:
-    """Return the context rank that holds each token of the traced sample.
+    """Return, for each token of the traced sample, the number of the context-parallel rank that holds it.
 
-    Of 2·CP chunks, rank r has chunks r and 2·CP − 1 − r.
+    A sample is split into 2·CP chunks, of which rank r holds the chunks r and 2·CP − 1 − r.
     """
     ranks = backend.topology.context_size
     if ranks == 1:
@@ -177,9 +198,10 @@ def token_holders(backend: MegatronBackend, tokens: int) -> list[int]:
 
 
 def trace_sample(backend: MegatronBackend, sample: Sample) -> list[dict[Point, list[torch.Tensor]]]:
-    """Return, per replica, the activations of the sample forwarded alone, whole and without pads.
+    """Return, for each replica, the activations of one sample that is forwarded alone, without pads.
 
-    They are sent to the main rank; the other ranks get [].
+    The main rank gets {Point: copies of [tokens, columns]} of every replica; the other ranks get
+    []. A collective.
     """
     ranks = backend.topology
     copies = tuple(dataclasses.replace(sample, sample_id=f"{sample.sample_id}{d}") for d in range(ranks.data_size))
@@ -194,7 +216,11 @@ def trace_sample(backend: MegatronBackend, sample: Sample) -> list[dict[Point, l
 
 
 def run_tokens(backend: MegatronBackend, sample: Sample) -> int:
-    """Return the number of a sample's tokens that run: those before its last loss token, or all of them."""
+    """Return the number of a sample's tokens that the model runs.
+
+    These are the tokens before the last loss token. If a setting makes activations depend on other
+    samples' tokens (``token_coupling``), they are all tokens.
+    """
     if token_coupling(backend.config.megatron):
         return len(sample.token_ids)
     return sample.prompt_tokens + int(np.flatnonzero(sample.loss_mask)[-1])
@@ -202,9 +228,11 @@ def run_tokens(backend: MegatronBackend, sample: Sample) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """Holds one rank's part of the activations at one point.
+    """Holds the activations at one point that one rank has.
 
-    columns: True if the tensor ranks hold columns of it; False if they hold tokens or copies.
+    part: [tokens of the rank, columns of the rank] float32.
+    columns: True if each tensor-parallel rank holds a slice of the columns; False if it holds a
+        slice of the tokens or a copy.
     """
 
     point: Point
@@ -218,7 +246,10 @@ class Record:
     positions: list[int] = dataclasses.field(default_factory=list)
 
     def keep(self, layer: int, name: str, value: torch.Tensor, *, columns: bool = False) -> None:
-        """Keep only the first value of a point: later micro-batches are fillers."""
+        """Store the activations at one point, unless the point has some already: later micro-batches are only fillers.
+
+        columns: as in Taken.
+        """
         point = Point(layer=layer, name=name)
         if point not in self.parts:
             flat = value.detach().float().reshape(-1, value.shape[-1])
@@ -227,7 +258,7 @@ class Record:
 
 @contextlib.contextmanager
 def record(backend: MegatronBackend) -> Iterator[Record]:
-    """Hook this rank's chunks while the block runs, and yield the record that they fill."""
+    """Yield a Record that forward hooks on this rank's model chunks fill; remove the hooks at the end."""
     taken, handles = Record(), []
 
     # The hooks: of a module's output, of its argument, and of the token positions.
@@ -273,7 +304,13 @@ def record(backend: MegatronBackend) -> Iterator[Record]:
 
 
 def assemble(backend: MegatronBackend, taken: Record, num_tokens: int) -> list[dict[Point, list[torch.Tensor]]]:
-    """Put every rank's parts together on the main rank."""
+    """Gather every rank's activations on the main rank, and join them to whole tensors.
+
+    taken: this rank's activations.
+    num_tokens: the tokens to keep; pads behind them are cut off.
+
+    Returns what ``trace_sample`` returns.
+    """
     ranks = backend.topology
     # Every rank reports the shapes of its parts and sends them in one tensor.
     parts = list(taken.parts.values())
@@ -312,10 +349,12 @@ def assemble(backend: MegatronBackend, taken: Record, num_tokens: int) -> list[d
 def join(
     parts: Mapping[tuple[int, int], torch.Tensor], columns: bool, positions: Mapping[int, list[int]]
 ) -> list[torch.Tensor]:
-    """Join parts by (tensor rank, context rank) to the whole, once per copy.
+    """Return the whole activations at one point, joined from the parts of all ranks of a replica, once for each copy.
 
-    Tensor ranks hold columns, or runs of tokens (sequence parallelism), or a copy each. Context
-    ranks hold the tokens at ``positions``.
+    parts: {(tensor-parallel rank, context-parallel rank): tensor}.
+    columns: True if tensor-parallel ranks hold slices of the columns. Otherwise they hold slices of
+        the tokens (sequence parallelism), or a copy each.
+    positions: {context-parallel rank: positions of its tokens in the sample}.
     """
     tensor_ranks, context_ranks = sorted({t for t, _ in parts}), sorted({c for _, c in parts})
     wholes = []

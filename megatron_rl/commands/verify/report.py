@@ -1,4 +1,4 @@
-"""The output of megatron-rl verify's result: the table, the verdict's line, the JSON."""
+"""The output of megatron-rl verify: a table of checks, a line with the verdict, and a JSON file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def layout(parallel: ParallelConfig, world: int) -> str:
 
 
 def machine() -> dict:
-    """Return the machine and its packages, without host name or paths."""
+    """Return the device, backend and package versions as JSON-able values, without host name or paths."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -49,7 +49,10 @@ def machine() -> dict:
 
 
 def model_line(real, thin) -> str:
-    """Return a description of the thin model beside the real one."""
+    """Return a line of text with the sizes of the thin model (the smaller copy) beside the real model's.
+
+    real, thin: their Hugging Face configs.
+    """
     full, small = real.to_dict(), thin.to_dict()
     named = {
         "layers": "num_hidden_layers",
@@ -101,9 +104,11 @@ def _number(value: float | None) -> float | str | None:
 def write_json(
     path: pathlib.Path, common: Mapping[str, object], verdict: Verdict | None, tolerance: float, said: str
 ) -> None:
-    """Write the result as JSON.
+    """Write the result to ``path`` as JSON.
 
-    verdict: None if an error ended the comparison; ``said`` is then that error.
+    common: values to write beside the result, such as topology and machine.
+    verdict: None if an error ended the comparison.
+    said: the line with the verdict, or that error.
     """
     result = {**common, "tolerance": tolerance, "verdict": said, "passed": verdict is not None and verdict.passed}
     if verdict is not None:

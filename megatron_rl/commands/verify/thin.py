@@ -1,7 +1,7 @@
-"""The thin stand-in that megatron-rl verify runs: the user's model with fewer layers and less width.
+"""The thin model that megatron-rl verify runs: the user's model with fewer layers and less width.
 
-The user's configuration around it and synthetic samples are made here too. Every rank makes the
-same from the configuration alone.
+This module also makes the configuration of its run and synthetic samples. Every rank makes the same
+ones from the command line alone.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ SHARDED_FIELDS = ("overlap_param_gather",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Sets how thin the stand-in is.
+    """Sets the size of the thin model.
 
-    keep: the widths (of KEEP) that stay as in the real model.
+    layers_per_stage: the number of layers of the smallest pipeline stage.
+    keep: the widths, of KEEP, that stay as in the real model.
     """
 
     layers_per_stage: int = 1
@@ -55,10 +56,14 @@ class Size:
 
 
 def thin_layout(real, settings: ModelSettings, layers_per_stage: int) -> tuple[int, ...]:
-    """Return the thin model's number of layers per stage, uneven or empty where the real model's are.
+    """Return the number of layers of each pipeline stage of the thin model.
 
-    A stage with more layers than the smallest one keeps one layer more. Raises ConfigError if the
-    real model's layers cannot be laid on the stages.
+    The smallest stages get ``layers_per_stage`` layers, and larger ones get one more. Stages
+    without layers stay without.
+
+    real: the real model's Hugging Face config.
+
+    Raises ConfigError if the real model's layers cannot be divided among the stages.
     """
     from megatron_rl.model.costs import layout_of
     from megatron_rl.model.hf_config import read_shape
@@ -69,10 +74,11 @@ def thin_layout(real, settings: ModelSettings, layers_per_stage: int) -> tuple[i
 
 
 def thin_hf_config(real, settings: ModelSettings, size: Size):
-    """Return a config of the same family, heads, head size, biases, norms, tying and rotary embedding, but thin.
+    """Return the real model's Hugging Face config with fewer layers and smaller widths.
 
-    It has fewer layers and less width. The thin vocabulary leaves the same remainder over tensor
-    ranks, so that it is padded if the real one is.
+    Family, heads, head size, biases, norms, tying and rotary embedding stay. The vocabulary leaves
+    the same remainder over the tensor-parallel ranks as the real one, so that it is padded if the
+    real one is.
     """
     check_real(real, settings.parallel, settings.model.hf_path)
     parallel = settings.parallel
@@ -123,7 +129,10 @@ def thin_hf_config(real, settings: ModelSettings, size: Size):
 
 
 def check_real(real, parallel: ParallelConfig, hf_path: str) -> None:
-    """Raise ConfigError if the real model does not split over this topology; the thin one would hide this."""
+    """Raise ConfigError if the topology does not divide the real model's widths or experts.
+
+    The thin model would hide this, since its sizes are chosen so that the topology divides them.
+    """
     experts = num_experts(real)
     ffn = FAMILIES[real.model_type].ffn_field
     split = {
@@ -156,10 +165,10 @@ def _multiple(number: int, of: int) -> int:
 
 
 def thin_weights(hf_config, seed: int) -> Mapping[str, torch.Tensor]:
-    """Return random weights by Hugging Face name, the same on every rank.
+    """Return {Hugging Face name: random float32 weight}, equal on every rank.
 
-    Norms and biases lie off their neutral values, so that a lost one shows. Matrices keep
-    activations near 1 at any width, so that attention and softmax are neither flat nor one-hot.
+    Norms and biases are moved off 1 and 0, so that a lost one shows. Matrices are scaled to keep
+    activations near 1 at any width. So attention and softmax are neither flat nor one-hot.
     """
     from transformers import AutoModelForCausalLM
 
@@ -176,9 +185,11 @@ def thin_weights(hf_config, seed: int) -> Mapping[str, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Holds samples, their groups and advantages, and one more sample (``traced``) to forward alone.
+    """Holds the synthetic samples of the measurements.
 
-    Two groups of three have advantages of exactly 0.
+    groups: the number of each sample's group.
+    advantages: [samples] float; two of three groups have advantages of exactly 0.
+    traced: one more sample, which is forwarded alone.
     """
 
     samples: tuple[Sample, ...]
@@ -191,9 +202,12 @@ class Work:
         return max(len(s.token_ids) for s in self.samples)
 
     def near_policy(self, flat: np.ndarray) -> Work:
-        """Return the samples with log-probs as an engine of slightly other weights would report them.
+        """Return a copy of the work whose samples have log-probs near the model's own.
 
-        flat: the policy's own log-probs, in order.
+        They are shifted by SHIFTS, as if an engine with slightly other weights had generated the
+        samples.
+
+        flat: the model's log-probs of all response tokens, sample after sample.
         """
         shifts = [np.resize(SHIFTS, len(s.logprobs)) for s in self.samples]
         return self.with_logprobs(flat + np.concatenate(shifts))
@@ -215,9 +229,11 @@ def pad_multiple(parallel: ParallelConfig) -> int:
 
 
 def make_work(parallel: ParallelConfig, vocab_size: int, context_tokens: int, *, world: int, seed: int) -> Work:
-    """Make ragged samples, enough that every replica has several micro-batches.
+    """Return synthetic samples of different lengths, enough for several micro-batches on every replica.
 
-    The traced sample's length is no multiple of its padding.
+    world: the number of ranks.
+
+    The traced sample's length is no multiple of the number that samples are padded to.
     """
     random = np.random.default_rng(seed)
     groups = np.repeat(np.arange(3 * max(2, data_size(parallel, world))), GROUP_SAMPLES)
@@ -251,12 +267,14 @@ def _sample(name: str, prompt: int, response: int, vocab_size: int, random: np.r
 
 
 def user_config(config: Config, dtype: str, work: Work, world: int, layout: tuple[int, ...]) -> Config:
-    """Return the user's configuration for the thin model: its topology, overlaps and optimizer, and one mini-batch.
+    """Return the user's configuration changed for the thin model: same parallelism, plan and optimizer, one mini-batch.
 
-    layout: the thin model's number of layers per stage.
+    dtype: the dtype of the run.
+    layout: the number of layers of each pipeline stage of the thin model.
 
-    The token cap is lowered so that every replica has at least about four micro-batches: a batch of
-    a few hundred tokens would otherwise be one.
+    The learning rate is constant. The token limit of a micro-batch is lowered, so that every
+    replica gets about four micro-batches or more. Otherwise a batch of a few hundred tokens would
+    be a single one.
     """
     lengths = np.array([len(s.token_ids) for s in work.samples])
     multiple, replicas = pad_multiple(config.parallel), data_size(config.parallel, world)
@@ -286,7 +304,10 @@ def user_config(config: Config, dtype: str, work: Work, world: int, layout: tupl
 
 
 def whole_gradients(optimizer: OptimizerConfig, megatron: MegatronConfig) -> tuple[OptimizerConfig, MegatronConfig]:
-    """Return the sections with whole gradients on every rank: a reduce-scatter would leave each its shard."""
+    """Return the two sections changed so that every rank holds whole gradients.
+
+    ``optimizer.distributed`` is off: its reduce-scatter would leave each rank only a shard.
+    """
     whole = dataclasses.replace(megatron, ddp=_without(megatron.ddp, SHARDED_FIELDS))
     return dataclasses.replace(optimizer, distributed=False), whole
 
@@ -296,10 +317,10 @@ def _without(fields: Mapping[str, object], prefixes: tuple[str, ...]) -> dict[st
 
 
 def reference_config(config: Config) -> Config:
-    """Return the configuration of the reference run, to which the run of ``config`` is compared.
+    """Return the configuration of the reference run on one process, to which the run of ``config`` is compared.
 
-    The reference runs in one process. Every sample has its own micro-batch. Nothing is overlapped,
-    sharded or recomputed.
+    Every sample has its own micro-batch. No communication is overlapped, and nothing is sharded or
+    recomputed.
     """
     optimizer, megatron = whole_gradients(config.optimizer, config.megatron)
     transformer = _without(megatron.transformer, EXECUTION_FIELDS)

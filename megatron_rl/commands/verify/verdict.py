@@ -1,4 +1,4 @@
-"""The verdict on two topologies' measurements: the table's rows, and the sentence that names the first difference."""
+"""The verdict of megatron-rl verify: the rows of the table of checks, and a sentence on the first difference."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ SMALL_RATIO = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Holds the table's rows and the diagnosis.
+    """Holds the result of the comparison.
 
-    diagnosis: "" if all checks pass.
-    tensors, skip_tensors, activations, samples: every single error, for --json.
+    rows: the lines of the table, one for each check.
+    diagnosis: a sentence on the first difference; "" if all checks pass.
+    tensors, skip_tensors: {tensor's name: relative error} of the dense gradient and of the gradient
+        with dropped samples.
+    activations, samples: the error at each point, and {sample id: error of its log-probs}.
     """
 
     rows: tuple[Row, ...]
@@ -42,11 +45,12 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """Holds the errors of every measurement except the norm and the weights.
+    """Holds the errors of all measurements, except the gradient norm and the weights.
 
-    activations: of one sample.
-    samples: of the log-probs, by sample.
-    classes, skip: of the gradients, and of skip against dense, by class.
+    activations: the errors at each point of one sample's forward pass.
+    samples: {sample id: error of its log-probs}.
+    classes: {class of tensors: error of the dense gradient}.
+    skip: {class of tensors: error of the gradient with dropped samples against the dense one}.
     """
 
     activations: Sequence[ActivationError]
@@ -58,11 +62,12 @@ class Errors:
 def judge(
     measured: Measured, wanted: Measured, tolerance: float, *, counts: Mapping[str, int], no_skip: str
 ) -> Verdict:
-    """Compare the measurements and judge every check.
+    """Compare the measurements with the reference's, and return the verdict.
 
-    counts: numbers of micro-batches and of each kind of ranks, the possible origins of a common
-        factor.
-    no_skip: the reason why skip is not compared.
+    wanted: the reference's measurements.
+    counts: {name: count} of micro-batches and of each kind of ranks; a factor common to all
+        gradients may equal one of them.
+    no_skip: the reason why the gradient with dropped samples is not compared, if it is not.
     """
     errors = _errors_of(measured, wanted, tolerance)
     norm = abs(measured.grad_norm - wanted.grad_norm) / wanted.grad_norm
@@ -136,7 +141,11 @@ def diagnose(
     tolerance: float,
     counts: Mapping[str, int],
 ) -> str:
-    """Name the first difference: in the forward pass, then in the backward pass, then after it."""
+    """Return a sentence on the first difference, looked for in the order of a training step.
+
+    The order is forward pass, backward pass, gradient norm, weights after the steps, and dropped
+    samples against dense.
+    """
     # The forward pass.
     forward = next((x for x in errors.activations if not x.error <= tolerance), None)
     if forward is not None:

@@ -1,9 +1,10 @@
-"""Rotary turning of queries and keys within the core attention, in few kernels, by each token's own angle.
+"""The rotation of queries and keys by each token's rotary angles within the core attention, in few kernels.
 
-Megatron-Core (0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``) computes cosine and sine
-in every layer, for queries and again for keys. It turns with 24 kernels forward and 24 backward,
-which is half of a layer's kernels, as tests/latest counts them without a GPU. Here queries take three
-kernels, and so do keys, forward and backward. Cosine and sine are computed once per micro-batch.
+Megatron-Core (0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``) computes cosine and
+sine in every layer, for queries and again for keys. Its rotation takes 24 kernels forward and 24
+backward. These are half of a layer's kernels, as tests/latest counts them without a GPU. Here
+rotating the queries takes three kernels forward and three backward, and so does rotating the keys.
+Cosine and sine are computed once per micro-batch.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import torch
 
 
 def token_angles(position_ids: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
-    """Return [T, d / 2] float32, the angles of tokens at ``position_ids`` [T]; inv_freq: [d / 2]."""
+    """Return float32 [T, d / 2], the rotary angles of tokens at ``position_ids`` [T].
+
+    inv_freq: float32 [d / 2], the inverse frequencies.
+    """
     return torch.outer(position_ids.to(inv_freq.dtype), inv_freq)
 
 
 def cos_and_sin(angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine of angles [T, d / 2], as [T, 1, d / 2] in ``dtype``."""
+    """Return (cosine, sine) of rotary angles [T, d / 2], each [T, 1, d / 2] in ``dtype``."""
     return angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]
 
 
@@ -48,8 +52,11 @@ def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int
 
 
 def turn(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return heads [T, n, d] turned: column i < h turns with column h + i; columns from 2 h on stay.
+    """Return the heads [T, n, d] rotated by rotary angles.
 
-    cos, sin: [T, 1, h] in the heads' dtype, h ≤ d / 2. In bfloat16 the result is rounded twice.
+    Column i < h is rotated with column h + i. Columns from 2 h on stay as they are. In bfloat16 the
+    result is rounded twice.
+
+    cos, sin: [T, 1, h] in the heads' dtype, h ≤ d / 2.
     """
     return _Turn.apply(heads, cos, sin)

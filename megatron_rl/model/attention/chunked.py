@@ -1,10 +1,10 @@
 """Llama 4's core attention: interleaved rotary angles in most layers and none in the others, and chunks of positions.
 
-Megatron-Core 0.16.1 cannot compute it. It turns neighbouring pairs only in tensors of four
-dimensions (``models/common/embeddings/rope_utils.py`` _rotate_half), and packed input has three. It
-norms q and k before it turns them, in every layer. It has neither chunks nor a scale by position.
-So its layers get no angles (``no_rope_freq``), and the core attention here turns, norms and scales q
-and k as transformers does (5.19 ``Llama4TextAttention``).
+Megatron-Core 0.16.1 cannot compute it. It rotates pairs of neighbouring columns only in tensors of
+four dimensions (``models/common/embeddings/rope_utils.py`` _rotate_half), and packed input has
+three. It norms q and k before their rotation, in every layer. It has no attention within chunks,
+and no scale of q by position. So its layers get no angles (``no_rope_freq``). The core attention
+here rotates, norms and scales q and k as transformers does (5.19 ``Llama4TextAttention``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 
 class ChunkedAttention(TorchAttention):
-    """Turns, norms or scales q and k as Llama 4 does in this layer, then attends as ``TorchAttention`` does.
+    """Rotates, norms or scales q and k as Llama 4 does in this layer, then attends as ``TorchAttention`` does.
 
     frequencies: [d / 2] float32, the rotary embedding's inverse frequencies.
     """
@@ -47,9 +47,9 @@ class ChunkedAttention(TorchAttention):
         return packed.spans_cut(chunked_spans, self.chunk_tokens)
 
     def _turned(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-        """Return x [T, h, d] with each pair of neighbours turned by ``turn``, complex64 [T, 1, d / 2], then normed.
+        """Return x [T, h, d] with each pair of neighbouring columns rotated; then normed, if the model has ``l2_norm``.
 
-        Without ``l2_norm`` it is not normed.
+        turn: complex64 [T, 1, d / 2], e^(i · angle) for each pair.
         """
         pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
         turned = torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
@@ -59,7 +59,7 @@ class ChunkedAttention(TorchAttention):
 
 
 def put_chunked_attention(spec: TransformerBlockSubmodules, shape: ModelShape, frequencies: torch.Tensor) -> None:
-    """Give every layer of a block Llama 4's attention, in place.
+    """Replace the core attention in the spec of every layer of a block by ``ChunkedAttention``, in place.
 
     Raises ConfigError for Transformer Engine's layers, whose kernels have neither chunks nor
     interleaved angles.

@@ -1,7 +1,7 @@
-"""Spans of a layer whose tokens see only their chunk: position p sees positions p // chunk · chunk to p.
+"""The spans (query ranges with the key ranges that they see) of a layer whose tokens see only their own chunk.
 
-Chunks are counted from a sequence's first token, as in transformers 5.19 ``masking_utils.py``
-chunked_overlay.
+The token at position p sees positions (p // chunk) · chunk to p. Chunks are counted from a
+sequence's first token, as in transformers 5.19 ``masking_utils.py`` chunked_overlay.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from megatron_rl.model.attention.spans import ContextShard, Span, own_parts
 
 
 def chunked_spans(layout: Layout, context: ContextShard, chunk_tokens: int) -> list[Span]:
-    """Return the spans of this rank's queries; triangles come first, and each query is in one triangle.
+    """Return the spans of this context rank's queries, in a layer with chunks of ``chunk_tokens`` positions.
 
-    Example: a sequence of 5 tokens in chunks of 2: triangles of the tokens 0 and 1, 2 and 3, and 4.
+    Causal triangles come first, and each query is in exactly one triangle.
+
+    Example: a sequence of 5 tokens in chunks of 2 has three triangles: tokens 0 and 1, tokens 2 and
+    3, and token 4.
     """
     prompts = {s: prompt for prompt in layout.shared for s in layout.responses_of(prompt)}
     starts = layout.starts.tolist()
@@ -37,9 +40,9 @@ def chunked_spans(layout: Layout, context: ContextShard, chunk_tokens: int) -> l
 
 
 def _cut(first: int, stop: int, offset: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of parts of [first, stop), cut wherever a chunk begins.
+    """Yield (begin, end) of the pieces of a segment's tokens [first, stop), split wherever a chunk begins.
 
-    offset: the position in the sequence less the place in the segment.
+    offset: the sequence position of the segment's first token.
     """
     while first < stop:
         end = min(stop, ((first + offset) // chunk_tokens + 1) * chunk_tokens - offset)

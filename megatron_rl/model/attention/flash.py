@@ -1,10 +1,10 @@
-"""Attention over spans, by torch's own flash kernels: forward, merge and gradient.
+"""Attention over spans (query ranges with the key ranges that they see), by torch's flash kernels, with its gradient.
 
 Each kernel call gives a span's output out_i and log-sum-exp lse_i. The merged log-sum-exp is lse =
 log Σ exp(lse_i), and with the weights w_i = exp(lse_i − lse) a query's output is Σ w_i · out_i. The
-flash backward of a span computes probabilities as exp(score − lse). So if it is given the merged
-output and the merged lse, it gives the span's part of the whole gradient (as in Ring Attention, Liu
-et al., 2023, arXiv:2310.01889).
+kernel's backward for a span computes probabilities as exp(score − lse). So if it is given the
+merged output and the merged lse, it gives the span's contribution to the whole gradient (as in Ring
+Attention, Liu et al., 2023, arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def span_attention(
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return [T, h, d], the attention of queries [T, h, d] over the keys that their spans name.
+    """Return the attention output [T, h, d] of queries [T, h, d], each over the keys of the spans that contain it.
 
     key, value: [K, g, d]; g divides h.
-    batches: the first batch holds every query once.
+    batches: groups of spans. The first group contains every query once.
     scale: multiplies the scores.
-    forward: (query, key, value) → (output [T, h, d], log-sum-exp [h, T]), in place of the kernels'
-        forward; the gradient still comes from the kernels.
-    sinks: [h], a logit per head that each query's softmax has in its denominator, without a value
+    forward: (query, key, value) → (output [T, h, d], log-sum-exp [h, T]), called in place of the
+        kernels' forward; the gradient still comes from the kernels. None calls the kernels.
+    sinks: [h], a learned logit per head in the denominator of each query's softmax, without a value
         (gpt-oss; the attention sinks of Xiao et al., 2023, arXiv:2309.17453, but learned). None
         without sinks.
     """
@@ -77,26 +77,27 @@ class _SpanAttention(torch.autograd.Function):
 
 
 def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output [T, h, d] and log-sum-exp [h, T] with each head's sink added to its softmaxes.
+    """Return output [T, h, d] and log-sum-exp [h, T] after each head's sink is added to its softmaxes' denominators.
 
-    The output shrinks by exp(lse − logaddexp(lse, sink)), the share of the probability that is not
-    the sink's.
+    The output is multiplied by exp(lse − logaddexp(lse, sink)), the probability that the sink
+    leaves to the keys.
     """
     together = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     return (out * (lse - together).exp().mT[..., None]).to(out.dtype), together
 
 
 def _sinks_gradient(gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Return [h], the gradient of the sinks: Σ over queries of −p · (gradient · out), p the sink's probability.
+    """Return [h], the gradient of the sinks: Σ over queries of −p · (gradient · out), with p the sink's probability.
 
-    The gradient of any score is p · (value · gradient − out · gradient); a sink's value is 0.
+    ``gradient`` is the gradient of ``out``, both [T, h, d]. The gradient of any score is p · (value
+    · gradient − out · gradient), and a sink's value is 0.
     """
     shares = (sinks.to(lse.dtype)[:, None] - lse).exp()
     return -(shares * (gradient.to(lse.dtype) * out.to(lse.dtype)).sum(-1).mT).sum(-1).to(sinks.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which parts are added up."""
+    """Return the dtype in which results of ``dtype`` are added up: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -108,7 +109,7 @@ def _add(total: torch.Tensor, rows: Rows, part: torch.Tensor) -> None:
 
 
 def _merged(kernel, query, key, value, *, batches, scale) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output [T, h, d] and log-sum-exp [h, T], merged over all spans."""
+    """Return the output [T, h, d] and log-sum-exp [h, T] of all queries, each merged over the query's spans."""
     first, *others = batches
     out = lse = None
     for rows, part, part_lse in kernel.forward(query, key, value, first, scale):
@@ -133,19 +134,19 @@ def _kernel_for(query: torch.Tensor):
 
 
 def _heads_first(x: torch.Tensor, rows: slice, mirrored: bool = False) -> torch.Tensor:
-    """Return [1, h, n, d] of rows of [T, h, d]: a view, or a copy from the last row to the first."""
+    """Return the n rows ``rows`` of x [T, h, d] as [1, h, n, d]: a view, or for a mirrored span a reversed copy."""
     return _turned(x[rows], mirrored).transpose(0, 1)[None]
 
 
 def _turned(x: torch.Tensor, mirrored: bool, dim: int = 0) -> torch.Tensor:
-    """Return x, or for a mirrored span a copy of it from last to first."""
+    """Return x, or for a mirrored span a copy of x in reverse order along ``dim``."""
     return x.flip(dim) if mirrored else x
 
 
 class _CpuFlash:
     """Calls torch's flash kernel for CPUs once for each span: a range of queries with the keys that they see.
 
-    Grouped heads need torch 2.9 or later.
+    Fewer key heads than query heads need torch 2.9 or later.
     """
 
     @staticmethod
@@ -179,10 +180,10 @@ class _CpuFlash:
 
 
 class _CudaFlash:
-    """Calls FlashAttention's variable-length kernel in torch, once for each batch of spans; bfloat16 and float16.
+    """Calls FlashAttention's variable-length kernel in torch, once for each batch of spans, in bfloat16 or float16.
 
     ``torch.nn.attention.varlen.varlen_attn`` calls the same kernel (read, torch 2.11 and 2.13), but
-    its backward takes no merged log-sum-exp.
+    its backward cannot be given a log-sum-exp that is merged over spans.
     """
 
     @staticmethod
@@ -225,7 +226,7 @@ class _CudaFlash:
 
 
 class _CudaMemoryEfficient:
-    """Calls torch's memory-efficient kernel, once for each span; for dtypes that FlashAttention does not take."""
+    """Calls torch's memory-efficient kernel once for each span, in dtypes that FlashAttention does not take."""
 
     @staticmethod
     def forward(query, key, value, batch, scale) -> Iterator[tuple[Rows, torch.Tensor, torch.Tensor]]:
@@ -270,7 +271,10 @@ class _CudaMemoryEfficient:
 
 
 def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return [1, heads, n, d] of [1, g, n, d]: each group's head is repeated for the query heads of the group."""
+    """Return key or value heads [1, g, n, d] as [1, heads, n, d].
+
+    Each head is repeated for the query heads of its group.
+    """
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 

@@ -1,11 +1,13 @@
 """The layout of a micro-batch: segments laid end to end, a prompt that several samples share laid once.
 
-A sample that shares no prompt is one segment: prompt and response. Samples that share a prompt are a
-segment of the prompt, followed by a segment for each response. A response's queries see the prompt's
-keys and its own, at positions that continue from the prompt. The prompt's last hidden state predicts
-the response's first token. So each sample's numbers are the same as without sharing: attention gives
-it the same keys, and everything else is computed token by token. Only the response tokens before the
-last loss token are laid. A response without such tokens has no segment.
+A sample that shares no prompt is one segment: prompt and response. Samples that share a prompt are
+a segment of the prompt, followed by a segment for each response. A response's queries see the
+prompt's keys and its own, at positions that continue from the prompt. The prompt's last hidden
+state predicts the response's first token. So each sample's log-probs are the same as without
+sharing: attention gives it the same keys, and everything else is computed token by token.
+
+A response's tokens are laid only up to the one before its last loss token, whose hidden state
+predicts that token. A response without such tokens has no segment.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from megatron_rl.planning.tokens import window_squares
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrompt:
-    """Names the segment of a shared prompt; the next ``num_responses`` segments are its responses.
+    """Identifies a prompt that several samples share.
 
-    tokens: the prompt's tokens, without its pads.
+    segment: the index of the prompt's segment. The next ``num_responses`` segments are the
+        responses to the prompt.
+    tokens: the number of the prompt's tokens, without pads.
     """
 
     segment: int
@@ -32,15 +36,15 @@ class SharedPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layout:
-    """Places the tokens of K samples.
+    """Holds where the tokens of K samples lie in a micro-batch.
 
-    lengths:   tokens of each segment, pads included.
-    offsets:   position of each segment's first token in its sequence: 0, or for a response to a
-               shared prompt the prompt's tokens.
-    prompts:   int64 [K], the place of each sample's first prompt token.
-    responses: int64 [K], the place of each sample's first response token; without meaning if none
-               is laid.
-    shared:    the prompts that several samples share.
+    lengths: the number of tokens of each segment, pads included.
+    offsets: the sequence position of each segment's first token: 0, or for a response to a shared
+        prompt the number of the prompt's tokens.
+    prompts: int64 [K], the index in the micro-batch of each sample's first prompt token.
+    responses: int64 [K], the index in the micro-batch of each sample's first response token;
+        without meaning if no response token is laid.
+    shared: the prompts that several samples share.
     """
 
     lengths: tuple[int, ...]
@@ -51,13 +55,16 @@ class Layout:
 
     @classmethod
     def of(cls, lengths: tuple[int, ...]) -> Layout:
-        """Return the layout of sequences of these lengths, without shared prompts; ``responses`` has no meaning."""
+        """Return the layout of sequences of these lengths, without shared prompts.
+
+        The field ``responses`` has no meaning in it.
+        """
         starts = np.cumsum([0, *lengths])[:-1]
         return cls(lengths=lengths, offsets=(0,) * len(lengths), prompts=starts, responses=starts)
 
     @property
     def starts(self) -> np.ndarray:
-        """Return int64 [segments + 1]: the place where each segment begins, and the end."""
+        """Return int64 [segments + 1], the index of each segment's first token, then the number of all tokens."""
         return np.cumsum([0, *self.lengths])
 
     @property
@@ -66,24 +73,30 @@ class Layout:
 
     @property
     def longest(self) -> int:
-        """Return the tokens of the longest sequence; a response counts with its shared prompt."""
+        """Return the number of tokens of the longest sequence; a response's sequence includes the shared prompt."""
         return max(length + offset for length, offset in zip(self.lengths, self.offsets, strict=True))
 
     def squares(self, windows: tuple[int, ...]) -> float:
-        """Return attention's squared tokens: Σ l² over segments, plus 2·p·r for a response of r to a prompt of p.
+        """Return the sum of l² over segments of l tokens, the measure of attention's cost.
 
-        windows: the model's attention windows, which lower the squares (``window_squares``).
+        A response of r tokens to a shared prompt of p tokens adds 2·p·r.
+
+        windows: the model's attention windows, which lower the result (planning/tokens.py
+            ``window_squares``).
         """
         offsets = np.array(self.offsets)
         whole, prompts = (window_squares(x, windows) for x in (offsets + np.array(self.lengths), offsets))
         return float((whole - prompts).sum())
 
     def positions(self) -> np.ndarray:
-        """Return int64 [T], the position of each token in its sequence."""
+        """Return int64 [T], the position of each token in its sequence, from 0."""
         return np.concatenate([np.arange(n) + offset for n, offset in zip(self.lengths, self.offsets, strict=True)])
 
     def spans(self, context: ContextShard = WHOLE) -> list[Span]:
-        """Return the spans of this rank's queries; triangles come first, and each query is in one triangle."""
+        """Return the spans (query ranges with the key ranges that they see) of this context rank's queries.
+
+        Causal triangles come first, and each query is in exactly one triangle.
+        """
         starts, spans = self.starts, causal_spans(self.lengths, context)
         for prompt in self.shared:
             responses = self.responses_of(prompt)
@@ -95,7 +108,7 @@ class Layout:
 
     @staticmethod
     def responses_of(prompt: SharedPrompt) -> range:
-        """Return the segments of the responses to a shared prompt."""
+        """Return the indices of the segments that hold the responses to a shared prompt."""
         return range(prompt.segment + 1, prompt.segment + 1 + prompt.num_responses)
 
 
@@ -106,15 +119,18 @@ def lay_out(
     pad_multiple: int = 1,
     row_multiple: int = 1,
 ) -> Layout:
-    """Lay out K samples in order, except that samples that share a prompt come together.
+    """Return the layout of K samples in their order, except that samples that share a prompt lie together.
 
-    prompt_tokens, response_tokens: int64 [K], the tokens to lay; a response may have none.
-    groups: int64 [K]; samples with equal numbers share their prompt. None: no sample shares it.
+    prompt_tokens, response_tokens: int64 [K], the number of tokens to lay; a response may have
+        none.
+    groups: int64 [K]; samples with equal numbers share their prompt. None if no sample shares a
+        prompt.
     pad_multiple: each segment is padded to a multiple of it.
-    row_multiple: the sum of all segments is padded to a multiple of it, in the last segment.
+    row_multiple: the sum of all segments is padded to a multiple of it, by pads in the last
+        segment.
 
-    Example: prompts of 3 tokens, responses of 2 and 1, one group: segments of 3, 2 and 1 tokens;
-    responses at 3 and 5.
+    Example: two samples of one group, with a prompt of 3 tokens and responses of 2 and 1, have
+    segments of 3, 2 and 1 tokens. The responses begin at the indices 3 and 5.
     """
     count = len(prompt_tokens)
     keys = np.arange(count) if groups is None else groups

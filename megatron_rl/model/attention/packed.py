@@ -1,4 +1,4 @@
-"""Packed sequences for Megatron-Core, and a core attention that takes them, over torch's flash kernels.
+"""Packed sequences for Megatron-Core, and a core attention that computes on them with torch's flash kernels.
 
 Sequences are whole or split over context-parallel ranks. Megatron-Core's ``DotProductAttention``
 refuses packed (THD) input and leaves context parallelism to Transformer Engine (read, 0.16.1
@@ -37,14 +37,15 @@ SpansOf = Callable[[Layout, ContextShard, int], list[Span]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeySegments:
-    """Describes which keys each segment's queries see, for a kernel that aligns queries and keys at their ends.
+    """Describes which keys each segment's queries see, for a kernel that aligns each segment's last query and last key.
 
-    pieces: the lengths of the pieces into which the micro-batch's keys are cut. A segment (a sequence,
-        or a shared prompt) is one piece. A shared prompt's pads are one more piece.
+    pieces: the lengths of the pieces into which the micro-batch's keys are split. A segment (a
+        sequence, or a shared prompt) is one piece. A shared prompt's pads are one more piece.
     order: the indices of the pieces that each segment sees, segment after segment; None if each
         segment sees only its own piece.
-    query_bounds, key_bounds: int32 [segments + 1], each segment's begin among the queries, and among
-        the gathered keys, and the end.
+    query_bounds, key_bounds: int32 [segments + 1], the index of each segment's first query, and of
+        its first gathered key. The last number is the end.
+    longest_query, longest_key: the largest number of queries, and of gathered keys, of one segment.
     """
 
     pieces: tuple[int, ...]
@@ -56,10 +57,11 @@ class KeySegments:
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device) -> KeySegments:
-        """Return the segments of a layout.
+        """Return the description of a layout's segments, with its tensors on ``device``.
 
-        Example: a prompt of 3 tokens with responses of 2 and 1 has the pieces 3, 2, 1, gathered in
-        the order 0, 0, 1, 0, 2. Queries end at 3, 5, 6, and their keys at 3, 8, 12.
+        Example: a prompt of 3 tokens with responses of 2 and 1 tokens has the pieces 3, 2, 1,
+        gathered in the order 0, 0, 1, 0, 2. The segments' queries end at 3, 5, 6, and their keys at
+        3, 8, 12.
         """
         pieces: list[int] = []
         own: list[list[int]] = []  # each segment's pieces
@@ -84,12 +86,12 @@ class KeySegments:
         )
 
     def gather(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return [·, g, d], each segment's visible keys (or values) in one tensor, segment after segment.
+        """Return one tensor [gathered, g, d] of the keys (or values) that each segment sees, segment after segment.
 
-        keys: [T, g, d], the keys of the micro-batch, cut into ``pieces``.
+        keys: [T, g, d], the keys of the micro-batch, split into ``pieces``.
 
-        A shared prompt's piece is repeated for each of its responses. Backward adds up the gradients
-        of a piece's copies in a fixed order.
+        A shared prompt's piece is repeated for each response to the prompt. Backward adds up the
+        gradients of a piece's copies in a fixed order.
         """
         if self.order is None:
             return keys
@@ -99,10 +101,14 @@ class KeySegments:
     def attend(
         self, key: torch.Tensor, value: torch.Tensor, attention: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return ``attention`` of the gathered keys and values; its backward gathers them again.
+        """Return ``attention(keys, values)`` of the gathered keys and values, which backward gathers again.
 
-        A prompt of p tokens with n responses has n·p rows in each gathered tensor. Kept for backward
-        in every layer, they would outgrow all other activations. Only key and value are kept.
+        key, value: [T, g, d], before the gather.
+        attention: a function of the gathered keys and values that returns the attention output.
+
+        A prompt of p tokens with n responses has (n + 1)·p rows in each gathered tensor. Kept for
+        backward in every layer, these tensors would outgrow all other activations. So only key and
+        value are kept.
         """
         gathered = self.gather(key), self.gather(value)
         if self.order is None:
@@ -122,20 +128,21 @@ class KeySegments:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Adds host-side lengths to Megatron-Core's packed-sequence parameters, so that attention asks the device nothing.
+    """Adds lengths on the host to Megatron-Core's packed-sequence parameters, so that attention never reads the device.
 
-    layout: the places of all sequences, over all context ranks.
+    layout: where the tokens of all sequences lie, over all context ranks.
     position_ids: int64 [T], the position of each of this rank's tokens in its sequence, for the
         rotary embedding.
     context: this rank among the context ranks that share the sequences.
-    segments: for Transformer Engine if prompts may be shared, in place of the bounds.
-    shared: values that the first layer makes of the layout and later layers reuse (``once``).
-    angles: inverse frequencies [d / 2], and the tensors that the first attention made of them, which
-        later attentions reuse.
+    segments: the keys that each segment sees, which Transformer Engine's attention takes instead of
+        sequence bounds (cu_seqlens) if samples may share one copy of their prompt. Otherwise None.
+    shared: values that the first layer computes from the layout and later layers reuse (``once``).
+    angles: inverse frequencies [d / 2], and the tensors that the first layer's attention computed
+        from them for later layers. None before the first layer.
 
     For ``TorchAttention`` only:
 
-    spans: which queries see which keys.
+    spans: which query ranges see which key ranges.
     key_order: int64 [CP·T], each token's row among the keys gathered from all context ranks; None
         without context parallelism.
     """
@@ -150,10 +157,11 @@ class PackedSequences(PackedSeqParams):
     angles: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
     def spans_cut(self, spans_of: SpansOf | None, tokens: int | None) -> tuple[SpanBatch, ...]:
-        """Return the spans of a layer that sees a window or a chunk of ``tokens`` tokens; None sees everything.
+        """Return the spans of a layer whose tokens see only a window or a chunk of ``tokens`` tokens.
 
-        spans_of: ``windowed_spans`` or ``chunked_spans``; None if tokens is None. Layers with the
-            same arguments share the spans.
+        tokens: None if a token sees all earlier tokens of its sequence.
+        spans_of: ``windowed_spans`` or ``chunked_spans``; None if tokens is None. Layers with equal
+            arguments share the spans.
         """
         if tokens is None or tokens >= self.layout.longest:
             return self.spans
@@ -164,7 +172,7 @@ class PackedSequences(PackedSeqParams):
         return batch_spans(spans, len(self.position_ids), self.layout.num_tokens, device)
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the value of ``make()``, which only the first call with ``key`` runs."""
+        """Return the value of ``make()``, which only the first call with ``key`` computes; later calls reuse it."""
         if key not in self.shared:
             self.shared[key] = make()
         return self.shared[key]
@@ -180,15 +188,16 @@ def pack(
 ) -> PackedSequences:
     """Return packed-sequence parameters for sequences laid one after the other.
 
-    layout: the places of the sequences.
-    for_transformer_engine: whether to give the bounds (cu_seqlens), which Transformer Engine's
-        kernels read, in place of spans. If it finds bounds and has no fused rotary kernel,
-        Megatron-Core asks the device for the lengths twice in every layer. Without bounds it applies
+    layout: where the sequences' tokens lie.
+    for_transformer_engine: whether to give sequence bounds (cu_seqlens), which Transformer Engine's
+        kernels read, instead of spans. If Megatron-Core finds bounds and has no fused rotary
+        kernel, it asks the device for the lengths twice in every layer. Without bounds it applies
         rotary angles token by token (model/rotary.py).
-    share_prompts: whether prompts may be shared. Then Transformer Engine gets segments, since with
-        bounds every position would count from 0.
+    share_prompts: whether samples may share one copy of their prompt. Then Transformer Engine gets
+        ``KeySegments``, since with bounds the positions of every segment would count from 0.
 
-    Example: sequences of 2 and 3 tokens make cu_seqlens [0, 2, 5], or one batch of two triangles.
+    Example: sequences of 2 and 3 tokens have the bounds [0, 2, 5], or one batch of two triangular
+    spans.
     """
     lengths = layout.lengths
     positions = layout.positions()[context_positions(lengths, context.rank, context.size)]
@@ -214,11 +223,12 @@ def _key_order(lengths: tuple[int, ...], context: ContextShard, device: torch.de
 
 
 def _bounds(lengths: tuple[int, ...], device: torch.device, context: ContextShard) -> dict[str, object]:
-    """Return the fields that Transformer Engine reads: the sequences' bounds, int32 [S + 1], and the longest length.
+    """Return {field: value} for Transformer Engine: the sequences' bounds, int32 [S + 1], and the longest length.
 
-    Under context parallelism its FlashAttention asserts that padded bounds are given; FusedAttention
-    makes them itself (2.3 to 2.20, context_parallel.py and backends.py). No pad lies between
-    sequences here. Giving the same tensor for both bounds says so without asking the device.
+    Under context parallelism Transformer Engine's FlashAttention asserts that padded bounds are
+    given; FusedAttention makes them itself (2.3 to 2.20, context_parallel.py and backends.py). Here
+    no pad lies between sequences. One tensor for both kinds of bounds tells Transformer Engine so,
+    without a read from the device.
     """
     cu_seqlens = send(_bounds_of(lengths), device)
     fields: dict[str, object] = dict(
@@ -232,14 +242,17 @@ def _bounds(lengths: tuple[int, ...], device: torch.device, context: ContextShar
 
 
 def _bounds_of(lengths: Sequence[int]) -> torch.Tensor:
-    """Return int32 [S + 1]: the place where each of S sequences begins, and the end."""
+    """Return int32 [S + 1], the index of the first token of each of S sequences, then the number of all tokens."""
     bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     bounds[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
     return bounds
 
 
 class _GatherContext(torch.autograd.Function):
-    """Gathers [T, …] of each context rank to [CP·T, …], in rank order; backward sums the gradients of all ranks."""
+    """Gathers the tensors [T, …] of all context ranks to [CP·T, …], in rank order.
+
+    Backward sums the gradients of all ranks, and returns the rows of the rank's own tensor.
+    """
 
     @staticmethod
     def forward(ctx, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -256,10 +269,12 @@ class _GatherContext(torch.autograd.Function):
 
 
 def window_of(config: TransformerConfig, layer_number: int) -> int | None:
-    """Return the number of tokens that a token sees in a layer, itself included; None if it sees all before it.
+    """Return the number of tokens that a token sees in a layer, itself included; None if it sees all earlier tokens.
 
-    layer_number: the layer's number over all pipeline stages, from 1. Megatron-Core's
-        ``window_size`` leaves out the token itself (0.16.1 ``transformer/dot_product_attention.py``).
+    layer_number: the layer's number over all pipeline stages, from 1.
+
+    Megatron-Core's ``window_size`` does not count the token itself (0.16.1
+    ``transformer/dot_product_attention.py``).
     """
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None
@@ -267,7 +282,12 @@ def window_of(config: TransformerConfig, layer_number: int) -> int | None:
 
 
 def _turns(packed: PackedSequences, inv_freq: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Return cosine and sine [T, 1, d2 / 2] of the tokens' angles; the first layer computes them for all layers."""
+    """Return (cosine, sine) of the tokens' rotary angles, each [T, 1, d2 / 2] in ``dtype``.
+
+    The first layer computes them for all layers.
+
+    inv_freq: float32 [d2 / 2], the inverse frequencies of the d2 rotated columns of a head.
+    """
     if packed.angles is None or packed.angles[0] is not inv_freq:
         packed.angles = inv_freq, cos_and_sin(token_angles(packed.position_ids, inv_freq), dtype)
     return packed.angles[1]
@@ -276,14 +296,14 @@ def _turns(packed: PackedSequences, inv_freq: torch.Tensor, dtype: torch.dtype) 
 class TorchAttention(torch.nn.Module):
     """Computes causal attention over packed input: q [T, h, d], k [T, g, d] and v [T, g, e] → [T, h·e].
 
-    A token sees earlier tokens of its own sequence, within its layer's window (``window_of``). The
-    kernels take q, k and v of one width. So the narrower of them (model/latent_attention.py) are
-    padded with zeros, and the output is cut to v's width. The constructor takes Megatron-Core's
-    arguments of a core attention.
+    A token sees itself and earlier tokens of its own sequence, within the layer's window
+    (``window_of``). The kernels take q, k and v of one width. So the narrower ones
+    (model/latent_attention.py) are padded with zeros, and the output is cut to v's width. The
+    constructor takes Megatron-Core's arguments of a core attention.
 
-    softmax_offset: [h], sinks (model/gpt_oss.py); None without sinks.
-    inv_freq: float32 [d2 / 2], d2 ≤ d, by which it turns queries and keys; None if they are turned
-        already.
+    softmax_offset: [h], attention sinks (model/gpt_oss.py); None without sinks.
+    inv_freq: float32 [d2 / 2], the inverse frequencies by which it rotates the first d2 ≤ d columns
+        of queries and keys. None if queries and keys come rotated already.
     """
 
     inv_freq: torch.Tensor | None = None
@@ -321,5 +341,5 @@ class TorchAttention(torch.nn.Module):
         return span_attention(query, key, value, spans, scale, sinks=self.softmax_offset)[..., :width].flatten(1)
 
     def spans(self, packed: PackedSequences) -> tuple[SpanBatch, ...]:
-        """Return the spans of this layer's queries."""
+        """Return the spans (query ranges with the key ranges that they see) of this layer, in batches."""
         return packed.spans_cut(self.spans_of, self.window)

@@ -5,11 +5,11 @@ causal triangle, or the mirrored triangle that a sliding window leaves
 (model/attention/window_spans.py). A query may be in several spans; their softmaxes are merged by
 their log-sum-exp (model/attention/flash.py). So nothing here has the size [queries, keys].
 
-Under context parallelism queries stay on their rank, and keys and values are gathered. Each sequence
-is cut in 2·CP chunks, and rank r holds chunks r and 2·CP − 1 − r. So causal work is the same on
-every rank. Megatron-Core's THD rotary embedding cuts in the same way (read, 0.16.1
-``models/common/embeddings/rope_utils.py``). A chunk sees itself by a triangle, and all earlier
-tokens of its sequence by a rectangle.
+Under context parallelism queries stay on their rank, and keys and values are gathered. Each
+sequence is split in 2·CP chunks, and rank r holds chunks r and 2·CP − 1 − r. So the work of causal
+attention is equal on every rank. Megatron-Core's THD rotary embedding splits sequences in the same
+way (read, 0.16.1 ``models/common/embeddings/rope_utils.py``). A chunk sees itself by a triangle,
+and all earlier tokens of its sequence by a rectangle.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ WHOLE = ContextShard()
 
 
 def context_positions(lengths: tuple[int, ...], rank: int, size: int) -> np.ndarray:
-    """Return int64 [T / size], the places among the micro-batch's T tokens that a context rank holds, in its order.
+    """Return int64 [T / size], the indices of the micro-batch's tokens that context rank ``rank`` holds, in its order.
 
     Rank r holds chunks r and 2·size − 1 − r of each sequence's 2·size chunks.
+
+    lengths: the number of tokens of each sequence, T together.
 
     Raises ValueError if a length does not split in 2·size chunks.
 
@@ -61,14 +63,14 @@ def context_positions(lengths: tuple[int, ...], rank: int, size: int) -> np.ndar
 
 
 class Span(NamedTuple):
-    """Names a range of queries, and the range of keys that they see.
+    """Holds a range of queries, and the range of keys that they see.
 
-    first_query: place among this rank's tokens.
-    first_key:   place in the whole micro-batch, over all context ranks.
-    causal:      True for a triangle: there are as many keys as queries, and query i sees keys 0 to
-                 i. False: each query sees all the keys.
-    mirrored:    True for a triangle in which query i sees key i and the keys after it; ``causal`` is
-                 then True as well.
+    first_query: the index of the first query among this rank's tokens.
+    first_key: the index of the first key in the whole micro-batch, over all context ranks.
+    causal: True for a triangle: there are as many keys as queries, and query i sees keys 0 to i.
+        False: each query sees all the keys.
+    mirrored: True for a triangle in which query i sees key i and the keys after it; ``causal`` is
+        then True as well.
     """
 
     first_query: int
@@ -88,9 +90,11 @@ class Span(NamedTuple):
 
 
 def own_parts(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> Iterator[tuple[int, int, int, int]]:
-    """Yield each part of this rank's tokens: (segment, place on this rank, first position in the segment, tokens).
+    """Yield four numbers for each contiguous piece of this rank's tokens.
 
-    Without context parallelism a segment is one part. With it, two of its 2·CP chunks are.
+    They are the segment's index, the index of the piece's first token among this rank's tokens,
+    that token's index in the segment, and the number of tokens. Without context parallelism a
+    segment is one piece. With it, two of the segment's 2·CP chunks are pieces of this rank.
     """
     start = 0
     for segment, length in enumerate(lengths):
@@ -101,13 +105,13 @@ def own_parts(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> Iterat
 
 
 def causal_spans(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> list[Span]:
-    """Return the spans of this rank's queries, for sequences laid one after the other.
+    """Return the spans of this context rank's queries, for sequences of ``lengths`` tokens laid one after the other.
 
-    Triangles come first, and each query is in one triangle.
+    Causal triangles come first, and each query is in exactly one triangle.
 
-    Example: length 8 on rank 1 of 2: chunks 1 and 2, of two tokens each. Their triangles are
-    Span(0, 2, 2, 2, True) and Span(2, 2, 4, 2, True). They see the earlier tokens by
-    Span(0, 2, 0, 2, False) and Span(2, 2, 0, 4, False).
+    Example: one sequence of 8 tokens on rank 1 of 2, which holds chunks 1 and 2, of two tokens
+    each. The chunks' triangles are Span(0, 2, 2, 2, True) and Span(2, 2, 4, 2, True). Span(0, 2, 0,
+    2, False) and Span(2, 2, 0, 4, False) give them the earlier tokens.
     """
     starts, triangles, prefixes = [0, *itertools.accumulate(lengths)], [], []
     for segment, query, first, count in own_parts(lengths, context):
@@ -119,12 +123,14 @@ def causal_spans(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> lis
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SpanBatch:
-    """Holds spans of one kind, with no query in two of them, so that one call of a variable-length kernel does all.
+    """Holds spans of one kind, of which no two share a query, so that one call of a variable-length kernel takes all.
 
     The tensors are for that kernel, and None on a CPU:
-    query_rows, key_rows:     int64, the spans' tokens, one span after the other; None also if these
-                              are all tokens in order.
-    query_bounds, key_bounds: int32 [spans + 1], each span's begin in the rows, and the end.
+
+    query_rows, key_rows: int64, the indices of the spans' queries and keys, one span after the
+        other. None also if they are all tokens in order.
+    query_bounds, key_bounds: int32 [spans + 1], the index in ``query_rows`` or ``key_rows`` where
+        each span begins, then the end.
     """
 
     spans: tuple[Span, ...]
@@ -143,9 +149,10 @@ class SpanBatch:
 
 
 def batch_spans(spans: Iterable[Span], num_queries: int, num_keys: int, device: torch.device) -> tuple[SpanBatch, ...]:
-    """Group spans into few batches, in order, and send each batch's rows and bounds to the device.
+    """Return the spans in few batches, in order, with each batch's index tensors on ``device``.
 
-    num_queries: all tokens of this rank. num_keys: all tokens of the micro-batch.
+    num_queries: the number of this rank's tokens.
+    num_keys: the number of the micro-batch's tokens, over all context ranks.
     """
     groups: list[list[Span]] = []
     for span in spans:

@@ -1,4 +1,4 @@
-"""Transformer Engine's attention over shared prompts: each segment's queries see gathered keys, aligned at their ends.
+"""Transformer Engine's attention for samples that share one copy of their prompt: each segment sees gathered keys.
 
 A prompt's queries see the prompt's keys. A response's queries see the prompt's keys and then the
 response's. The last query and the last key are the same token, so the causal mask is aligned bottom
@@ -8,9 +8,10 @@ pytorch/attention/dot_product_attention/utils.py ``get_attention_backend``). Thi
 Transformer Engine.
 
 The rotary angles are applied here too, by the fused kernel. Over packed sequences (``thd``) the
-kernel counts positions from each bound, but a response's positions continue from its prompt. Over
-one sequence (``sbhd``) it takes a row of angles for each token, so the whole micro-batch is passed
-as one sequence (read in 2.3 and 2.20, pytorch/attention/rope.py, and run on an H100 in 2.20).
+kernel counts positions from each sequence's begin, but a response's positions continue from its
+prompt. Over one sequence (``sbhd``) it takes a row of angles for each token. So the whole
+micro-batch is passed as one sequence (read in 2.3 and 2.20, pytorch/attention/rope.py, and run on
+an H100 in 2.20).
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ MASK = "padding_causal_bottom_right"
 class SharedPromptAttention(TEDotProductAttention):
     """Computes causal attention over packed input: q [T, h, d], k and v [T, g, d] → [T, h·d].
 
-    It replaces Megatron-Core's TEDotProductAttention if prompts may be shared, and takes its
-    arguments.
+    It replaces Megatron-Core's TEDotProductAttention if samples may share one copy of their prompt,
+    and takes that class's arguments.
 
-    inv_freq: float32 [d2 / 2], d2 ≤ d, by which it turns queries and keys; None if they are turned
-        already.
+    inv_freq: float32 [d2 / 2], the inverse frequencies by which it rotates the first d2 ≤ d columns
+        of queries and keys. None if queries and keys come rotated already.
     """
 
     inv_freq: torch.Tensor | None = None
@@ -65,12 +66,12 @@ class SharedPromptAttention(TEDotProductAttention):
         return segments.attend(key, value, attention)
 
     def _turned(self, heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """Return heads [T, n, d] turned by angles [T, 1, 1, d2] in float32, rounded once."""
+        """Return heads [T, n, d] rotated by float32 rotary angles [T, 1, 1, d2]; the result is rounded once."""
         return fused_apply_rotary_pos_emb(heads[:, None], angles, interleaved=self.config.rotary_interleaved)[:, 0]
 
 
 def _angles(packed: PackedSequences, inv_freq: torch.Tensor) -> torch.Tensor:
-    """Return float32 [T, 1, 1, d2], the tokens' angles; the first layer computes them for all layers."""
+    """Return float32 [T, 1, 1, d2], the tokens' rotary angles; the first layer computes them for all layers."""
     if packed.angles is None or packed.angles[0] is not inv_freq:
         angles = token_angles(packed.position_ids, inv_freq)
         packed.angles = inv_freq, (torch.cat([angles, angles], dim=-1)[:, None, None],)

@@ -1,8 +1,9 @@
 """Spans of sliding-window attention: a token sees itself and the ``window - 1`` tokens before it in its sequence.
 
-The queries are cut in blocks of the window's length. A block sees itself by a causal triangle. It
-sees the keys before it by a rectangle and a mirrored triangle, since later queries see fewer of the
-earliest keys. So kernels compute only the pairs within the window, and no mask is made.
+A span is a range of queries with the range of keys that they see. The queries are split in blocks
+of the window's length. Within a block they see each other by a causal triangle. They see the keys
+before the block by a rectangle and a mirrored triangle, since later queries see fewer of the
+earliest keys. So kernels compute only the pairs within the window, and no mask tensor is made.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from megatron_rl.model.attention.spans import ContextShard, Span, own_parts
 
 
 def windowed_spans(layout: Layout, context: ContextShard, window: int) -> list[Span]:
-    """Return the spans of this rank's queries within the window, by their positions in their own sequence.
+    """Return the spans of this context rank's queries in a layer with a sliding window.
 
-    Triangles come first, and each query is in one triangle.
+    Causal triangles come first, and each query is in exactly one triangle.
+
     window: the number of tokens that a token sees, itself included; at least 1.
 
-    Example: one sequence of 5 tokens, window 2: triangles of 2, 2 and 1 tokens. Query 2 sees key 1,
-    and query 4 sees key 3, by mirrored triangles of one token.
+    Example: one sequence of 5 tokens, window 2: causal triangles of 2, 2 and 1 tokens. Query 2 sees
+    key 1, and query 4 sees key 3, by mirrored triangles of one token.
     """
     triangles: list[Span] = []
     before: list[Span] = []
@@ -41,13 +43,14 @@ def windowed_spans(layout: Layout, context: ContextShard, window: int) -> list[S
 
 
 def _seen_before(query: int, count: int, position: int, key: int, num_keys: int, window: int) -> Iterator[Span]:
-    """Yield the spans by which queries see keys that lie before all of them, in one sequence.
+    """Yield the spans by which a block of queries sees keys of its sequence that lie before all of these queries.
 
-    query, count: the first query's place, and the number of queries.
-    position: the first query's position, counted from the first key.
-    key, num_keys: the first key's place, and the number of keys.
+    query, count: the first query's index among this rank's tokens, and the number of queries.
+    position: the number of sequence positions from the first key to the first query.
+    key, num_keys: the first key's index in the micro-batch, and the number of keys.
 
-    Query i sees keys j ≥ i + below; ``below`` is the number of keys before the first query's window.
+    Query i of the block sees keys j ≥ i + below; ``below`` is the number of keys before the first
+    query's window.
     """
     below = position - window + 1
     # the first queries see every key

@@ -1,9 +1,9 @@
 """Chunks of a model that Megatron-Bridge's provider builds, with the layers that packing and shared prompts need.
 
 The provider builds Megatron-Core's GPTModel and adds its family's changes (Gemma scales its
-embeddings). This module sets the token-sum seam's fields, the parallel sizes and the layers'
-specification: Megatron-Core's plain layer with the attention of model/attention/packed.py and norms
-of torch, or Transformer Engine's layer.
+embeddings). This module sets the fields that the token-sum loss needs, the parallel sizes and the
+layers' spec. The spec is Megatron-Core's plain layer with the attention of
+model/attention/packed.py and norms of torch, or Transformer Engine's layer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """Computes torch's layer norm in float32 and casts back; under layernorm_zero_centered_gamma by 1 + weight."""
+    """Computes torch's layer norm in float32, and casts it back to the input's dtype.
+
+    Under ``layernorm_zero_centered_gamma`` it multiplies by 1 + weight instead of the weight.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -48,16 +51,20 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 def norm_of(config: TransformerConfig) -> type[torch.nn.Module]:
-    """Return torch's norm for a provider's ``normalization`` and ``layernorm_zero_centered_gamma``."""
+    """Return the norm class for torch's layers that a provider's config asks for.
+
+    The config's fields ``normalization`` and ``layernorm_zero_centered_gamma`` decide.
+    """
     if config.normalization == "LayerNorm":
         return LayerNorm
     return ShiftedRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
 
 
 def bridged_config(shape: ModelShape, hf_config: Any, settings: ModelSettings, topology: Topology) -> TransformerConfig:
-    """Return Megatron-Bridge's provider, which is a TransformerConfig, with the seam's and the user's fields set.
+    """Return Megatron-Bridge's provider, which is a TransformerConfig, with all fields set.
 
-    Raises ConfigError if Megatron-Core refuses the fields.
+    This function sets the fields that the token-sum loss and the topology need, and the user's
+    ``megatron.transformer``. Raises ConfigError if Megatron-Core refuses the fields.
     """
     provider, _ = read_provider(hf_config)
     extra = users_fields(settings.megatron.transformer, lora_rank=settings.lora.rank)
@@ -101,7 +108,10 @@ def bridged_config(shape: ModelShape, hf_config: Any, settings: ModelSettings, t
 
 
 def put_norms(spec: TransformerBlockSubmodules, config: TransformerConfig, layer_spec: str) -> None:
-    """Give torch's layers the provider's norms, in place; Transformer Engine's layers read the config themselves."""
+    """Put the norm class of ``config`` into the spec of torch's layers, in place.
+
+    Transformer Engine's layers are left as they are, since they read the config themselves.
+    """
     if layer_spec != "torch":
         return
     norm = norm_of(config)
@@ -115,7 +125,7 @@ def put_norms(spec: TransformerBlockSubmodules, config: TransformerConfig, layer
 
 
 def check_frequencies(model: GPTModel, frequencies: torch.Tensor) -> None:
-    """Raise ConfigError if the provider's rotary frequencies are not ``frequencies``, which are transformers'."""
+    """Raise ConfigError if a built model's rotary frequencies differ from transformers' ``frequencies``."""
     theirs = model.rotary_pos_emb.inv_freq.to(frequencies)
     if theirs.shape != frequencies.shape or not torch.allclose(theirs, frequencies, rtol=1e-5, atol=0.0):
         raise ConfigError(
@@ -125,7 +135,7 @@ def check_frequencies(model: GPTModel, frequencies: torch.Tensor) -> None:
 
 
 class BridgeProvider:
-    """Makes Megatron-Bridge's models; a ``Provider`` of model/build.py."""
+    """Builds models by Megatron-Bridge; implements ``Provider`` of model/build.py."""
 
     transformer_config = staticmethod(bridged_config)
 
@@ -139,7 +149,12 @@ class BridgeProvider:
         last: bool,
         number: int | None,
     ) -> GPTModel:
-        """Have Megatron-Bridge's provider, ``transformer``, build one chunk with a stage's layers ``spec``."""
+        """Return one chunk of a pipeline stage, built by Megatron-Bridge's provider ``transformer``.
+
+        spec: the spec of the chunk's layers; its norms are replaced.
+
+        Raises ConfigError if the provider builds no GPTModel.
+        """
         put_norms(spec, transformer, shape.layer_spec)
         transformer.transformer_layer_spec = lambda _: spec
         model = transformer.provide(pre_process=first, post_process=last, vp_stage=number)

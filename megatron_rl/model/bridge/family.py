@@ -1,9 +1,12 @@
-"""A family described by NVIDIA's Megatron-Bridge: its provider read as a ModelShape, its mapping as entries.
+"""The conversion of a family of NVIDIA's Megatron-Bridge: its provider to a ModelShape, its mapping to entries.
 
-Read in megatron-bridge 0.6.2 (``models/conversion/auto_bridge.py``, ``mapping_registry.py``,
-``param_mapping.py``, ``models/gpt_provider.py``) beside megatron-core 0.19.2. A family is accepted
-if its layers are Megatron-Core's plain GPT layers; the layers here differ from these only in
-attention's kernel. Any other family is refused with the reason.
+A provider is Megatron-Bridge's configuration of a model, which also builds the model. A mapping
+gives each Megatron parameter its Hugging Face tensors. Read in megatron-bridge 0.6.2
+(``models/conversion/auto_bridge.py``, ``mapping_registry.py``, ``param_mapping.py``,
+``models/gpt_provider.py``) beside megatron-core 0.19.2.
+
+A family is accepted if its layers are Megatron-Core's plain GPT layers. The layers built here
+differ from these only in attention's kernel. Any other family is refused with the reason.
 """
 
 from __future__ import annotations
@@ -53,10 +56,13 @@ PLAIN: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 def read_provider(hf_config: Any) -> tuple[Any, Any]:
-    """Return Megatron-Bridge's provider of a config, and its mapping registry; no weights are read.
+    """Return Megatron-Bridge's provider and mapping registry for a Hugging Face config; no weights are read.
+
+    The provider is the model's configuration, which also builds the model. The registry maps
+    Megatron parameters to Hugging Face tensors.
 
     Raises ConfigError if the package is missing or of another release, and for a family that
-    Megatron-Bridge or the seam does not take.
+    Megatron-Bridge or this package does not take.
     """
     check_releases()
     try:
@@ -101,7 +107,11 @@ def check_releases() -> None:
 
 
 def refuse_other_layers(provider: Any, family: str) -> None:
-    """Raise ConfigError if the provider's layers are not Megatron-Core's plain, dense GPT layers."""
+    """Raise ConfigError if a provider's layers are not Megatron-Core's plain, dense GPT layers.
+
+    provider: Megatron-Bridge's configuration of a model.
+    family: the model's ``model_type``, for messages.
+    """
     from megatron.bridge.models.gpt_provider import GPTModelProvider, default_layer_spec
 
     where = f"model.provider=bridge: megatron-bridge's provider of {family} ({type(provider).__name__})"
@@ -129,7 +139,7 @@ def refuse_other_angles(hf_config: Any) -> None:
 
 
 def bridged_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int) -> ModelShape:
-    """Return the shape that Megatron-Bridge's provider gives a Hugging Face config, and register its family.
+    """Return the shape that Megatron-Bridge's provider gives a Hugging Face config, and add its family to FAMILIES.
 
     model/hf_config.py ``read_shape`` describes the arguments. Raises ConfigError as
     ``read_provider`` does, and for a mapping with a layout that weights/entry.py lacks.
@@ -159,7 +169,11 @@ def bridged_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int) -> Mo
 
 
 def _family(provider: Any, registry: Any, model_type: str, layer_spec: str, *, tied: bool) -> Family:
-    """Return the provider's family, with the entries that the mapping gives its layers."""
+    """Return the ``Family`` of a provider's model, with one entry per layer parameter from Megatron-Bridge's mapping.
+
+    Raises ConfigError if the mapping names other Hugging Face tensors for embedding, final norm or
+    head than are read here.
+    """
     names = _parameters(provider, fused=layer_spec == "transformer_engine")
     entries = tuple(
         _entry(registry, name, kind, model_type, gated=provider.gated_linear_unit) for name, kind in names.items()
@@ -187,7 +201,7 @@ def _family(provider: Any, registry: Any, model_type: str, layer_spec: str, *, t
 
 
 def _parameters(provider: Any, *, fused: bool) -> dict[str, str]:
-    """Return the parameters of a plain GPT layer, each with its split over tensor ranks: "rows", "columns" or "whole".
+    """Return {parameter: split} of a plain GPT layer; a split over tensor ranks is "rows", "columns" or "whole".
 
     fused: whether linears contain the norms before them, as Transformer Engine's do.
     """
@@ -210,10 +224,14 @@ def _parameters(provider: Any, *, fused: bool) -> dict[str, str]:
 
 
 def _entry(registry: Any, name: str, kind: str, model_type: str, *, gated: bool) -> Entry:
-    """Return the entry of a layer's parameter; the mapping's class decides its layout.
+    """Return the entry of the layer parameter ``name``: its Hugging Face tensors, and its layout over tensor ranks.
 
-    Megatron-Bridge lays out q, k, v and gate, up as this package does (tests/bridge_oracle.py,
-    tests/bridge). Raises ConfigError for a mapping whose layout is not known here.
+    kind: the parameter's split over tensor ranks, "rows", "columns" or "whole".
+    gated: whether the MLP has a gate.
+
+    The class of Megatron-Bridge's mapping decides the layout. Megatron-Bridge lays out q, k, v and
+    gate, up as this package does (tests/bridge_oracle.py, tests/bridge). Raises ConfigError for a
+    mapping whose layout is not known here.
     """
     from megatron.bridge.models.conversion import param_mapping
 
@@ -252,7 +270,10 @@ def _entry(registry: Any, name: str, kind: str, model_type: str, *, gated: bool)
 
 
 def _sizes(entries: tuple[Entry, ...], shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of a layer's Hugging Face tensors, by name; the entries' Megatron parameters decide them."""
+    """Return {Hugging Face name: size} of a layer's tensors, except norms over the hidden state.
+
+    Each size follows from the entry's Megatron parameter.
+    """
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     heads = [x * shape.head_dim for x in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
     outputs: dict[str, Callable[[int], list[int]]] = {

@@ -1,1 +1,1 @@
-"""Operations, attention and layers whose rows have the same bits in any batch (docs/bitwise.md)."""
+"""Row-invariant operations, attention and layers: a row's result has the same bits in any batch (docs/bitwise.md)."""

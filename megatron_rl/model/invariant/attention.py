@@ -1,11 +1,12 @@
-"""Attention whose result for a query has the same bits in a packed pass over whole sequences and with a cache.
+"""Attention that gives a query the same bits in a packed pass over whole sequences and in a step with a cache.
 
 A query reads its keys in blocks of ``KEY_BLOCK`` positions, in order, from its sequence's first
 position. It keeps a running maximum and sum (the online softmax of Milakov and Gimelshein, 2018,
 arXiv:1805.02867). Every product has the same shape: ``ITEMS`` items, each of ``QUERIES`` queries of
 one sequence and one block of keys, filled up if there are fewer. A block that a query does not see
-multiplies its sums by exactly 1 and adds exactly 0. Products are in float32. The flash kernel
-(model/attention/flash.py) computes the gradient, from this forward's output and log-sum-exps.
+multiplies the query's sums by exactly 1 and adds exactly 0. Products are in float32. The flash
+kernel (model/attention/flash.py) computes the gradient, from the output and log-sum-exps of this
+forward.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sight: Sight, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention [T, h, d] of queries [T, h, d] over keys and values [K, g, d], and log-sum-exps [h, T].
+
+    sight: which keys each query sees.
+    scale: multiplies the scores.
 
     No gradient passes through.
     """
@@ -59,6 +63,8 @@ def _one_product(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return float32 outputs [ITEMS · g, M, d] and log-sum-exps [ITEMS · g, M] of q [ITEMS · g, M, d].
 
+    M is (h / g) · QUERIES: the queries of an item, for each query head of one key head's group.
+
     limit: int64 [ITEMS · g, M, 1], the number of keys that each query sees.
     keys: int64 [ITEMS, blocks · KEY_BLOCK], each item's rows of ``key`` and ``value``.
     """
@@ -84,7 +90,11 @@ def _one_product(
 
 @dataclass(kw_only=True)
 class Cache:
-    """Holds keys and values of the sequences that are being sampled: by layer number, two tensors [rows, g, d]."""
+    """Holds the keys and values of the sequences that are being sampled.
+
+    num_rows: the number of rows of each tensor, one row per token.
+    layers: layer number → (keys, values), each [num_rows, g, d].
+    """
 
     num_rows: int
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -92,7 +102,10 @@ class Cache:
     def write(
         self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values [T, g, d] to ``rows``; return all keys and values of the layer."""
+        """Write a layer's keys and values [T, g, d] to the cache's rows ``rows`` [T].
+
+        Returns all keys and values of the layer, each [num_rows, g, d].
+        """
         if layer not in self.layers:  # zeros: rows that no query sees yet are multiplied by 0
             self.layers[layer] = (
                 key.new_zeros(self.num_rows, *key.shape[1:]),
@@ -114,6 +127,7 @@ class Cache:
 class CachedSequences(PackedSequences):
     """Describes the next tokens of sequences whose earlier tokens are in a cache.
 
+    cache: the keys and values of the earlier tokens.
     rows: int64 [T], the cache's row of each token.
     reach: the keys that each token sees, as rows of the cache.
     """
@@ -124,7 +138,11 @@ class CachedSequences(PackedSequences):
 
     @classmethod
     def of(cls, cache: Cache, parts: Sequence[tuple[np.ndarray, int, np.ndarray]]) -> CachedSequences:
-        """Return the description of ``parts``, which have the form that ``Sight.of`` takes."""
+        """Return the description of the next tokens of several sequences.
+
+        parts: for each sequence its rows of the query tensor, its first query's position, and its
+            rows of the cache in the order of positions.
+        """
         positions = np.concatenate([first + np.arange(len(rows)) for rows, first, _ in parts])
         written = np.concatenate([keys[first : first + len(rows)] for rows, first, keys in parts])
         return cls(
@@ -139,9 +157,11 @@ class CachedSequences(PackedSequences):
 class InvariantAttention(TorchAttention):
     """Applies the rotary angles, then computes causal attention over packed input, as TorchAttention does.
 
-    inv_freq: [d / 2] float32, set after the model is built.
-    parts: number of parts in which the heads are computed, one after the other. A whole model that
-        computes for several tensor ranks has one part per rank.
+    A query's result has the same bits in any batch.
+
+    inv_freq: [d / 2] float32, the inverse frequencies, set after the model is built.
+    parts: the number of groups of heads that are computed one after the other. A whole model that
+        computes in place of several tensor ranks has one group per rank.
     """
 
     inv_freq: torch.Tensor
@@ -169,7 +189,10 @@ class InvariantAttention(TorchAttention):
     def _turned(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries and keys turned by the angles of their positions; column i turns with column i + d / 2."""
+        """Return queries and keys rotated by the rotary angles of ``positions`` [T].
+
+        Column i is rotated with column i + d / 2.
+        """
         angles = torch.outer(positions.to(self.inv_freq.dtype), self.inv_freq)
         cos, sin = (elementwise(f, angles).to(query.dtype).repeat(1, 2)[:, None] for f in (torch.cos, torch.sin))
 

@@ -1,4 +1,7 @@
-"""A transformer layer's modules with a row-invariant forward, in place of torch's and Megatron-Core's modules."""
+"""A transformer layer's row-invariant modules, in place of torch's and Megatron-Core's modules.
+
+Row-invariant: in the forward pass a row's result has the same bits in any batch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 
 
 class InvariantNorm(torch.nn.Module):
-    """Computes RMSNorm of model/layer_spec.py, row-invariantly."""
+    """Computes the RMSNorm of model/layer_spec.py such that a row's result has the same bits in any batch."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__()
@@ -30,17 +33,24 @@ class InvariantNorm(torch.nn.Module):
 
 
 def _product(input, weight, bias=None, *, allreduce_dgrad=False, tp_group=None, **_) -> torch.Tensor:
-    """Compute the product of a ColumnParallelLinear, with Megatron-Core's arguments (0.16.1 ``layers.py``)."""
+    """Return input times the transpose of ``weight``, plus ``bias``, row-invariantly.
+
+    The arguments are those that ColumnParallelLinear passes to its product (Megatron-Core 0.16.1
+    ``layers.py``).
+
+    allreduce_dgrad: whether backward sums the input's gradient over ``tp_group``.
+    """
     result = invariant.linear(input, weight, tp_group if allreduce_dgrad else None)
     return result if bias is None else result + bias
 
 
 class InvariantColumnLinear(ColumnParallelLinear):
-    """Splits its output over tensor ranks.
+    """Computes a row-invariant linear layer whose output is split over tensor ranks.
 
-    A whole model may compute for several tensor ranks (``compute_for_ranks``). Then:
+    A whole model may compute in place of several tensor ranks (``compute_for_ranks``). Then:
+
     shards: each rank's rows of the weight; () otherwise.
-    order: int64, each output's place among the shards' joined outputs.
+    order: int64, each output's index among the shards' concatenated outputs.
     """
 
     shards: tuple[torch.Tensor, ...] = ()
@@ -54,10 +64,12 @@ class InvariantColumnLinear(ColumnParallelLinear):
 
 
 class InvariantRowLinear(RowParallelLinear):
-    """Splits its input over tensor ranks, and adds up their products in the order of the ranks.
+    """Computes a row-invariant linear layer whose input is split over tensor ranks.
 
-    shards: in a whole model that computes for several tensor ranks, each rank's columns of the
-        weight; () otherwise.
+    The ranks' products are added up in the order of the ranks.
+
+    shards: in a whole model that computes in place of several tensor ranks, each rank's columns of
+        the weight; () otherwise.
     """
 
     shards: tuple[torch.Tensor, ...] = ()
@@ -71,7 +83,7 @@ class InvariantRowLinear(RowParallelLinear):
 
 
 def invariant_block_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
-    """Return the submodules of a block of ``num_layers`` dense layers."""
+    """Return the spec of a block of ``num_layers`` dense layers with row-invariant modules."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = InvariantNorm
     layer.submodules.mlp = mlp_spec(MLP, InvariantColumnLinear, InvariantRowLinear)
@@ -84,7 +96,10 @@ def invariant_block_spec(config: TransformerConfig, num_layers: int) -> Transfor
 
 
 def give_angles(model: GPTModel, frequencies: torch.Tensor) -> None:
-    """Have a model's attentions apply the rotary angles. frequencies: [d / 2] float32."""
+    """Make a model's core attentions apply the rotary angles themselves.
+
+    frequencies: [d / 2] float32, the inverse frequencies.
+    """
     model.rotary_pos_emb = NoRotary()
     for module in model.modules():
         if isinstance(module, InvariantAttention):
@@ -92,11 +107,11 @@ def give_angles(model: GPTModel, frequencies: torch.Tensor) -> None:
 
 
 def compute_for_ranks(model: GPTModel, ranks: int) -> None:
-    """Have a whole model, whose weights are set, give the bits that ``ranks`` tensor ranks together give.
+    """Make a whole model compute the same bits as ``ranks`` tensor ranks would compute together.
 
-    A product's order of summation may depend on its width, so each rank's shard is multiplied
-    separately. A rank's shard of an MLP's first linear has a part of the gate's rows and a part of up's
-    rows. No gradient passes through.
+    Call it after the weights are loaded, since it copies them. A product's order of summation may
+    depend on its width, so each rank's shard is multiplied separately. A rank's shard of an MLP's
+    first linear holds some of the gate's rows and some of up's rows. No gradient passes through.
     """
     if ranks == 1:
         return

@@ -26,25 +26,28 @@ ALIGNMENT = 64  # bytes, to which torch aligns the memory that it allocates on a
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return x contiguous and aligned to ``ALIGNMENT``, as a new tensor is; a copy if it is not."""
+    """Return x if it is contiguous and its memory is aligned to ``ALIGNMENT`` bytes, else a copy that is both."""
     x = x.contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
 def padded(block: torch.Tensor) -> torch.Tensor:
-    """Return [BLOCK_ROWS, K], a block [r, K] of at most BLOCK_ROWS rows filled up with zeros."""
+    """Return a block [r, K] of at most BLOCK_ROWS rows, filled up with rows of zeros to [BLOCK_ROWS, K]."""
     missing = BLOCK_ROWS - len(block)
     return torch.cat([block, block.new_zeros(missing, block.shape[1])]) if missing else block
 
 
 def in_blocks(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Return function(x), [R, …], computed for ``BLOCK_ROWS`` rows of x [R, K] at a time; zeros fill the last block."""
+    """Return function(x) [R, …], called on blocks of ``BLOCK_ROWS`` rows of x [R, K]; zeros fill up the last block."""
     blocks = aligned(x).split(BLOCK_ROWS)  # without rows: one empty block
     return torch.cat([function(padded(block))[: len(block)] for block in blocks])
 
 
 def elementwise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Return function(x) of single elements, computed in pieces that fill whole vector registers."""
+    """Return function(x) in the shape of x, for a function of single elements.
+
+    The function is called on pieces that fill whole vector registers.
+    """
     flat = aligned(x).view(-1)
     result = torch.empty_like(flat)
     whole = flat.numel() // LANES * LANES
@@ -83,15 +86,15 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return [..., N], x [..., K] times the transpose of weight [N, K].
+    """Return x [..., K] times the transpose of weight [N, K], [..., N], row-invariantly.
 
-    group: ranks over which backward sums the gradient of x; None sums nothing.
+    group: the ranks over which backward sums the gradient of x; None if it sums nothing.
     """
     return _Linear.apply(x, weight, group)
 
 
 def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of tensors, added up in order in float32, in their dtype."""
+    """Return the sum of tensors, added up in their order in float32 and cast to their dtype."""
     if len(parts) == 1:
         return parts[0]
     total = parts[0].float()
@@ -113,7 +116,10 @@ class _RankSum(torch.autograd.Function):
 
 
 def rank_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum of x over a group's ranks, in their order; backward passes the sum's gradient to every rank."""
+    """Return the sum of x over a group's ranks, added up in their order.
+
+    Backward passes the sum's gradient to every rank unchanged.
+    """
     return x if group.size() == 1 else _RankSum.apply(x, group)
 
 
@@ -130,12 +136,15 @@ class _Silu(torch.autograd.Function):
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """Return x · sigmoid(x)."""
+    """Return x · sigmoid(x), row-invariantly; the gradient is torch's ordinary one."""
     return _Silu.apply(x)
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the norm as RMSNorm of model/layer_spec.py does: in float32, then cast, then scaled."""
+    """Return the RMS norm of x as RMSNorm of model/layer_spec.py does.
+
+    The norm is computed in float32, cast to x's dtype, then multiplied by the weight.
+    """
     return weight * F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
 
 
@@ -161,5 +170,8 @@ class _Norm(torch.autograd.Function):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return weight [H] · x [..., H] / √(mean of x² + eps), the quotient computed in float32 and cast to x's dtype."""
+    """Return weight [H] · x [..., H] / √(mean of x² + eps), row-invariantly.
+
+    The quotient is computed in float32 and cast to x's dtype before the product with the weight.
+    """
     return _Norm.apply(x, weight, eps)

@@ -1,4 +1,7 @@
-"""The row-invariant parts of a model under ``rollout.bitwise``, for the models and hosts that were tested."""
+"""The choice of row-invariant layers under ``rollout.bitwise``, for the models and hosts that were tested.
+
+Row-invariant: a row's result has the same bits whatever other rows are computed with it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 
 
 class InvariantParts:
-    """Gives row-invariant versions of torch's layers; a ``Parts`` of model/parts.py."""
+    """Gives row-invariant versions of torch's layers; implements ``Parts`` of model/parts.py."""
 
     layer_spec = "torch"
     logprob_kernel = "invariant"
@@ -48,7 +51,7 @@ class InvariantParts:
 
 
 def require_shown(shape: ModelShape) -> None:
-    """Raise ConfigError if ``rollout.bitwise`` was not tested with this model, or on such a host."""
+    """Raise ConfigError if ``rollout.bitwise`` was not tested with this model, or not on this kind of host."""
     if shape.num_experts:
         raise ConfigError(
             f"rollout.bitwise=true is for dense models, and this one mixes {shape.num_experts} experts, whose "

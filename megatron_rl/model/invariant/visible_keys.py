@@ -1,6 +1,7 @@
-"""The keys that each query sees, by position in its sequence: in a packed micro-batch, or in a step with a cache.
+"""Which keys each query sees, by position in its sequence: in a packed micro-batch, or in a step with a cache.
 
-model/invariant/attention.py reads these keys in blocks, for a few queries of one sequence at a time.
+model/invariant/attention.py reads these keys in blocks, for a few queries of one sequence at a
+time.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ ITEMS = 16  # items of one product
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sight:
-    """Describes which rows of the key tensor each query sees, in I items of QUERIES queries of one sequence.
+    """Describes which rows of the key tensor each query sees.
 
-    I is a multiple of ITEMS; missing queries are filled up.
-    queries: int64 [I, QUERIES], rows of the query tensor; 0 if ``real`` is False.
-    real:    bool [I, QUERIES], False for a filled-up query.
-    seen:    int64 [I, QUERIES], how many keys the query sees, from its sequence's first key on; at
-             least 1.
-    keys:    int64 [K], rows of the key tensor, one sequence after the other, each by position.
-    first:   int64 [I], the place in ``keys`` where the item's sequence begins.
+    The queries come in I items, each of QUERIES queries of one sequence. I is a multiple of ITEMS.
+    Missing queries are filled up by dummies.
+
+    queries: int64 [I, QUERIES], rows of the query tensor; 0 for a dummy.
+    real: bool [I, QUERIES], False for a dummy.
+    seen: int64 [I, QUERIES], how many keys the query sees, from its sequence's first key on; at
+        least 1.
+    keys: int64 [K], rows of the key tensor, one sequence after the other, each in the order of
+        positions.
+    first: int64 [I], the index in ``keys`` where the item's sequence begins.
     """
 
     queries: torch.Tensor
@@ -39,10 +43,10 @@ class Sight:
 
     @classmethod
     def of(cls, parts: Iterable[tuple[np.ndarray, int, np.ndarray]]) -> Sight:
-        """Return the sight of sequences, in which a query at position p sees the keys of positions 0 to p.
+        """Return the description of sequences in which the query at position p sees the keys of positions 0 to p.
 
-        parts: for each sequence its query rows, the first query's position, and its key rows by
-            position.
+        parts: for each sequence its rows of the query tensor, its first query's position, and its
+            rows of the key tensor in the order of positions.
         """
         items: list[tuple[np.ndarray, np.ndarray, int]] = []
         sequences: list[np.ndarray] = []
@@ -64,9 +68,11 @@ class Sight:
         return cls(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
     def key_rows(self, part: slice) -> torch.Tensor:
-        """Return int64 [items, blocks · KEY_BLOCK], the key rows of the items ``part`` by position; 0 after the last.
+        """Return the rows of the key tensor that the items of the slice ``part`` may see, in the order of positions.
 
-        Call it for one product at a time: all items' rows would number about queries times keys.
+        The result is int64 [items, blocks · KEY_BLOCK], with 0 after the last key that an item
+        sees. Call the method for one product at a time: the rows of all items would number about
+        queries times keys.
         """
         last = self.seen[part].amax(1, keepdim=True)
         width = -(-int(last.max()) // KEY_BLOCK) * KEY_BLOCK
@@ -76,7 +82,10 @@ class Sight:
 
     @classmethod
     def of_layout(cls, layout: Layout) -> Sight:
-        """Return the sight of a packed micro-batch; a response to a shared prompt sees the prompt, then itself."""
+        """Return the description of a packed micro-batch.
+
+        A response to a shared prompt sees the prompt's keys, then its own.
+        """
         starts = layout.starts
         prompts = {
             segment: np.arange(starts[prompt.segment], starts[prompt.segment] + prompt.tokens)

@@ -1,1 +1,1 @@
-"""Log-probs and entropies from hidden states, in chunks of the vocabulary-parallel logits."""
+"""Log-probs and entropies from hidden states; vocabulary-parallel logits exist for one chunk of tokens at a time."""

@@ -1,8 +1,8 @@
-"""The chunks of logits in linear.py: how many tokens a chunk has, its buffers, and the kernel that works on it.
+"""The chunks of logits in linear.py: how many tokens a chunk has, its buffers, and the kernel that computes on it.
 
 ``model.logprob_kernel`` chooses torch's operations or the Triton kernels of kernels.py, which tests
-compare with torch's operations. Under ``rollout.bitwise`` the forward is row-invariant
-(row_invariant.py).
+compare with torch's operations. Under ``rollout.bitwise`` the forward is row-invariant: a row's
+result has the same bits in any batch (row_invariant.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ TILE_TOKENS = 128  # rows of a matrix product's tile on a GPU
 
 
 def bytes_per_logit(kernel: Kernel, size: int) -> int:
-    """Return the bytes of a chunk's buffers per logit. size: bytes of an element of the product."""
+    """Return the number of bytes that a chunk's buffers take per logit.
+
+    size: the bytes of one element of the hidden states, whose dtype the matrix product has.
+    """
     if kernel == "triton":
         return size
     return 2 * max(size, 4) + (size if size < 4 else 0)
@@ -98,20 +101,26 @@ class Head:
         return [slice(start, min(start + self.chunk_tokens, tokens)) for start in range(0, tokens, self.chunk_tokens)]
 
     def buffer(self, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory [chunk tokens, num_valid] that every chunk reuses.
+        """Return an uninitialised tensor [chunk tokens, num_valid] in ``dtype``, which every chunk reuses.
 
-        New memory would cost a CPU a page fault per 4 KiB, as much time as the exponential.
+        On a CPU new memory for each chunk would cost a page fault per 4 KiB, as much time as the
+        exponential.
         """
         return hidden.new_empty((min(self.chunk_tokens, hidden.shape[0]), self.num_valid), dtype=dtype)
 
     def own(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return [N], the targets' columns on this rank; −1 if another rank has the target."""
+        """Return int64 [N], each target's column among this tensor rank's columns; −1 if another rank has it."""
         local = targets - self.start
         return torch.where((local >= 0) & (local < self.num_valid), local, -1)
 
 
 def own_columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int]:
-    """Return the number of this tensor rank's first column, and how many of its ``width`` columns are not pads."""
+    """Return the vocabulary index of this tensor rank's first column, and the number of its columns that are not pads.
+
+    width: the number of columns of each rank, pads included.
+
+    Raises ValueError if all columns of this rank are pads.
+    """
     start = tensor_rank * width
     num_valid = max(0, min(width, vocab_size - start))
     if num_valid == 0:
@@ -123,15 +132,20 @@ def own_columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int
 
 
 class Chunks:
-    """Works on chunks of logits, and adds up the statistics of the ranks that share the vocabulary.
+    """Combines softmax statistics over the tensor ranks that share the vocabulary.
 
-    Each kernel's subclass has ``statistics`` and ``gradient``.
+    Each kernel's subclass adds ``statistics`` and ``gradient``, which compute on one chunk of
+    logits.
     """
 
     head: Head
 
     def combined(self, peak: torch.Tensor, stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the maximum and the statistics over all ranks; the arguments are this rank's."""
+        """Return each row's maximum [N] and sums [3, N] over all tensor ranks. A collective.
+
+        peak, stats: this rank's maximum and sums, as kernels.py ``statistics`` defines them; they
+            are overwritten.
+        """
         own_peak = peak.clone()
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=self.head.group)
         shift = own_peak - peak
@@ -143,15 +157,16 @@ class Chunks:
         return peak, stats
 
     def log(self, x: torch.Tensor) -> torch.Tensor:
-        """Return log x of one number per row."""
+        """Return the natural logarithm of x [N]; a subclass may compute it in another way."""
         return x.log()
 
 
 class TorchChunks(Chunks):
-    """Works on chunks of logits by torch's operations, in two float32 buffers and one of hidden's dtype.
+    """Computes on chunks of logits by torch's operations, in two float32 buffers and one of hidden's dtype.
 
-    ``product`` has hidden's dtype, and is ``x`` if that is float32. ``e`` is ``x`` in a backward
-    without an entropy gradient.
+    ``product`` holds the logits in hidden's dtype, ``x`` the logits over the temperature, and ``e``
+    exponentials. ``product`` and ``x`` are one tensor if hidden is float32. ``e`` and ``x`` are one
+    tensor in a backward without an entropy gradient.
     """
 
     def __init__(self, head: Head, hidden: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> None:
@@ -162,9 +177,9 @@ class TorchChunks(Chunks):
         self.product = self.x if hidden.dtype == precise else head.buffer(hidden, hidden.dtype)
 
     def scaled_logits(self, rows: slice) -> torch.Tensor:
-        """Return one chunk's logits, divided by the temperature, in the buffer ``x``.
+        """Return the logits of one chunk's rows, divided by the temperature, in the buffer ``x``.
 
-        The product is rounded to hidden's dtype, as in the output layer.
+        The matrix product is rounded to hidden's dtype first, as in the output layer.
         """
         hidden = self.hidden[rows]
         logits = torch.mm(hidden, self.weight.t(), out=self.product[: hidden.shape[0]])
@@ -172,7 +187,7 @@ class TorchChunks(Chunks):
         return x if self.head.temperature == 1.0 else x.div_(self.head.temperature)
 
     def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
-        """Fill ``peak`` and ``stats`` of one chunk's rows, as kernels.py ``statistics`` does."""
+        """Fill ``peak`` [r] and ``stats`` [3, r] of one chunk's r rows, as kernels.py ``statistics`` does."""
         x = self.scaled_logits(rows)
         stats[2] = x.gather(1, column.clamp(min=0)[:, None])[:, 0].masked_fill_(column < 0, 0)
         # clamped to the lowest float: if a rank's logits are all masked, −inf − (−inf) would be NaN
@@ -191,7 +206,10 @@ class TorchChunks(Chunks):
         at_logprob: torch.Tensor,
         at_entropy: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the gradient of one chunk's logits, in hidden's dtype, in a buffer; arguments hold its rows."""
+        """Return the gradient [r, columns] of the logits of one chunk's r rows, in hidden's dtype, in a reused buffer.
+
+        The other arguments are [r]; kernels.py ``turn_into_gradient`` describes them.
+        """
         x = self.scaled_logits(rows).sub_(log_z[:, None])
         e = torch.exp(x, out=self.e[: x.shape[0]])
         if self.head.train_entropy:  # −p (a + b (log p + H))
@@ -206,7 +224,7 @@ class TorchChunks(Chunks):
 
 
 class TritonChunks(Chunks):
-    """Works on chunks of logits by the kernels of kernels.py, in one buffer of hidden's dtype."""
+    """Computes on chunks of logits by the Triton kernels of kernels.py, in one buffer of hidden's dtype."""
 
     def __init__(self, head: Head, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         # Triton may not be installed, and its decorators run at import.
@@ -223,7 +241,7 @@ class TritonChunks(Chunks):
         return torch.mm(hidden, self.weight.t(), out=self.product[: hidden.shape[0]])
 
     def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
-        """Fill ``peak`` and ``stats`` of one chunk's rows."""
+        """Fill ``peak`` [r] and ``stats`` [3, r] of one chunk's r rows, as kernels.py ``statistics`` does."""
         self.kernels.statistics(self.logits(rows), column, peak, stats, **self.numbers)
 
     def gradient(
@@ -235,7 +253,10 @@ class TritonChunks(Chunks):
         at_logprob: torch.Tensor,
         at_entropy: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the gradient of one chunk's logits, in hidden's dtype, in a buffer; arguments hold its rows."""
+        """Return the gradient [r, columns] of the logits of one chunk's r rows, in hidden's dtype, in a reused buffer.
+
+        The other arguments are [r]; kernels.py ``turn_into_gradient`` describes them.
+        """
         logits = self.logits(rows)
         trained = at_entropy if self.head.train_entropy else None
         self.kernels.turn_into_gradient(logits, column, log_z, entropy, at_logprob, trained, **self.numbers)

@@ -1,9 +1,9 @@
 """Triton kernels for model/logprob/linear.py: each reads a chunk's logits once, from the matrix product's output.
 
-Torch's operations read and write the chunk about ten times in float32. The statistics are computed
-by the online softmax (Milakov and Gimelshein, arXiv:1805.02867, algorithm 3), extended to
-Σ (x−m) e^{x−m}. Tests compare the kernels with torch's operations in Triton's interpreter. It runs
-kernels that were imported under TRITON_INTERPRET=1. On an H100 they ran in Triton 3.6
+Torch's operations read and write the chunk about ten times in float32. Each row's maximum and sums
+are computed by the online softmax (Milakov and Gimelshein, arXiv:1805.02867, algorithm 3), extended
+to Σ (x−m) e^{x−m}. Tests compare the kernels with torch's operations in Triton's interpreter. It
+runs kernels that were imported under TRITON_INTERPRET=1. On an H100 they ran in Triton 3.6
 (docs/evidence/performance.md).
 """
 
@@ -119,12 +119,13 @@ def statistics(
     temperature: float,
     underflow: float,
 ) -> None:
-    """Fill ``peak`` with each row's maximum m of x = logits / temperature, and ``stats`` with its sums.
+    """Fill ``peak`` with each row's maximum m of x = logits / temperature, and ``stats`` with three sums over the row.
 
-    logits:     [N, columns] in any float dtype, without pads; each row is contiguous. Read once.
+    logits:     [N, columns] in any float dtype, without pads; each row is contiguous.
     own_column: int64 [N], the target's column; −1 if another tensor rank has it.
     peak:       [N] float32 (float64 for float64 logits), not below the lowest finite number.
-    stats:      [3, N] in peak's dtype: Σ e^{x−m}, Σ (x−m) e^{x−m}, and the target's x or 0.
+    stats:      [3, N] in peak's dtype: Σ e^{x−m}, Σ (x−m) e^{x−m}, and the target's x, or 0 if another
+                tensor rank has the target.
     underflow:  a finite number at and below which e^x is 0. Lower x−m, also −inf, are raised to it,
                 so that 0 · (x−m) is 0.
     """

@@ -1,13 +1,14 @@
-"""Log-probs and entropies over a vocabulary-parallel output; no rank ever holds a full row of the vocabulary.
+"""Log-probs and entropies over a vocabulary-parallel output, without a gather of a token's logits on any rank.
 
 With x = logits / temperature, Z = Σ_v e^{x_v} over all tensor ranks: logprob_t = x_{t, target} − log Z_t and
 H_t = log Z_t − Σ_v p_v x_v. Gradients: ∂logprob/∂x_v = 1[v = target] − p_v, ∂H/∂x_v = −p_v (log p_v + H).
-Two all-reduces of floats per token (the maximum, then three sums); float32 throughout.
+Forward runs two all-reduces over tensor ranks: the maximum per token, then three sums per token. All numbers per token
+are float32.
 
 ``linear_logprob`` takes the output layer's input and computes the logits chunk by chunk, in forward and again in
-backward. The extra memory is O(chunk · V/TP), and the cost is a fourth matrix product beside three. Tests compare it
-with tests/vocab_parallel.py, which computes whole logits. Between the products, torch's operations or Triton kernels
-work on the logits (chunks.py).
+backward. The extra memory is O(chunk · V/TP). The second computation is a fourth matrix product beside the usual three.
+Tests compare it with tests/vocab_parallel.py, which computes whole logits. Between the products, torch's operations or
+Triton kernels compute on the logits (chunks.py).
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class _LinearLogProb(torch.autograd.Function):
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor, head: Head, *, backward: bool) -> TorchChunks | TritonChunks:
-    """Return the object of ``head.kernel`` that works on the chunks of one pass, with its buffers."""
+    """Return the ``Chunks`` object of ``head.kernel``, with its buffers, for one forward or one backward pass."""
     match head.kernel:
         case "torch":
             return TorchChunks(head, hidden, weight, backward=backward)
@@ -91,7 +92,10 @@ def _chunks(hidden: torch.Tensor, weight: torch.Tensor, head: Head, *, backward:
 
 
 def _own_statistics(chunks: TorchChunks | TritonChunks, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's maximum m [N], and the sums [3, N]: Σ e^{x−m}, Σ (x−m) e^{x−m} and x_target."""
+    """Return this rank's maximum m [N] of each row of x = logits / temperature, and three sums over the row, [3, N].
+
+    The sums are Σ e^{x−m}, Σ (x−m) e^{x−m} and x_target, which is 0 if another rank has the target.
+    """
     head, hidden = chunks.head, chunks.hidden
     precise = torch.promote_types(hidden.dtype, torch.float32)
     tokens = hidden.shape[0]
@@ -104,9 +108,9 @@ def _own_statistics(chunks: TorchChunks | TritonChunks, targets: torch.Tensor) -
 
 
 def _weight_sum(weight: torch.Tensor, precise: torch.dtype, parameter: torch.nn.Parameter | None) -> torch.Tensor:
-    """Return memory [V/TP, H] in which the chunks' products are added up.
+    """Return the tensor [V/TP, H] to which each chunk adds its contribution to the weight's gradient.
 
-    It is ``parameter.main_grad`` if that has the dtype ``precise``, else zeros in ``precise``: a narrower main_grad
+    It is ``parameter.main_grad`` if that has the dtype ``precise``, else zeros in ``precise``. A narrower main_grad
     would round the sum after every chunk.
     """
     if parameter is not None and parameter.main_grad.dtype == precise:
@@ -122,9 +126,10 @@ def _weight_gradient(
     DistributedDataParallel's hook (megatron-core 0.16.1 and 0.19.2 distributed/distributed_data_parallel.py
     ``_make_backward_post_hook``) adds a gradient to main_grad unless ``grad_added_to_main_grad`` is set. Under
     overlap_grad_reduce it asserts that there is a gradient. So the stand-in is memory of any content, as in
-    LinearWithGradAccumulationAndAsyncCommunication (tensor_parallel/layers.py). On a single stage with tied embeddings
-    the weight has ``zero_out_wgrad``. Then the hook adds autograd's gradient even so, which must be the embedding's
-    alone: None is returned.
+    LinearWithGradAccumulationAndAsyncCommunication (tensor_parallel/layers.py).
+
+    On a single stage with tied embeddings the weight has ``zero_out_wgrad``. Then the hook adds autograd's gradient
+    even so. That gradient must be the embedding's alone, so None is returned.
     """
     if parameter is None or weight_sum is not parameter.main_grad:
         return weight_sum.to(weight.dtype)
@@ -173,11 +178,12 @@ def linear_logprob(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each target's log-probability and each row's entropy, [N] in nats, from the output layer's input.
 
-    hidden:     [N, H], the same on all tensor ranks: gathered already. Outputs: float64 if it is float64, else float32.
+    hidden:     [N, H], the same on all tensor ranks. Outputs are float64 if it is float64, else float32.
     weight:     [V/TP, H], this tensor rank's rows of the padded vocabulary, in hidden's dtype. Its gradient is added up
                 over the chunks in float32 and cast at the end.
     targets:    int64 [N], global token ids below ``vocab_size``.
     vocab_size: the size without pads; ``weight``'s rows beyond it take no probability and get a gradient of exactly 0.
+    group:      the process group of the tensor ranks; None for one rank.
     train_entropy: whether the entropy carries gradient.
     reduce_hidden_grad: whether backward sums hidden's gradient over ``group``, as ColumnParallelLinear's
                 ``allreduce_dgrad`` does (megatron-core 0.16.1 tensor_parallel/layers.py). Pass False if the gather of a
@@ -186,10 +192,10 @@ def linear_logprob(
                 Megatron-Core's DistributedDataParallel. Autograd then gets a stand-in, which only DDP's hook may read.
                 Until ``zero_grad_buffer`` the weight's only other use with a gradient may be as a tied embedding. If
                 main_grad is not float32, autograd gets the gradient.
-    chunk_tokens: rows of logits that exist at a time; None takes ``default_chunk_tokens``. Extra memory beside the
-                gradients: torch's operations take two float32 [chunk_tokens, V/TP], and one in hidden's dtype if that
-                is not float32; the Triton kernels take one in hidden's dtype.
-    kernel:     the kernel that works on the logits (chunks.py).
+    chunk_tokens: rows of logits that exist at a time; None takes ``default_chunk_tokens``. Memory beside the gradients:
+                two float32 buffers [chunk_tokens, V/TP] and, if hidden is not float32, one in its dtype. The Triton
+                kernels take only one in hidden's dtype.
+    kernel:     the kernel that computes on the logits (chunks.py).
 
     Raises ValueError for chunk_tokens < 1, a rank with only pads, a missing main_grad, a kernel that cannot run here.
     Collectives, for any number of chunks: two in forward, one in backward (``reduce_hidden_grad``); none if N = 0.

@@ -1,8 +1,9 @@
-"""Log-probs of ``rollout.bitwise``: a row has the same bits in any batch, in the trainer and in the engine.
+"""Log-probs under ``rollout.bitwise``: a row has the same bits in any batch, in the trainer and in the engine.
 
-The trainer's kernel "invariant" works on blocks of logits. The engine works on the logits of a step
-(``rank_logits``, ``rank_logprob``), and gets the bits of the trainer's number of tensor ranks. The
-operations are from model/invariant/operations.py.
+The trainer's kernel "invariant" computes on blocks of ``BLOCK_ROWS`` rows of logits. The rollout
+engine has the whole model and the logits of one sampling step. ``rank_logits`` and ``rank_logprob``
+give it the bits that the trainer's tensor ranks compute together. The operations are from
+model/invariant/operations.py.
 """
 
 from __future__ import annotations
@@ -17,17 +18,28 @@ from megatron_rl.model.logprob.chunks import UNDERFLOW, TorchChunks, own_columns
 
 
 class InvariantChunks(TorchChunks):
-    """Works on blocks of logits in forward; ``gradient`` works on whole chunks, as in TorchChunks."""
+    """Computes on chunks of logits; the forward goes by blocks of rows, so that a row has the same bits in any batch.
+
+    The gradient is computed on whole chunks, as in TorchChunks.
+    """
 
     def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
-        """Fill ``peak`` and ``stats`` of one chunk's rows, block by block."""
+        """Fill ``peak`` [r] and ``stats`` [3, r] of one chunk's r rows, in blocks of ``BLOCK_ROWS`` rows.
+
+        kernels.py ``statistics`` defines peak and stats.
+        """
         hidden, weight = aligned(self.hidden[rows]), aligned(self.weight).t()
         for start in range(0, len(hidden), BLOCK_ROWS):
             own = slice(start, min(start + BLOCK_ROWS, len(hidden)))
             block_statistics(padded(hidden[own]) @ weight, self.head.temperature, column[own], peak[own], stats[:, own])
 
     def combined(self, peak: torch.Tensor, stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the maximum and the statistics over all tensor ranks, added up in the order of the ranks."""
+        """Return each row's maximum [N] and sums [3, N] over all tensor ranks, added up in the order of the ranks.
+
+        peak, stats: this rank's maximum and sums.
+
+        A collective.
+        """
         own = torch.cat([peak[None], stats])
         gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(self.head.group))]
         dist.all_gather(gathered, own, group=self.head.group)
@@ -40,7 +52,12 @@ class InvariantChunks(TorchChunks):
 def block_statistics(
     logits: torch.Tensor, temperature: float, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor
 ) -> None:
-    """Fill ``peak`` [r] and ``stats`` [3, r] of the first r rows of ``logits`` [BLOCK_ROWS, V], row-invariantly."""
+    """Fill ``peak`` [r] and ``stats`` [3, r] of the first r rows of ``logits`` [BLOCK_ROWS, V], row-invariantly.
+
+    column: int64 [r], the target's column; −1 if another tensor rank has it.
+
+    kernels.py ``statistics`` defines peak and stats.
+    """
     x, count = logits.to(peak.dtype) / temperature, len(peak)
     stats[2] = x[:count].gather(1, column.clamp(min=0)[:, None])[:, 0].masked_fill_(column < 0, 0)
     highest = x.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
@@ -51,7 +68,10 @@ def block_statistics(
 
 
 def combine_in_order(ranks: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the maximum and the statistics over all ranks, as ``Chunks.combined`` does, added up in their order."""
+    """Return each row's maximum [N] and sums [3, N] over all tensor ranks, added up in the order of the ranks.
+
+    ranks: each rank's own maximum [N] and sums [3, N].
+    """
     if len(ranks) == 1:
         return ranks[0]
     peak = torch.stack([own for own, _ in ranks]).amax(0)
@@ -75,7 +95,12 @@ def rank_logits(hidden: torch.Tensor, weight: torch.Tensor, *, vocab_size: int, 
 
 
 def rank_logprob(ranks: Sequence[torch.Tensor], targets: torch.Tensor, *, temperature: float) -> torch.Tensor:
-    """Return each target's log-probability [N] from ``rank_logits``; its bits equal linear_logprob's on these ranks."""
+    """Return each target's log-probability [N] from the logits of all tensor ranks.
+
+    Its bits equal the bits that ``linear_logprob`` computes on as many tensor ranks.
+
+    ranks: each rank's logits, as ``rank_logits`` returns them.
+    """
     statistics, start = [], 0
     for logits in ranks:
         tokens, width = logits.shape

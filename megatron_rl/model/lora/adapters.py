@@ -1,4 +1,7 @@
-"""The adapters of a model: added, initialised, filled, turned off and merged (model/lora/layer.py has one adapter)."""
+"""Functions that add, initialise, fill, turn off and merge all LoRA adapters of a model.
+
+model/lora/layer.py has the adapter of one linear layer.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,11 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 def put_adapters(
     chunks: Sequence[GPTModel], shape: ModelShape, lora: LoraConfig, topology: Topology, seed: int
 ) -> ModelShape:
-    """Freeze this rank's chunks, put adapters beside their linear layers and return the shape with adapters.
+    """Freeze this rank's chunks, put adapters beside their linear layers and return the model's shape with adapters.
 
-    A starts as in PEFT (kaiming uniform: uniform within ±1/√in). ``seed`` and A's name determine it,
-    so every layout starts with the same values. B starts at zero. Not a collective.
+    An adapter's A starts as in PEFT (kaiming uniform: uniform within ±1/√in). Only ``seed`` and A's
+    name determine its values, so every parallel layout starts with the same values. B starts at
+    zero. Not a collective.
 
     Raises ConfigError if the layers cannot take adapters.
     """
@@ -62,9 +66,10 @@ def put_adapters(
 def _put_beside(
     block: torch.nn.Module, name: str, weights: Sequence[Entry], shape: ModelShape, topology: Topology
 ) -> None:
-    """Put adapters beside the linear layer ``name`` of a block.
+    """Add adapter modules to a block, beside its linear layer ``name``, and add their outputs to the linear's output.
 
-    weights: the linear's weight; for a grouped linear, the weights of all experts of this rank.
+    weights: the entry of the linear's weight; for a grouped linear, the entries of the weights of
+        all experts of this rank.
     """
     linear = block.get_submodule(name)
     adapters = [Adapter(linear, weight, shape, topology) for weight in weights]
@@ -85,12 +90,12 @@ def start_adapters(
     rank: int | None = None,
     targets: Sequence[str] | None = None,
 ) -> None:
-    """Give this rank's adapters the values of untrained adapters, and the scale of ``rank``. Not a collective.
+    """Give this rank's adapters their initial, untrained values, and the scale lora.alpha / ``rank``. Not a collective.
 
-    rank: at most ``lora.rank``; None takes ``lora.rank``. Rows of A and columns of B beyond it are
+    rank: at most ``lora.rank``; None for ``lora.rank``. Rows of A and columns of B beyond it are
         zeros. They stay zeros, since the gradient of each is a product with the other.
-    targets: the linear layers whose adapters train; None takes all. Other adapters are zeros and
-        stay zeros.
+    targets: the names of the linear layers whose adapters train; None for all. Other adapters are
+        zeros and stay zeros.
     """
     fill_adapters(chunks, shape, topology, _Start(shape, seed))
     rank = rank or shape.lora_rank
@@ -115,7 +120,7 @@ def _starts_the_graph(_embedding: torch.nn.Module, _inputs: tuple, output: torch
 
 
 def _check_place(shape: ModelShape, overlaps: bool) -> None:
-    """Raise ConfigError for a target that takes no adapter.
+    """Raise ConfigError if ``lora.targets`` names a linear layer that takes no adapter in this model.
 
     overlaps: whether shared experts run while the dispatcher exchanges tokens
         (``moe_shared_expert_overlap``).
@@ -157,7 +162,10 @@ def _check_place(shape: ModelShape, overlaps: bool) -> None:
 
 
 class _Start:
-    """Reads the values of untrained adapters; A is drawn whole on the host, then the wanted slice is taken."""
+    """Reads the values of untrained adapters, as a ``WeightReader`` reads a file's: random numbers for A, zeros for B.
+
+    A is drawn whole on the host, and the wanted slice of it is returned.
+    """
 
     def __init__(self, shape: ModelShape, seed: int) -> None:
         self.shape, self.seed = shape, seed
@@ -183,7 +191,7 @@ def fill_adapters(
 ) -> None:
     """Overwrite this rank's adapters by a reader's tensors. Not a collective.
 
-    reader: reads tensors by PEFT's names without ``base_model.model.``.
+    reader: reads slices of tensors by PEFT's names without the prefix ``base_model.model.``.
 
     Raises ConfigError if a tensor has another shape than the adapter.
     """
@@ -205,17 +213,18 @@ def fill_adapters(
 
 
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[Adapter]:
-    """Return this rank's adapters, layer by layer; [] if every weight is trained."""
+    """Return the adapters of this rank's chunks, layer by layer; [] for a model without LoRA."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
 
 
 @contextlib.contextmanager
 def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Turn the adapters off within the block, which then computes with and exports the frozen model.
+    """Turn the adapters off within the ``with`` block: the model then computes with, and exports, the frozen weights.
 
-    Not a collective. Under ``overlap_param_gather`` call ``Schedule.gather_parameters`` before: a
-    forward pass without adapters does not wait for their gather. Raises ValueError if the model has
-    no adapters.
+    Not a collective. Under ``overlap_param_gather`` call ``Schedule.gather_parameters`` before the
+    block. A forward pass without adapters does not wait for the gather of their parameters.
+
+    Raises ValueError if the model has no adapters.
     """
     adapters = adapters_of(chunks)
     if not adapters:
@@ -233,10 +242,14 @@ def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 class MergedParameters(Mapping[str, torch.Tensor]):
-    """Maps names to a chunk's weights and buffers; each access merges the adapter into a new tensor."""
+    """Maps the name of each weight and buffer of a chunk to its tensor.
+
+    If a weight has an adapter that is turned on, each access returns a new tensor with the adapter
+    merged into the weight.
+    """
 
     def __init__(self, chunk: torch.nn.Module, *, merges: bool = True) -> None:
-        """Take the chunk; ``merges=False`` gives the frozen weights."""
+        """Collect a chunk's weights and adapters; ``merges=False`` makes every access return the frozen weight."""
         self.merges = merges
         adapters = {name: module for name, module in chunk.named_modules() if isinstance(module, Adapter)}
         inside = {f"{name}.{own}" for name, module in adapters.items() for own, _ in module.named_parameters()}

@@ -2,7 +2,8 @@
 
 W and the rest of the model are frozen. A pair (A [rank, in], B [out, rank]) belongs to one Hugging
 Face projection, although Megatron-Core fuses q, k, v and gate, up. So a pair means the same under
-every layout, and to PEFT. A forward hook on the linear adds the pairs' outputs.
+every parallel layout, and to PEFT. A forward hook on the linear adds the pairs' outputs. "Finalize"
+below is Megatron-Core's ``finalize_model_grads``, which sums some gradients over tensor ranks.
 
 Each tensor rank holds a shard of W. A linear layer is split in one of two ways:
 
@@ -12,20 +13,21 @@ Each tensor rank holds a shard of W. A linear layer is split in one of two ways:
   rank's own tokens: A x is gathered and its gradient is reduce-scattered. Then A's gradient covers
   the rank's tokens, and finalize sums it.
 - By columns (linear_proj, linear_fc2): A has the rank's own columns, B is whole. A x is summed over
-  ranks, and B's gradient is whole on every rank. Under sequence parallelism A x is reduce-scattered.
-  Then B's gradient covers the rank's tokens, and finalize sums it.
+  ranks, and B's gradient is whole on every rank. Under sequence parallelism A x is
+  reduce-scattered. Then B's gradient covers the rank's tokens, and finalize sums it.
 
-A parameter that finalize sums has the mark ``sequence_parallel``, a split parameter the mark
-``tensor_model_parallel``. The gradient norm counts parameters without the second mark on tensor rank
-0 alone (0.16.1 ``finalize_model_grads.py``, ``optimizer/optimizer.py``).
+A parameter that finalize sums has the attribute ``sequence_parallel``. A split parameter has the
+attribute ``tensor_model_parallel``. The gradient norm counts parameters without the second
+attribute on tensor rank 0 alone (0.16.1 ``finalize_model_grads.py``, ``optimizer/optimizer.py``).
 
 A routed expert's linear has its own pairs, which take the tokens that the dispatcher brought to the
 expert. A grouped linear of Transformer Engine has one module with all its experts' pairs
 (``GroupedAdapter``). The dispatcher gathers an expert's tokens over its tensor ranks. It sums their
 outputs, and in backward the gradients of their inputs (0.16.1 ``moe/token_dispatcher.py``). So the
-adapter's term needs no other sum. Only the gradient of the half that is whole on every expert tensor
-rank is summed here, in backward. That half has the mark ``tensor_model_parallel`` on the first
-expert tensor rank, so that the norm counts it there, whatever that rank's tensor rank is.
+adapter's output needs no other sum. Of A and B, one is whole on every expert tensor rank, and only
+its gradient is summed here, in backward. On the first expert tensor rank that parameter has the
+attribute ``tensor_model_parallel``. So the norm counts it there, whatever the rank's number among
+tensor ranks.
 
 Transformer Engine's fused layers contain the norm of their input. Their adapters compute that norm
 again, with the layer's frozen weight.
@@ -58,11 +60,12 @@ MERGED_ROWS = 1024  # rows of a weight that are merged at a time, in float32
 
 
 class Adapter(torch.nn.Module):
-    """Holds the pairs of one linear layer, as parameters ``<projection>_A`` and ``<projection>_B``.
+    """Holds the LoRA pairs (A, B) of one linear layer, as parameters ``<projection>_A`` and ``<projection>_B``.
 
     The pairs are zeros until they are filled.
+
     enabled: False inside ``adapters_off``.
-    target: the linear layer's name.
+    target: the linear layer's name in ``lora.targets``.
     """
 
     def __init__(self, linear: torch.nn.Module, weight: Entry, shape: ModelShape, topology: Topology) -> None:
@@ -94,14 +97,15 @@ class Adapter(torch.nn.Module):
             self.register_parameter(name, parameter)
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (A, B) of each projection, in the order in which the linear layer fuses them."""
+        """Return (A, B) of each projection, in the order in which the linear layer fuses the projections."""
         return [(self.get_parameter(f"{name}_A"), self.get_parameter(f"{name}_B")) for name in self.projections]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the adapter's term of this rank's output, in the shape of the linear's output.
+        """Return what the adapter adds to this rank's output of the linear layer, in the shape of that output.
 
-        x: [S, 1, in], the input of the linear's product, or [T, in], the tokens of an expert. The
-            term is [S', 1, out] or [T, out].
+        x: [S, 1, in], the input of the linear's product, or [T, in], the tokens of an expert.
+
+        The result is [S', 1, out] or [T, out]. S' differs from S only under sequence parallelism.
         """
         pairs = self.pairs()
         a, b = torch.cat([a for a, _ in pairs]), [b for _, b in pairs]
@@ -118,7 +122,11 @@ class Adapter(torch.nn.Module):
         return torch.cat([part.unflatten(-1, (self.groups, -1)) for part in parts], -1).flatten(-2)
 
     def _over_ranks(self, narrow: torch.Tensor) -> torch.Tensor:
-        """Return the A x that B takes, from this tensor rank's part: gathered, reduced or as it is."""
+        """Return A x as B takes it, from the A x of this tensor rank.
+
+        If the linear is split by rows, A x is gathered along the sequence, or returned as it is. If
+        it is split by columns, A x is summed over ranks.
+        """
         if self.in_rows and self.sequence_parallel:
             return gather_from_sequence_parallel_region(narrow, tensor_parallel_output_grad=True, group=self.tp_group)
         if self.in_rows:
@@ -129,10 +137,12 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return W + (alpha / rank) · B A of this rank's shard in a new tensor.
+        """Return W + (alpha / rank) · B A for this rank's shard of W, in a new tensor.
 
-        Product and sum are computed in float32 and rounded to W's dtype once. Beside the result this
-        takes two float32 blocks of MERGED_ROWS rows.
+        weight: the shard of W.
+
+        Product and sum are computed in float32 and rounded to W's dtype once. Beside the result,
+        two float32 blocks of MERGED_ROWS rows need memory.
         """
         merged = weight.detach().clone()
         grouped, start = merged.unflatten(0, (self.groups, -1)), 0
@@ -146,7 +156,10 @@ class Adapter(torch.nn.Module):
         return merged
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Return the pairs under global shapes for ``dist_checkpointing``, so that another layout loads them."""
+        """Return {key: ShardedTensor} of the pairs under their global shapes, for ``dist_checkpointing``.
+
+        So another parallel layout can load them.
+        """
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -158,14 +171,17 @@ class Adapter(torch.nn.Module):
 
 
 class GroupedAdapter(torch.nn.ModuleList):
-    """Holds the adapters of a grouped linear (Transformer Engine's), one per expert of this rank."""
+    """Holds the adapters of a grouped linear of Transformer Engine, one for each of this rank's experts."""
 
     def __init__(self, topology: Topology) -> None:
         super().__init__()
         self.topology = topology
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Return the pairs with the expert's number as an axis, under the keys of experts with separate linears."""
+        """Return {key: ShardedTensor} of all experts' pairs, with the expert's number as an axis of each tensor.
+
+        A model whose experts have separate linears has equal keys.
+        """
         tensors, topology = {}, self.topology
         for number, adapter in enumerate(self):
             offset = (len(sharded_offsets), topology.expert_rank * len(self) + number, topology.expert_size * len(self))
@@ -178,10 +194,10 @@ class GroupedAdapter(torch.nn.ModuleList):
 
 
 def add_to(linear: torch.nn.Module, adapters: Sequence[Adapter]) -> None:
-    """Add the adapters' term to a linear layer's output, by a forward hook.
+    """Register a forward hook on a linear layer that adds the adapters' outputs to the layer's output.
 
-    adapters: one, or for a grouped linear one per expert. A grouped linear's second argument is each
-        expert's number of tokens.
+    adapters: one adapter, or for a grouped linear one per expert. A grouped linear's second
+        argument is each expert's number of tokens.
     """
     fused = hasattr(linear, "layer_norm_weight")
 
@@ -197,6 +213,9 @@ def add_to(linear: torch.nn.Module, adapters: Sequence[Adapter]) -> None:
 
 
 def normed(linear: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Return x normed as in Transformer Engine's fused layer: in float32 with the layer's weight, rounded once."""
+    """Return x after the RMS norm that Transformer Engine's fused linear applies to its input.
+
+    The norm is computed in float32 with the linear's norm weight, and rounded once.
+    """
     weight = linear.layer_norm_weight.float() + (1 if linear.zero_centered_gamma else 0)
     return F.rms_norm(x.float(), weight.shape, weight, linear.eps).to(x.dtype)

@@ -1,8 +1,8 @@
-"""The named ranges around the work of a run's parts: put on for a recording, and taken off again.
+"""The named ranges around a run's passes and calls, which a profiler shows: put on for a recording, then taken off.
 
 A range is put around a public method by an attribute of the instance, which hides the class's
-method. Ranges around a schedule's passes use its seam (PassWatch in backend/part.py). No range
-reads a tensor or draws a random number.
+method. Ranges around the passes of a schedule use the schedule's list of watches (PassWatch in
+backend/part.py). No range reads a tensor or draws a random number.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megatron_rl.planning.timeline import rank_order
 from megatron_rl.types import StepKind
 
 Mark = Callable[[str], AbstractContextManager[None]]
-"""Returns a context that puts a range of the given name around its block; ranges of one thread nest."""
+"""A function that takes a name and returns a context manager, which puts a range of this name around its block."""
 
 STEPS = {StepKind.REAL: "optimizer step", StepKind.GHOST: "ghost step", StepKind.HELD: "held step"}
 
 
 @contextlib.contextmanager
 def nvtx_range(name: str) -> Iterator[None]:
-    """Put an NVTX range around the block, for Nsight Systems. Needs CUDA."""
+    """Put an NVTX range called ``name`` around the block, for Nsight Systems. Needs CUDA."""
     torch.cuda.nvtx.range_push(name)
     try:
         yield
@@ -38,10 +38,10 @@ def nvtx_range(name: str) -> Iterator[None]:
 
 
 def mark_for(*, traces: bool, nvtx: bool) -> Mark:
-    """Return a function that puts a named range around a block.
+    """Return a function that takes a name and returns a context manager, which puts a range around its block.
 
     traces: whether torch.profiler records the range.
-    nvtx: whether Nsight Systems does, by NVTX.
+    nvtx: whether Nsight Systems shows the range, by NVTX.
     """
 
     @contextlib.contextmanager
@@ -57,16 +57,22 @@ def mark_for(*, traces: bool, nvtx: bool) -> Mark:
 
 
 class WatchedPasses:
-    """Puts a range around every pass of a model's micro-batches (a PassWatch).
+    """Puts a range around every forward, loss and backward of a model's micro-batches (a PassWatch).
 
-    A name holds the micro-batch's number within its step on this replica, from 0, the stage in the
-    order of the layers, and this rank's chunk.
+    A range's name holds the micro-batch's number within its step on this replica, from 0. It also
+    holds the pipeline stage in the order of the layers, and the number of this rank's model chunk.
 
-    Example: ``forward mb=3 stage=1 chunk=0``; the passes of one step lie in ``passes that train``.
+    Example: ``forward mb=3 stage=1 chunk=0``; the passes of one step lie in a range ``passes that
+    train``.
     """
 
     def __init__(self, mark: Mark, topology: Topology, prefix: str, ended: Callable[[], None]) -> None:
-        """Watch no pass yet. ``prefix``: of the ranges' names. ``ended``: called after the passes of each step."""
+        """Set up the watch before any pass.
+
+        mark: the result of ``mark_for``.
+        prefix: the text before every range's name.
+        ended: a function called after the passes of each step.
+        """
         self._mark, self._topology, self._prefix, self._ended = mark, topology, prefix, ended
         self._forwards: Counter[int] = Counter()
         self._losses = 0
@@ -74,7 +80,10 @@ class WatchedPasses:
 
     @contextlib.contextmanager
     def running(self, num_microbatches: int, *, trains: bool) -> Iterator[None]:
-        """Start counting a step's micro-batches from 0."""
+        """Put a range around a step's passes, and count its micro-batches from 0.
+
+        trains: whether the passes compute gradients; otherwise they only read log-probs or values.
+        """
         grid = self._topology
         self._forwards, self._losses = Counter(), 0
         order = rank_order(grid.pipeline_rank, grid.pipeline_size, grid.virtual_size, num_microbatches)
@@ -84,48 +93,49 @@ class WatchedPasses:
         self._ended()
 
     def forward(self, chunk: int, microbatch: PackedMicroBatch) -> AbstractContextManager[None]:
-        """Count a chunk's next micro-batch; a filler's range is named so."""
+        """Return a range for the next forward pass of a model chunk; its name marks a filler micro-batch as such."""
         number, stage = self._forwards[chunk], chunk * self._topology.pipeline_size + self._topology.pipeline_rank
         self._forwards[chunk] += 1
         filler = " filler" if microbatch.source is not None and microbatch.source.filler else ""
         return self._mark(f"{self._prefix}forward mb={number} stage={stage} chunk={chunk}{filler}")
 
     def loss(self) -> AbstractContextManager[None]:
-        """Count the next loss."""
+        """Return a range for the loss of the next micro-batch."""
         self._losses += 1
         return self._mark(f"{self._prefix}loss mb={self._losses - 1}")
 
     def backward(self) -> AbstractContextManager[None]:
-        """Take the next backward pass in the schedule's order."""
+        """Return a range for the next backward pass, in the order of the schedule."""
         stage, number = next(self._backwards)
         chunk = stage // self._topology.pipeline_size
         return self._mark(f"{self._prefix}backward mb={number} stage={stage} chunk={chunk}")
 
 
 class _WatchedPacker:
-    """Packs as a Packer does, within a range that numbers the micro-batches since ``restart``.
+    """Packs micro-batches as the Packer that it wraps, each within a range with the micro-batch's number.
 
-    A step's passes ask for each of its micro-batches once, so that no micro-batch of the next step
-    is packed before they end.
+    The numbers begin at 0 after ``restart``. A step's passes ask for each of its micro-batches
+    once. So no micro-batch of the next step is packed before the passes end.
     """
 
     def __init__(self, packer: Packer, mark: Mark, prefix: str) -> None:
         self._packer, self._mark, self._prefix, self._count = packer, mark, prefix, 0
 
     def restart(self) -> None:
-        """Count from 0 again."""
+        """Number the next micro-batch 0."""
         self._count = 0
 
     def pack(self, *args: object, **kwargs: object) -> PackedMicroBatch:
-        """Pack one micro-batch, in the packing thread."""
+        """Return one packed micro-batch; the packing thread calls this."""
         number, self._count = self._count, self._count + 1
         with self._mark(f"{self._prefix}pack mb={number}"):
             return self._packer.pack(*args, **kwargs)
 
 
 class Ranges:
-    """Holds the ranges that were put around a run's parts. No method is a collective.
+    """Puts named ranges around methods of a run's objects, and takes them off again. No method is a collective.
 
+    mark: the result of ``mark_for``.
     whole: the name of the range that lasts until all ranges are taken off.
     """
 
@@ -135,9 +145,9 @@ class Ranges:
         self._undo.enter_context(mark(whole))
 
     def put_around(self, owner: object, method: str, name: str | Callable[..., str]) -> None:
-        """Put a range around each call of an object's method.
+        """Put a range around each call of the method ``method`` of the object ``owner``.
 
-        name: the range's name, or a function of the call's arguments that returns it.
+        name: the range's name, or a function that takes the call's arguments and returns the name.
         """
         true, own = getattr(owner, method), method in vars(owner)
 
@@ -150,9 +160,9 @@ class Ranges:
         self._undo.callback(*((setattr, owner, method, true) if own else (delattr, owner, method)))
 
     def put_around_model(self, model: TrainableModel, prefix: str = "") -> None:
-        """Put ranges around a model's passes, packing, reduction and optimizer steps.
+        """Put ranges around a model's passes, packing, reduction of gradients and optimizer steps.
 
-        prefix: of the ranges' names, for a model that is not the policy.
+        prefix: the text before the ranges' names, for a model that is not the policy.
         """
         schedule, packer = model.schedule, model.packer
         watched = _WatchedPacker(packer, self.mark, prefix)
@@ -164,5 +174,5 @@ class Ranges:
         self.put_around(model, "optim_step", lambda kind, *_, **__: prefix + STEPS[kind])
 
     def take_off(self) -> None:
-        """Take every range off, and end the range around everything."""
+        """Take every range off, and end the range around the whole recording."""
         self._undo.close()

@@ -1,4 +1,4 @@
-"""The recording of one process between ``start`` and ``stop``: by torch.profiler, or for Nsight Systems."""
+"""The recording of one process's work between ``start`` and ``stop``, by torch.profiler or for Nsight Systems."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ WHOLE = "profiled"  # the range over which the summary is made
 
 
 class Recording:
-    """Records this process from ``start`` to ``stop``, any number of times. No method is a collective.
+    """Records this process's work from ``start`` to ``stop``, any number of times. No method is a collective.
 
-    folder: for the files, whose names begin with ``rank<rank>.<first step>``.
-    who: this rank in words.
+    folder: the folder of the files, whose names begin with ``rank<rank>.<first step>``.
+    who: a description of this rank, for the log.
     """
 
     def __init__(self, settings: ProfileConfig, folder: pathlib.Path, rank: int, who: str) -> None:
@@ -39,11 +39,11 @@ class Recording:
 
     @property
     def mark(self) -> Mark:
-        """Return the mark of the ranges that this recording shows."""
+        """Return the function that puts a named range around a block, for the tools that this recording uses."""
         return mark_for(traces=self._settings.tool == "torch", nvtx=HOST.is_cuda)
 
     def start(self) -> None:
-        """Begin to record, on all threads."""
+        """Begin to record all threads of this process."""
         settings = self._settings
         if settings.memory and HOST.is_cuda:
             torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS, stacks="python")
@@ -55,10 +55,12 @@ class Recording:
             torch.cuda.profiler.start()
 
     def stop(self, first_step: int, last_step: int) -> None:
-        """End the recording, write its files and log its summary; log a warning if they cannot be written.
+        """End the recording, write its files, and log its summary.
 
-        first_step, last_step: the optimizer steps that were recorded. A second number below the
-            first means none, as for a rollout whose steps come later.
+        first_step, last_step: the optimizer steps that were recorded. If ``last_step`` is below
+            ``first_step``, no step was, as for a rollout whose steps come later.
+
+        If the files cannot be written, a warning is logged, and the run goes on.
         """
         stem = self._folder / f"rank{self._rank}.{first_step}"
         try:
@@ -77,7 +79,7 @@ class Recording:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def _end(self) -> profile | None:
-        """Stop recording; return torch's profiler if it recorded."""
+        """Stop recording; return torch's profiler, None if Nsight Systems recorded."""
         profiler, self._profiler = self._profiler, None
         HOST.synchronize()
         if self._settings.tool == "nsys":
@@ -87,7 +89,7 @@ class Recording:
         return profiler
 
     def _write(self, profiler: profile, stem: pathlib.Path, first_step: int, last_step: int) -> None:
-        """Write the trace and its summary, and log the summary as a table."""
+        """Write the trace and its summary to files that begin with ``stem``, and log the summary as a table."""
         trace = stem.with_name(f"{stem.name}.pt.trace.json.gz")
         plain = stem.with_name(f"{stem.name}.unfinished.json")
         try:
@@ -114,7 +116,10 @@ class Recording:
 
 
 def _profiler(settings: ProfileConfig) -> profile:
-    """Return torch's profiler of all threads; to record memory peaks on a CPU, of the main thread alone."""
+    """Return torch's profiler for all threads.
+
+    It covers only the main thread if it records memory peaks on a CPU.
+    """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if HOST.is_cuda else [])]
     peaks = settings.memory and not HOST.is_cuda
     # a profiler of all threads reports no allocation (torch 2.13)
@@ -125,7 +130,7 @@ def _profiler(settings: ProfileConfig) -> profile:
 
 
 def name_threads(events: list[dict], who: str) -> None:
-    """Write the names of the process and its Python threads into a trace's events."""
+    """Write the names of the process and of its Python threads into a trace's events, in place."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     names[threading.get_native_id()] = "main"
     for event in events:
@@ -138,7 +143,7 @@ def name_threads(events: list[dict], who: str) -> None:
 
 
 def _compress(plain: pathlib.Path, path: pathlib.Path) -> None:
-    """Write a compressed copy of a file, which appears whole or not at all."""
+    """Write a gzipped copy of the file ``plain`` to ``path``, whole or not at all."""
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
         with plain.open("rb") as source, gzip.open(unfinished, "wb", compresslevel=3) as target:

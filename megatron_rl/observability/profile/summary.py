@@ -1,4 +1,4 @@
-"""The summary of a trace's events: the time by range and by operation, and the calls that waited for the device.
+"""The summary of a profiler's trace: time by range and by operation, idle shares, and waits for the device.
 
 The events are those of torch.profiler's Chrome trace (2.13): ``cpu_op`` and ``user_annotation`` of
 the host's threads, ``kernel``, ``gpu_memcpy`` and ``gpu_memset`` of a GPU. Times in the events are
@@ -34,16 +34,18 @@ NUMBER = re.compile(r" (mb|step)=\d+.*")
 US = 1e-6
 
 Interval = tuple[float, float]
-"""(start, end) in microseconds."""
+"""The (start, end) of an event, in the trace's microseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """Holds the times of all ranges or operations of one name.
+    """Holds the times of all ranges, or of all operations, of one name.
 
-    total_s, own_s: seconds, with and without the ranges or operations within them on their threads.
-    peak_bytes: the most bytes allocated at once within a range, counted from the recording's start;
-        None if no allocation was recorded.
+    count: how many there are.
+    total_s: their seconds.
+    own_s: their seconds without the ranges or operations within them on the same thread.
+    peak_bytes: the most bytes allocated at once within one of them, counted from the recording's
+        start; None if no allocation was recorded.
     """
 
     count: int
@@ -54,18 +56,21 @@ class Timed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Holds the figures of a trace.
+    """Holds the figures of a trace. The window is the time from the recording's start to its end.
 
-    window_s: seconds of the whole recording.
+    window_s: the seconds of the window.
     num_events: the number of events in the trace.
-    main_idle_share: share of the window in which the main thread ran no operation of torch.
-    device_idle_share: share of the window in which no kernel or copy ran; None without a GPU.
-    collectives_s: seconds of the window in which a collective was running.
-    passes_s, in_passes_s: seconds of the main thread in the schedule, and in its forwards, losses
-        and backwards. The rest is the pipeline's bubbles, communication and the schedule itself.
-    waits: the number of waits for a device per micro-batch, by pass and by the waiting call's name.
-    ranges, collectives, operations, kernels: by name, without the numbers of micro-batches and
-        steps. Kernels are a GPU's kernels and copies, collectives included.
+    main_idle_share: the share of the window in which the main thread ran no operation of torch.
+    device_idle_share: the share of the window in which no kernel or copy ran on the GPU; None
+        without a GPU.
+    collectives_s: the seconds of the window in which a collective was running.
+    passes_s: the seconds that the main thread spent in the pipeline schedule.
+    in_passes_s: of these, the seconds in forward passes, losses and backward passes. The rest is
+        bubbles, communication and the schedule itself.
+    waits: {pass: {name of the call: calls per micro-batch that waited for the device}}.
+    ranges, collectives, operations: {name: times}; numbers of micro-batches and steps are removed
+        from the names.
+    kernels: the same for a GPU's kernels and copies, collectives included.
 
     Example: one ``forward mb=0`` of 3 s within ``passes that train`` of 4 s: ``passes_s=4``,
     ``in_passes_s=3``, ``ranges["passes that train"].own_s=1``.
@@ -85,23 +90,23 @@ class Summary:
     kernels: dict[str, Timed]
 
     def to_json(self, rank: int, first_step: int, last_step: int) -> str:
-        """Return the summary as JSON, with its rank and steps."""
+        """Return the summary as JSON text, with the rank and the recorded steps."""
         head = {"rank": rank, "first_step": first_step, "last_step": last_step}
         return json.dumps(head | dataclasses.asdict(self), indent=1)
 
 
 def group_of(name: str) -> str:
-    """Return a range's name without its number: ``forward mb=3 stage=1 chunk=0`` becomes ``forward``."""
+    """Return a range's name without its numbers: ``forward mb=3 stage=1 chunk=0`` becomes ``forward``."""
     return NUMBER.sub("", name)
 
 
 def summarize(events: Iterable[dict], window: str, main: int) -> Summary:
-    """Sum up the events of a trace.
+    """Return the summary of a trace's events.
 
-    window: the name of the range around everything, on the main thread.
+    window: the name of the range around the whole recording, on the main thread.
     main: the operating system's number of the main thread.
 
-    Raises ValueError for a trace without that range.
+    Raises ValueError if the trace has no range of that name.
     """
     events = list(events)
     # Sort the events by kind, and find the window.
@@ -156,7 +161,10 @@ def _busy_us(events: Sequence[dict], window: Interval) -> float:
 
 
 def _timed(events: Sequence[dict], peaks: _Peaks | None) -> dict[str, Timed]:
-    """Return the times by name, largest own time first."""
+    """Return {name: times} of the events, the largest own time first.
+
+    peaks: the allocated bytes over time; None if no allocation was recorded.
+    """
     count, total, own, peak = Counter(), Counter(), Counter(), {}
     by_thread: dict[tuple, list[dict]] = defaultdict(list)
     for event in events:
@@ -182,13 +190,13 @@ def _timed(events: Sequence[dict], peaks: _Peaks | None) -> dict[str, Timed]:
 
 
 class _Peaks:
-    """Holds the allocated bytes at each moment at which they changed."""
+    """Holds the number of allocated bytes at each moment at which it changed."""
 
     def __init__(self, changes: list[tuple[float, int]]) -> None:
         self._moments, self._bytes = [moment for moment, _ in changes], [total for _, total in changes]
 
     def within(self, start: float, end: float) -> int:
-        """Return the most bytes held between two moments."""
+        """Return the most bytes allocated between two moments, in the trace's microseconds."""
         first, behind = bisect.bisect_left(self._moments, start), bisect.bisect_right(self._moments, end)
         return max(self._bytes[max(first - 1, 0) : behind], default=0)
 
@@ -203,10 +211,11 @@ def _peaks(events: Sequence[dict]) -> _Peaks | None:
 
 
 def _waits(passes: Sequence[dict], calls: Sequence[dict], ranges: Sequence[dict]) -> dict[str, dict[str, float]]:
-    """Count the waits for the device within the passes of micro-batches, by pass and name, per micro-batch.
+    """Return {pass: {name of the call: count per micro-batch}} of calls that waited for the device within passes.
 
-    Autograd may run a backward pass in a thread of its own, which has no ranges. Calls in threads
-    with ranges other than the passes' threads are not counted.
+    Autograd may run a backward pass in a thread that has no ranges, and calls there are counted.
+    Calls are not counted in threads that have other ranges and no passes, such as the packing
+    thread.
     """
     elsewhere = {event["tid"] for event in ranges} - {event["tid"] for event in passes}
     waiting = sorted((x["ts"], x["name"]) for x in calls if x["name"] in WAITS and x["tid"] not in elsewhere)

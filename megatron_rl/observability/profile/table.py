@@ -1,4 +1,4 @@
-"""The summary of a profile as a table for the log."""
+"""The table of a profile's summary, for the log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MOST_RANGES, MOST_OTHERS = 30, 12  # lines of a table
 
 
 def table_of(summary: Summary) -> str:
-    """Return the summary as lines of text: shares, ranges, operations or kernels, and waits per micro-batch."""
+    """Return the summary as lines of text: shares, times of ranges, kernels and operations, waits per micro-batch."""
     return "\n".join(
         [
             *_shares(summary),

@@ -1,1 +1,1 @@
-"""The metrics of a run for Prometheus: names, values, and the server that is scraped."""
+"""The metrics of a run for Prometheus: their names and values, and the HTTP server that Prometheus reads."""

@@ -1,4 +1,7 @@
-"""The metric families of a run, made for each scrape from the values of its rows and its current values."""
+"""The metric families that Prometheus reads, made at each request from a run's rows and its current values.
+
+A family is a metric's name and help with its samples, one for each tuple of labels.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ ENGINE_GAUGES = (
 
 
 def gauge(name: str, words: str, value: float | None) -> GaugeMetricFamily:
-    """Return a gauge; with a value of None it has no sample."""
+    """Return a gauge called ``name`` with the help ``words``; it has no sample if ``value`` is None."""
     family = GaugeMetricFamily(PREFIX + name, words)
     if value is not None:
         family.add_metric((), value)
@@ -53,12 +56,16 @@ def gauge(name: str, words: str, value: float | None) -> GaugeMetricFamily:
 
 
 def counter(name: str, words: str, value: float) -> CounterMetricFamily:
-    """Return a counter, whose samples' names end in ``_total``."""
+    """Return a counter called ``name`` with the help ``words``; the names of its samples end in ``_total``."""
     return CounterMetricFamily(PREFIX + name, words, value=value)
 
 
 def labelled(name: str, words: str, labels: Iterable[str], samples: Mapping[tuple[str, ...], float]) -> Metric:
-    """Return a gauge with a sample for each tuple of labels."""
+    """Return a gauge with one sample for each tuple of label values.
+
+    labels: the labels' names.
+    samples: {label values: value}.
+    """
     family = GaugeMetricFamily(PREFIX + name, words, labels=tuple(labels))
     for values, value in samples.items():
         family.add_metric(values, value)
@@ -66,12 +73,16 @@ def labelled(name: str, words: str, labels: Iterable[str], samples: Mapping[tupl
 
 
 def info(name: str, words: str, facts: Mapping[str, str]) -> Metric:
-    """Return a gauge of value 1 whose labels are the facts."""
+    """Return a gauge ``<name>_info`` of value 1, whose labels are ``facts``."""
     return labelled(f"{name}_info", words, facts, {tuple(facts.values()): 1})
 
 
 def histogram(name: str, words: str, by_label: Mapping[tuple[str, ...], Histogram], label: tuple[str, ...]) -> Metric:
-    """Return a histogram for each tuple of labels."""
+    """Return a histogram metric with one histogram for each tuple of label values.
+
+    by_label: {label values: histogram}.
+    label: the labels' names.
+    """
     family = HistogramMetricFamily(PREFIX + name, words, labels=label)
     for values, each in by_label.items():
         family.add_metric(values, [(floatToGoString(bound), count) for bound, count in cumulative(each)], each.total)
@@ -79,10 +90,11 @@ def histogram(name: str, words: str, by_label: Mapping[tuple[str, ...], Histogra
 
 
 class RunCollector(Collector):
-    """Gives prometheus_client the families of a run.
+    """Gives prometheus_client the metric families of a run.
 
+    values: the values of the run's rows.
     run_name: the name of the run's folder.
-    live: returns the current values; None before the run's parts are built.
+    live: a function that returns the current values; None until the run has set up its trainer.
     """
 
     def __init__(self, values: RunValues, run_name: str) -> None:
@@ -96,7 +108,7 @@ class RunCollector(Collector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family that has a sample; each name once, and in the same order every time."""
+        """Yield every family that has a sample, each name once, in the same order at every call."""
         yield from (family for family in self._families() if family.samples)
 
     def _families(self) -> Iterator[Metric]:
@@ -156,7 +168,7 @@ class RunCollector(Collector):
 
 
 def of_live(live: LiveValues) -> Iterator[Metric]:
-    """Yield the families of the values between two steps."""
+    """Yield the families of values that change between two steps, such as the current stage."""
     stage = stage_label(live.stage)
     stages = {(name,): float(name == stage) for name in (*STAGES, OTHER_STAGE)}
     yield labelled("stage", "Whether the first rank's main thread is in this stage now.", ("stage",), stages)
@@ -180,7 +192,10 @@ def of_live(live: LiveValues) -> Iterator[Metric]:
 
 
 def of_engines(engines: Mapping[int, EngineReading]) -> Iterator[Metric]:
-    """Yield the families of engines, with the engine's number as their label."""
+    """Yield the families of the inference engines' values, with the engine's number as label.
+
+    engines: {engine's number: its values}.
+    """
     restarts = CounterMetricFamily(
         f"{PREFIX}engine_restarts", "How often the engine came back after it was lost.", labels=("engine",)
     )
@@ -194,7 +209,7 @@ def of_engines(engines: Mapping[int, EngineReading]) -> Iterator[Metric]:
 
 
 def registry_of(collector: RunCollector) -> CollectorRegistry:
-    """Return a registry of the run's families and of the process's own (``process_*``)."""
+    """Return a registry of the run's families and of the process's own figures (``process_*``)."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     ProcessCollector(registry=registry)

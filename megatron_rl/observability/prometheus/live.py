@@ -1,4 +1,4 @@
-"""The values of a run between its steps, in the form in which a scrape gets them."""
+"""The values of a run that change between its steps, in the form that a request of Prometheus gets."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReading:
-    """Holds the known facts of one engine; None for a fact that the engine does not report.
+    """Holds the known values of one inference engine; None for a value that the engine does not report.
 
-    number: its place in ``rollout.servers``; None for the rank's own engine, whose number is the
+    number: its index in ``rollout.servers``; None for the rank's own engine, whose number is the
         rank.
     is_up: whether it serves, as far as its rank knows.
     weight_version: the version of its weights; below 0 if it holds no whole set.
     restarts: how often it was started again, or served again after a loss.
-    running, waiting: its samples that are being computed, and those that wait for room.
+    running: the number of samples that it computes now.
+    waiting: the number of samples that wait in it for free space.
     kv_cache_usage: the used share of its KV cache, from 0 to 1.
-    most_running, most_waiting, most_kv_cache_usage: the most of each, since it last had no request.
+    most_running, most_waiting, most_kv_cache_usage: the largest of these values since it last had
+        no request.
 
     Example: ``EngineReading(number=None, is_up=True, weight_version=7, restarts=0, running=64,
     waiting=12, kv_cache_usage=0.97)``.
@@ -37,19 +39,22 @@ class EngineReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveValues:
-    """Holds a run's current values, as the first rank sees them.
+    """Holds a run's current values, as the first rank knows them.
 
-    facts: labels that stay the same during a run: model family, degrees of parallelism, engine.
-    stage, stage_s: the main thread's stage, and the seconds since it began.
-    rollouts_under_way: rollouts that were started and not taken.
-    groups: the number of these rollouts' groups on this rank that were asked for, are generated,
-        are scored.
+    facts: {label: value} that stays the same during a run: model family, degrees of parallelism,
+        engine.
+    stage, stage_s: the stage in which the main thread is, and the seconds since it began.
+    rollouts_under_way: the number of rollouts that were started and that the trainer has not taken
+        yet.
+    groups: {"asked", "generated", "scored": how many groups of these rollouts this rank was given,
+        has generated, has scored}.
     sent_version: the version of the weights last sent to the engines; below 0 before the first
         sync.
-    weight_syncs, weight_sync_s: the number of syncs since the start, and their seconds.
-    checkpoint_at: when the last checkpoint became whole, in seconds since 1970; None if there is
+    weight_syncs, weight_sync_s: the number of weight syncs since the start, and their seconds.
+    checkpoint_at: when the last checkpoint was complete, in seconds since 1970; None if there is
         none.
-    engines: by their numbers; other ranks' engines as of the end of the last rollout.
+    engines: {engine's number: its values}; those of other ranks' engines date from the end of the
+        last rollout.
     """
 
     facts: Mapping[str, str]

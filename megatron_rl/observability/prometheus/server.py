@@ -1,11 +1,11 @@
-"""The HTTP server that Prometheus scrapes: GET /metrics, and GET /healthz, which answers "ok".
+"""The HTTP server that Prometheus reads: GET /metrics, and GET /healthz, which answers "ok".
 
 One connection brings one request and ends. At most MOST_CONNECTIONS are open, each in its own
 thread. A further connection ends the oldest one. No connection lives longer than REQUEST_S, however
 slowly its client writes or reads. So no client can hold the run, its threads or its descriptors.
 
-A server on this host's loopback answers only to loopback names. So a web page whose name was
-pointed at this host cannot read the run.
+A server on the loopback address answers only requests whose Host header is a loopback name. So a
+web page whose domain name was pointed at this host cannot read the metrics.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ BEARER = "bearer "
 
 
 class MetricsServer(http.server.ThreadingHTTPServer):
-    """Answers scrapes of a registry, in threads that end with it.
+    """Answers requests for the metrics of a registry, in threads that end with the process.
 
     address, port: the address to listen on; port 0 takes any free one.
-    keys: the clients' keys; (): clients need none.
+    keys: the keys of which a client must send one; () if clients need none.
 
-    Raises ConfigError for an address or a port that cannot be taken.
+    Raises ConfigError for an address or a port that cannot be listened on.
     """
 
     daemon_threads, block_on_close = True, False
@@ -66,22 +66,25 @@ class MetricsServer(http.server.ThreadingHTTPServer):
         self._loop = threading.Thread(target=self.serve_forever, args=(LOOK_S,), name="metrics", daemon=True)
 
     def server_bind(self) -> None:
-        """Bind without HTTPServer's lookup of the host's name, which a slow name server would delay."""
+        """Bind to the port without HTTPServer's lookup of the host's name, which a slow name server would delay."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]
 
     def start(self) -> None:
-        """Begin to answer, in a thread."""
+        """Begin to answer requests, in a thread."""
         self._loop.start()
 
     @property
     def url(self) -> str:
-        """Return the address of the metrics."""
+        """Return the URL of the metrics."""
         host = f"[{self.server_name}]" if ":" in self.server_name else self.server_name
         return f"http://{host}:{self.server_port}/metrics"
 
     def get_request(self) -> tuple[socket.socket, object]:
-        """Accept a connection. If no descriptor is free, wait a little: the loop would retry at once."""
+        """Accept a connection. If that fails, as without a free descriptor, wait LOOK_S before raising OSError.
+
+        The server's loop then tries again; without the wait it would do so at once.
+        """
         try:
             return super().get_request()
         except OSError:
@@ -89,7 +92,7 @@ class MetricsServer(http.server.ThreadingHTTPServer):
             raise
 
     def process_request(self, request: socket.socket, client_address: object) -> None:
-        """Answer in a thread; beyond MOST_CONNECTIONS the oldest connection is ended."""
+        """Answer a connection in a new thread; if more than MOST_CONNECTIONS are open, end the oldest."""
         with self._guard:
             self._open[request] = time.monotonic()
             surplus = list(self._open)[:-MOST_CONNECTIONS]
@@ -98,14 +101,14 @@ class MetricsServer(http.server.ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """End overdue connections; the loop calls this every LOOK_S."""
+        """End connections that are older than REQUEST_S; the server's loop calls this every LOOK_S."""
         with self._guard:
             since = time.monotonic() - REQUEST_S
             for request in [each for each, begun in self._open.items() if begun < since]:
                 self._end(request)
 
     def _end(self, request: socket.socket) -> None:
-        """End a connection, with the guard held; the thread that waits for the connection then ends too."""
+        """Shut down a connection, so that the thread that waits for it ends; the caller holds the guard."""
         del self._open[request]
         with contextlib.suppress(OSError):  # its client has gone already
             request.shutdown(socket.SHUT_RDWR)
@@ -116,12 +119,12 @@ class MetricsServer(http.server.ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore a client that went away; log any other error of an answer, and go on."""
+        """Log an error in an answer, unless the client went away; the run goes on."""
         if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
             log.exception("an answer to a scrape of the metrics failed; the run goes on")
 
     def close(self) -> None:
-        """Free the port and end the server; unfinished answers have GOODBYE_S."""
+        """Stop the server and free the port; unfinished answers get GOODBYE_S to end."""
         if self._loop.is_alive():
             self.shutdown()
         self.server_close()
@@ -134,13 +137,13 @@ class MetricsServer(http.server.ThreadingHTTPServer):
 
 
 class MetricsHandler(http.server.BaseHTTPRequestHandler):
-    """Answers one request."""
+    """Answers one request for /metrics or /healthz."""
 
     server: MetricsServer
     timeout = REQUEST_S
 
     def version_string(self) -> str:
-        """Return the server's name for the answers, without a release number."""
+        """Return the text of the answers' Server header, without a release number."""
         return "megatron_rl"
 
     def do_GET(self) -> None:
@@ -158,7 +161,7 @@ class MetricsHandler(http.server.BaseHTTPRequestHandler):
         self._answer(http.HTTPStatus.OK, content, kind)
 
     def _refusal(self) -> tuple[http.HTTPStatus, bytes, str] | None:
-        """Return the answer that refuses a request; None if the request is allowed."""
+        """Return (status, body, content type) of the answer that refuses the request; None if it is allowed."""
         text, path = "text/plain; charset=utf-8", urllib.parse.unquote(self.path.partition("?")[0])
         hosts = self.headers.get_all("Host", [])
         if self.server.is_local and not all(names_loopback(host) for host in hosts):
@@ -189,11 +192,11 @@ class MetricsHandler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Log nothing: Prometheus asks every few seconds."""
+        """Log nothing: Prometheus sends a request every few seconds."""
 
 
 def _resolved(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Return an address's family and its numbers. Raises ConfigError if it is no address of a host."""
+    """Return the address family and the numeric address of ``address``; raise ConfigError if it has none."""
     try:
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:

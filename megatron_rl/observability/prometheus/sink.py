@@ -1,4 +1,4 @@
-"""The sink for Prometheus: it keeps the values of a run's rows, and a server answers scrapes with them."""
+"""The sink for Prometheus: it keeps the values of a run's rows, and its HTTP server answers with them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ log = logging.getLogger(__name__)
 
 
 def server_of(settings: MetricsConfig, registry: CollectorRegistry) -> MetricsServer:
-    """Return the server that the settings ask for, bound to its port. Raises ConfigError if it cannot be bound."""
+    """Return the configured server, bound to its port.
+
+    Raises ConfigError if it cannot be bound, or if its keys cannot be read.
+    """
     keys = keys_in(settings.prometheus_key_env, setting="metrics.prometheus_key_env")
     return MetricsServer(registry, settings.prometheus_address, settings.prometheus_port, keys)
 
 
 class PrometheusSink:
-    """Serves a run's metrics until ``close``.
+    """Serves a run's metrics over HTTP until ``close``.
 
     config: the resolved configuration as plain values, with ``total_steps``.
-    earlier: the rows of a resumed run, up to its checkpoint; counters begin with them.
+    earlier: the rows of a resumed run up to its checkpoint, with which the counters begin.
 
-    Raises ConfigError for a variable without a key, and for an address or a port that cannot be
-    taken.
+    Raises ConfigError if the environment variable for keys holds none, and for an address or a port
+    that cannot be listened on.
     """
 
     def __init__(
@@ -54,20 +57,20 @@ class PrometheusSink:
         log.info("metrics for Prometheus: %s%s", self.url, ", to clients with a key" if asks else "")
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Keep the seconds of a stage that no row holds."""
+        """Add the seconds of a stage that no row of metrics holds, such as a checkpoint; ignore other stages."""
         self._values.add_interval(stage, seconds)
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
-        """Keep one step's values; non-finite values come from ``scalars``."""
+        """Add the values of one step's row; ``scalars`` has the values that are not finite as floats."""
         self._values.add({**row, **scalars}, at=time.time())
 
     def show(self, step: int, source: str, completions: Sequence[Completion]) -> None:
-        """Do nothing: a metric holds no text of a prompt."""
+        """Do nothing: Prometheus gets numbers alone, not completions."""
 
     def follow(self, live: ReadLive) -> None:
-        """Read the current values by ``live`` at each scrape."""
+        """Call ``live`` for the run's current values at each request from now on."""
         self._collector.live = live
 
     def close(self, files: Sequence[pathlib.Path], *, failed: bool) -> None:
-        """End the server and free its port."""
+        """Stop the server and free its port."""
         self._server.close()

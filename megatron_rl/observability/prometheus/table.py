@@ -1,4 +1,4 @@
-"""The table that maps names of metrics.jsonl to names of Prometheus.
+"""The table from names in metrics.jsonl to names of Prometheus metrics.
 
 A metric that is not in the table is not served, so that no row can increase the number of series.
 Names follow Prometheus' practice (prometheus.io/docs/practices/naming): base units, ``_total`` for
@@ -19,7 +19,12 @@ OTHER_STAGE = "other"  # label of any stage that is not in STAGES
 
 
 class Kind(Enum):
-    """Says how a metric is made of its rows: GAUGE is the last value, SUM the sum of values, SO_FAR the last count."""
+    """Says how a metric is computed from the rows of metrics.jsonl.
+
+    GAUGE: the last value.
+    SUM: a counter, the sum of all values.
+    SO_FAR: a counter, the last value, which is itself a count.
+    """
 
     GAUGE = "gauge"
     SUM = "sum"
@@ -28,10 +33,10 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Names a metric of Prometheus.
+    """Names a metric that Prometheus gets.
 
-    key: its name in metrics.jsonl.
-    name: without PREFIX, and for a counter without ``_total``.
+    key: the metric's name in metrics.jsonl.
+    name: its name for Prometheus, without PREFIX and, for a counter, without ``_total``.
     help: its help line.
     """
 
@@ -42,7 +47,7 @@ class Served:
 
     @property
     def full_name(self) -> str:
-        """Return the name as Prometheus shows it."""
+        """Return the metric's name as Prometheus shows it."""
         return f"{PREFIX}{self.name}{'' if self.kind is Kind.GAUGE else '_total'}"
 
 
@@ -190,7 +195,7 @@ FUNCTION = ("function_reward_mean", "Mean of one reward function over the last r
 
 
 def stage_label(stage: str) -> str:
-    """Return the label for a stage's name: the name itself, or OTHER_STAGE.
+    """Return the label for a stage of the timer: its name if STAGES has it, else OTHER_STAGE.
 
     Example: ``stage_label("between stages")`` is ``"between"``.
     """

@@ -1,7 +1,7 @@
-"""The values of a run's rows and stages: the last of each gauge, the sums of counters, histograms of seconds.
+"""The values that Prometheus reads: the last value of each gauge, sums of counters, and histograms of seconds.
 
-The main thread adds values, a scrape reads them. Both hold one lock, so that a scrape sees whole
-rows. The number of values is bounded by the table, the stages, and the configuration's names of
+The main thread adds rows, and requests read the values. Both hold one lock, so that a request sees
+whole rows. The number of values is limited by the table, the stages, and the configured names of
 evaluation sets and reward functions.
 """
 
@@ -28,13 +28,16 @@ _BEFORE = "_before"
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts observations by BUCKETS; the last count is for observations above all bounds."""
+    """Counts observations in seconds by the bounds BUCKETS; the last count is for those above all bounds.
+
+    total: the sum of the observed seconds.
+    """
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
     total: float = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one observation. An observation that is not a number is left out."""
+        """Count one observation, unless it is NaN."""
         if seconds == seconds:
             self.counts[bisect.bisect_left(BUCKETS, seconds)] += 1
             self.total += seconds
@@ -42,7 +45,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Holds a configuration's names of evaluation sets and reward functions, at most MOST_NAMES of each."""
+    """Holds the configured names of evaluation sets and of reward functions, at most MOST_NAMES of each."""
 
     sets: frozenset[str]
     functions: frozenset[str]
@@ -63,9 +66,10 @@ class Names:
 
 
 class RunValues:
-    """Adds up the values of a run's rows. Methods are safe in any thread.
+    """Adds up the values of a run's rows and stages. Methods are safe in any thread.
 
-    total_steps: the steps that the run is to take.
+    names: the evaluation sets and reward functions whose values are kept.
+    total_steps: the number of steps that the run is to take.
     """
 
     def __init__(self, names: Names, total_steps: int) -> None:
@@ -82,9 +86,9 @@ class RunValues:
         self.last_step_at: float | None = None
 
     def add(self, row: Mapping[str, object], *, at: float | None = None) -> None:
-        """Add one row of metrics.jsonl, its non-finite values as floats.
+        """Add the values of one row of metrics.jsonl, in which numbers that are not finite are floats.
 
-        at: when its step ended, in seconds since 1970; None for a row from before a resume.
+        at: when the row's step ended, in seconds since 1970; None for a row from before a resume.
         """
         with self.lock:
             self.steps[StepKind(row["step_kind"]).value] += 1
@@ -95,13 +99,13 @@ class RunValues:
                     self._add_value(key, row[key])
 
     def add_interval(self, stage: str, seconds: float) -> None:
-        """Add an interval of the timer if no row holds it."""
+        """Add the seconds of a stage if no row holds them (OUTSIDE); ignore other stages."""
         if stage in OUTSIDE:
             with self.lock:
                 self._observe(stage, seconds)
 
     def _add_value(self, key: str, value: float) -> None:
-        """Add one value by its key; ignore it if neither the table nor the configuration names it."""
+        """Add one value of a row; ignore it if neither the table nor the configuration has its name."""
         name = key.removesuffix(_BEFORE)
         if name in BY_KEY:
             added = BY_KEY[name].kind is Kind.SUM
@@ -135,7 +139,7 @@ class RunValues:
 
 
 def cumulative(histogram: Histogram) -> Iterator[tuple[float, int]]:
-    """Yield (upper bound, number of observations up to it); the last bound is infinity.
+    """Yield (upper bound in seconds, number of observations up to it); the last bound is infinity.
 
     Example: two observations of 0.02 s give 0 at 0.01 s, and 2 at each later bound.
     """

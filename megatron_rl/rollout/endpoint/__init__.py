@@ -1,1 +1,1 @@
-"""An OpenAI-compatible endpoint in front of the engines. Any program that uses it can make the run's rollouts."""
+"""An OpenAI-compatible endpoint in front of the engines, through which any program can make the run's rollouts."""

@@ -1,19 +1,21 @@
 """Rollouts that agents make: an engine that runs one agent per sample and records its requests to the endpoint.
 
-Agents run in threads and send HTTP requests. If the inner engine is in this process, it samples in
-the thread of ``generate`` alone, and takes all waiting requests together. If it is in other
-processes, it gets each request at once, while it samples others.
+A session is the work of one agent on one sample. Agents run in threads and send HTTP requests. If
+the inner engine is in this process, it samples in the thread of ``generate`` alone, and takes all
+waiting requests together. If it is in other processes, it gets each request at once, while it
+samples others.
 
 A session ends once its agent has returned and its reward is known. The reward is a number that the
 agent returned, or that came by POST /sessions/ID/reward. The session fails if the agent raises or
 made no request, or if it has no reward ``rollout.endpoint.deadline_s`` after its start.
 ``environment.on_error`` decides what a failure leads to. An agent may raise after a request was
-refused for the session's length or number of requests. That ends its episode, and is no failure.
+refused because the session reached its maximum of tokens or requests. That ends its episode, and is
+no failure.
 
 No request of an agent can end the run. If the engine raises an error other than EngineLost, each
 request is tried alone. If one fails alone too, the engine is asked for one token after an
-end-of-sequence token. If that works, the request is refused to its agent. Otherwise the engine is
-broken, and the error ends the call.
+end-of-sequence token. If that works, the agent gets a refusal of its request. Otherwise the engine
+is broken, and the error ends the call.
 """
 
 from __future__ import annotations
@@ -55,11 +57,11 @@ Agent = Callable[[str, Mapping[str, object]], float | None]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Call:
-    """Holds the requests and threads of one call of ``generate``, under ``change``.
+    """Holds the requests and threads of one call of ``generate``. Its fields are changed under the lock ``change``.
 
     waiting: requests that were not passed to the engine yet.
-    threads: wait for an engine in other processes.
-    error: the first error of these threads.
+    threads: threads that wait for an engine in other processes.
+    error: the first error of these threads; None without one.
     """
 
     change: threading.Condition = field(default_factory=threading.Condition)
@@ -73,7 +75,7 @@ class _Call:
             self.change.notify_all()
 
     def take(self) -> list[Pending]:
-        """Return the waiting requests, after at most LOOK_S. Raises a thread's error."""
+        """Return the requests that wait, after at most LOOK_S, and empty the list. Raises a thread's error."""
         with self.change:
             if not self.waiting and self.error is None:
                 self.change.wait(LOOK_S)
@@ -83,7 +85,7 @@ class _Call:
             return found
 
     def start(self, act: Callable[[], None]) -> None:
-        """Run ``act`` in a thread. ``take`` raises its error."""
+        """Call ``act`` in a new thread. The next ``take`` raises the error that ``act`` raised."""
 
         def run() -> None:
             try:
@@ -98,14 +100,18 @@ class _Call:
         self.threads[-1].start()
 
     def end(self) -> None:
-        """Wait until the engine has no request of this call. The engine's own deadlines limit the wait."""
+        """Wait until the engine has finished every request of this call. The engine's own deadlines limit the wait."""
         for thread in self.threads:
             thread.join()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Episode:
-    """Holds one session of a call. ``rollout``: its rollout; None until the session has ended."""
+    """Holds one session of a call of ``generate``.
+
+    said: the ticket of the agent's call, which will hold the agent's return value.
+    rollout: the session's rollout; None until the session has ended.
+    """
 
     session: Session
     call: _Call
@@ -116,7 +122,8 @@ class _Episode:
 class AgentEngine(EngineAround):
     """Runs agents' sessions on an inner engine (see the module).
 
-    agent: called with the session's base_url and the row.
+    agent: a callable that gets the session's base_url and the dataset's row. It returns the reward,
+        or None.
     port: the endpoint's port; 0: any free port.
     vocab_size: the model's vocabulary size. Token ids in requests must be below it.
     on_error: ``environment.on_error``.
@@ -174,7 +181,7 @@ class AgentEngine(EngineAround):
         self._open.close()
 
     def take_counts(self) -> dict[str, int]:
-        """Return the counts of sessions and requests by outcome since the last call, under their metrics' names."""
+        """Return metric name → number of sessions or requests with that outcome, since the last call."""
         return self.tally.take()
 
     def _submit(self, pending: Pending) -> None:
@@ -194,7 +201,8 @@ class AgentEngine(EngineAround):
         """Return rollouts (see ``Engine.generate``), one for each session. ``max_tokens`` bounds whole responses.
 
         Raises EpisodeError, with the sample's id, if a session fails under
-        ``environment.on_error=fail``. Raises the error of an engine that is broken (see the module).
+        ``environment.on_error=fail``. Raises the error of an engine that is broken (see the
+        module).
         """
         rooms = [self._max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
         call = _Call()
@@ -243,7 +251,10 @@ class AgentEngine(EngineAround):
         return episode
 
     def _play(self, episode: _Episode) -> float | None:
-        """Run the agent, in a thread. Its error is ignored if its session had reached a limit or had its reward."""
+        """Run the agent in this thread, and return its reward or None.
+
+        An error of the agent is ignored if its session had reached a limit, or had its reward.
+        """
         session = episode.session
         try:
             return self._agent(f"{self.address}/sessions/{session.key}/v1", session.prompt.columns)
@@ -257,8 +268,8 @@ class AgentEngine(EngineAround):
     def _sample(self, waiting: Sequence[Pending], temperature: float | None) -> None:
         """Run the engine on waiting requests, and answer each as soon as it is sampled.
 
-        If the engine raises, each request is tried alone. If it raises then too, the request is
-        refused, or the engine is broken (see the module).
+        If the engine raises, each request is tried alone. If the engine raises on a request alone,
+        the request is refused, or the engine is broken (see the module).
         """
 
         def took(index: int, rollouts: list[Rollout]) -> None:
@@ -290,7 +301,10 @@ class AgentEngine(EngineAround):
         waiting[0].session.give_up(waiting[0], fault, self.tally)
 
     def _settle(self, episode: _Episode) -> None:
-        """End a session if its agent has returned and its reward is known, or if it failed."""
+        """Make the session's rollout if its agent has returned and its reward is known, or if it failed.
+
+        Otherwise do nothing. Raises EpisodeError for a failure under ``environment.on_error=fail``.
+        """
         session, ticket = episode.session, episode.said
         if not ticket.ended:
             return
@@ -325,7 +339,10 @@ class AgentEngine(EngineAround):
         )
 
     def _take_return(self, session: Session, value: object) -> tuple[str | None, str | None]:
-        """Take an agent's return value as the reward; return (kind, reason) of a failure, or (None, None)."""
+        """Take an agent's return value as the session's reward, if it is a number.
+
+        Returns (outcome of session.KINDS, reason) if the value is a failure, else (None, None).
+        """
         if value is None:
             return None, None
         if isinstance(value, bool) or not is_reward(value) or abs(value) > MOST_REWARD:
@@ -345,7 +362,7 @@ class AgentEngine(EngineAround):
             self.tally.note("untrained branches", count=beside)
 
     def _release(self, episode: _Episode) -> None:
-        """Close a session and free its memory. A session without a rollout counts as lost."""
+        """Close a session and free its memory. A session without a rollout is counted as lost."""
         session = episode.session
         if episode.rollout is None:
             self.tally.note("lost", session.name)
@@ -358,7 +375,10 @@ class AgentEngine(EngineAround):
 
 
 def agent_of(config: EndpointConfig) -> Agent:
-    """Return the function that runs an agent. Raises ConfigError if its name or arguments do not fit."""
+    """Return the configured function of an agent, with its configured arguments bound.
+
+    Raises ConfigError if the name is no function, or if the function does not take the arguments.
+    """
     name = config.agent
     agent = resolve(name, {}, what=f"rollout.endpoint.agent={name!r}", form="module:function")
     if not callable(agent):

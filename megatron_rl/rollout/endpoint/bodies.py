@@ -1,7 +1,8 @@
-"""The strict schemas of requests' bodies, and the conversion of bodies to requests.
+"""The strict schemas of requests' bodies, and the conversion of checked bodies to requests.
 
-A value that does not fit the schema is answered with status 400, the field's name and advice. So is
-a field that would change what is sampled (NEUTRAL). Other fields are ignored.
+A value that does not fit the schema is answered with status 400, the field's name and advice. A
+field that would change what is sampled is answered in the same way (NEUTRAL lists these fields).
+Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ class Message(_Body):
     name: str | None = None
 
     def plain(self) -> dict:
-        """Return the message in a single form: role, content as text, and if present the calls, call id and name."""
+        """Return the message as a dict with role and content, and if present tool_calls, tool_call_id and name.
+
+        The content is one text, and the arguments of each tool call are a JSON text.
+        """
         parts = self.content or ""
         message: dict[str, object] = {
             "role": self.role,
@@ -100,7 +104,7 @@ class StreamOptions(_Body):
 
 
 class Completing(_Body):
-    """Holds the fields that chat completions and text completions have in common."""
+    """Holds the body fields that chat completions and text completions have in common."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -134,7 +138,7 @@ Kind = TypeVar("Kind", bound=_Body)
 
 
 def checked(body: Mapping, kind: type[Kind]) -> Kind:
-    """Return a body's fields, checked by the schema ``kind``. Raises Refused, naming the field that does not fit."""
+    """Return a body as an object of the schema ``kind``. Raises Refused, naming the field that does not fit."""
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -153,7 +157,10 @@ def checked(body: Mapping, kind: type[Kind]) -> Kind:
 
 
 def chat_request(body: Mapping, temperature: float) -> CompletionRequest:
-    """Return the request of a chat completion's body. ``temperature``: ``rollout.temperature``. Raises Refused."""
+    """Return the checked request in the body of a chat completion. ``temperature``: ``rollout.temperature``.
+
+    Raises Refused for a body that does not fit.
+    """
     fields = checked(body, ChatBody)
     messages = tuple(message.plain() for message in fields.messages)
     if messages[-1]["role"] == "assistant":
@@ -173,7 +180,13 @@ def chat_request(body: Mapping, temperature: float) -> CompletionRequest:
 
 
 def completion_request(body: Mapping, temperature: float, vocab_size: int) -> CompletionRequest:
-    """Return the request of a completion's body, for a text or for token ids below ``vocab_size``. Raises Refused."""
+    """Return the checked request in the body of a text completion, whose prompt is a text or token ids.
+
+    temperature: ``rollout.temperature``.
+    vocab_size: token ids must be below it.
+
+    Raises Refused for a body that does not fit.
+    """
     fields = checked(body, CompletionBody)
     prompt = fields.prompt
     if isinstance(prompt, list) and isinstance(prompt[0], str | list):
@@ -197,7 +210,7 @@ def completion_request(body: Mapping, temperature: float, vocab_size: int) -> Co
 
 
 def reward_in(body: Mapping) -> float:
-    """Return the reward in a body. Raises Refused."""
+    """Return the reward in a body. Raises Refused for a body without a finite number."""
     return checked(body, RewardBody).reward
 
 

@@ -1,10 +1,11 @@
-"""The record of one agent's session: its turns, how they chain, and the sample that they become. Pure.
+"""The record of one agent's session: its turns, which turn extends which, and the sample that they become. Pure.
 
 1. A request that extends a recorded conversation keeps the recorded tokens. Its context is the
    earlier turn's context, the earlier turn's sampled tokens, and the tokens of the new messages or
    text.
 2. Conversations that share a beginning are branches of one tree. The session's sample is the branch
-   of the turn that was answered last. There is only one, since a group has a fixed number of samples.
+   of the turn that was answered last. A session has only one sample, since a group has a fixed
+   number of samples.
 3. In that sample each sampled token carries loss, and no other token does.
 """
 
@@ -20,7 +21,10 @@ Frame = tuple[str, str]
 
 
 def digests(conversation: Conversation, lengths: Iterable[int]) -> list[tuple[int, bytes]]:
-    """Return (length, digest) of a conversation's beginnings, in linear time. ``lengths``: ascending."""
+    """Return (length, digest) of each prefix of a conversation that ``lengths`` names, in linear time.
+
+    lengths: the lengths of the prefixes, ascending, in the units of ``Turn.known``.
+    """
     state, beginnings, start = hashlib.blake2b(digest_size=16), [], 0
     for end in lengths:
         part = conversation[start:end]
@@ -35,13 +39,13 @@ def digests(conversation: Conversation, lengths: Iterable[int]) -> list[tuple[in
 class Turn:
     """Holds one answered request.
 
-    frame:    the request's kind: ("chat", digest of its tools), ("text", "") or ("ids", ""). A turn
-              extends only turns of the same kind.
-    parent:   the turn that this turn extends; None if it begins a conversation.
-    known:    (length, digest) of the whole conversation with the reply (``digests``). The length is
-              in messages for "chat", in characters for "text", in tokens for "ids".
-    new_ids:  the tokens between the parent's last token and the first sampled token. Without a
-              parent, the whole prompt.
+    frame: the request's kind: ("chat", digest of its tools), ("text", "") or ("ids", ""). A turn
+        extends only turns of the same kind.
+    parent: the turn that this turn extends; None if it begins a conversation.
+    known: (length, digest) of the whole conversation with the reply (``digests``). The length is in
+        messages for "chat", in characters for "text", in tokens for "ids".
+    new_ids: the tokens between the parent's last token and the first sampled token. Without a
+        parent, the whole prompt.
     ids, logprobs: [T], the sampled tokens with the stop token, and their log-probs.
     weight_versions: (version, number of tokens) pairs in order, as in Rollout.
     finish_reason: "stop" or "length".
@@ -73,10 +77,11 @@ class Turn:
 class Branch:
     """Holds the sample of a session.
 
-    prompt_ids: the tokens of its first request.
+    prompt_ids: the tokens of the first request.
     response_ids, logprobs, loss_mask: [T], as in Rollout. Log-probs are 0.0 for tokens that were
         not sampled.
     weight_versions: as in Rollout. Tokens that were not sampled count to the turn before them.
+    finish_reason: "stop" or "length", from the last turn.
 
     Example: the prompt is (5,), then come a turn (8, 0), a tool's answer (4,) and a turn (9, 0).
     Then ``response_ids=(8, 0, 4, 9, 0)`` and ``loss_mask=(True, True, False, True, True)``.
@@ -99,11 +104,13 @@ class Record:
         self._known: dict[tuple[Frame, tuple[int, bytes]], list[Turn]] = {}
 
     def parent_of(self, frame: Frame, conversation: Conversation) -> Turn | None:
-        """Return the turn that a request extends, or None. It is the longest match, and the latest of equal length.
+        """Return the turn that a request extends, or None if it begins a conversation.
 
-        The request must add something to the turn's conversation. The exception is a text that
-        ``max_tokens`` had cut off, which may simply go on. The time is linear in the conversation's
-        length and the number of turns. Another thread may add a turn during the call.
+        The turn with the longest matching conversation is returned, and the latest of these if
+        several match. The request must add something to the turn's conversation. There is one
+        exception: a text, or token ids, that ``max_tokens`` cut off may be continued without an
+        addition. The time is linear in the conversation's length and the number of turns. Another
+        thread may add a turn during the call.
         """
         lengths = [length for length in self._lengths.get(frame, ()) if length <= len(conversation)]
         for known in reversed(digests(conversation, lengths)):
@@ -123,7 +130,10 @@ class Record:
         return [turn for turn in self.turns if id(turn) not in parents]
 
     def last_branch(self) -> Branch:
-        """Return the branch of the turn that was answered last. Raises IndexError if there are no turns."""
+        """Return the sample of the session: the turns that lead to the turn that was answered last, joined into one.
+
+        Raises IndexError if there are no turns.
+        """
         path = self.turns[-1].path()
         ids: list[int] = []
         logprobs: list[float] = []

@@ -1,4 +1,4 @@
-"""The rendering of requests to tokens, and of sampled texts to OpenAI's answers."""
+"""The conversion of requests to tokens, and of sampled texts to answers in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Rendering:
 
     variables: ``data.template_variables``.
 
-    In messages of OpenAI's clients, calls of tools have their arguments as JSON texts, and the content
-    is "". Templates differ in the forms that they write. So a template gets messages in the first of
-    FORMS that it writes.
+    In messages of OpenAI's clients, tool calls have their arguments as JSON texts, and the content
+    is "". Templates differ in the forms of a tool call that they can write. So a template gets
+    messages in the first form of FORMS that it writes.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object] | None = None) -> None:
@@ -40,11 +40,16 @@ class Rendering:
         self._encode("0")  # a fast tokenizer's first call changes its state, which two threads must not do at once
 
     def most_characters(self, num_tokens: int) -> int:
-        """Return the maximum of characters in a request of ``num_tokens`` tokens, by the vocabulary's longest token."""
+        """Return the maximum of characters in a request of ``num_tokens`` tokens.
+
+        It follows from the longest token of the vocabulary.
+        """
         return max(LEAST_CHARACTERS, num_tokens * self._longest_token)
 
     def new_ids(self, request: CompletionRequest, parent: Turn | None) -> tuple[int, ...]:
-        """Return the tokens between the parent's last token and the first token to sample. Without a parent: all.
+        """Return the tokens between the last token of turn ``parent`` and the first token to sample.
+
+        parent: the turn that the request extends. None: all tokens of the request are returned.
 
         Raises Refused for every error of the template or the tokenizer.
         """
@@ -90,7 +95,7 @@ class Rendering:
         return [_in_form(message, *self._form) for message in messages]
 
     def _writes(self, form: tuple[bool, str | None]) -> bool:
-        """Return whether the template writes a call in this form."""
+        """Return whether the chat template writes a tool call that is given in this form of FORMS."""
         call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": json.dumps({TURN: TURN})}}
         calling = _in_form({"role": "assistant", "content": "", "tool_calls": [call]}, *form)
         try:
@@ -106,7 +111,7 @@ class Rendering:
         return TURN in text
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
-        """Return each token's own text."""
+        """Return one text per token: the token decoded alone."""
         return [self._tokenizer.decode([token]) for token in token_ids]
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -117,7 +122,7 @@ class Rendering:
 
 
 def _in_form(message: Mapping, as_object: bool, content: str | None) -> Mapping:
-    """Return a message in one of FORMS. A message without calls is returned as it is."""
+    """Return a message with its tool calls in one form of FORMS. A message without tool calls is returned unchanged."""
     if "tool_calls" not in message:
         return message
     calls = []
@@ -130,7 +135,9 @@ def _in_form(message: Mapping, as_object: bool, content: str | None) -> Mapping:
 
 
 def reply_of(text: str, request: CompletionRequest, turn_number: int) -> dict:
-    """Return a sampled text as the assistant's message. Calls are taken out of it if the request offers tools.
+    """Return a sampled text as the assistant's message. If the request offers tools, calls are moved out of the text.
+
+    turn_number: the number of the answer in its session, for the ids of the calls.
 
     Example: ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`` → content "" and one
     call of ``add``.
@@ -156,7 +163,14 @@ def reply_of(text: str, request: CompletionRequest, turn_number: int) -> dict:
 def answer(
     request: CompletionRequest, turn: Turn, reply: Mapping, name: str, created: int, names: Sequence[str] | None
 ) -> dict:
-    """Return OpenAI's answer to a request. ``names``: each token's text, for log-probs; None: without log-probs."""
+    """Return the body of OpenAI's answer to a request.
+
+    turn: the recorded turn.
+    reply: the assistant's message.
+    name: the answer's id.
+    created: seconds since 1970.
+    names: each sampled token's text, for log-probs. None: without log-probs.
+    """
     num_sampled = len(turn.ids)
     num_prompt = len(turn.token_ids()) - num_sampled
     usage = {
@@ -187,7 +201,10 @@ def answer(
 
 
 def chunks(request: CompletionRequest, answered: Mapping) -> list[str]:
-    """Return an answer as a stream's events: the whole message, its finish_reason, the usage if wanted, and [DONE]."""
+    """Return an answer as the events of a stream: the whole message, its finish_reason, usage if wanted, and [DONE].
+
+    answered: the result of ``answer``.
+    """
     [choice] = answered["choices"]
     head = {name: answered[name] for name in ("id", "created", "model")}
     if request.is_chat:

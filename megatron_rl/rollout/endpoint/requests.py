@@ -1,4 +1,4 @@
-"""Checked requests, as they are compared with a session's record, rendered and sampled."""
+"""Checked requests of agents: the form in which they are compared with a session's record, rendered and sampled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ MOST_REWARD = 1e12
 class Refused(ValueError):
     """Raised for a request that is not served. The message names the field, its value and the fix.
 
-    status: HTTP's status. code: OpenAI's name of the error.
+    status: the HTTP status of the answer.
+    code: OpenAI's name of the error.
     """
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error") -> None:
@@ -26,13 +27,14 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """Holds a checked request (``bodies.py``).
+    """Holds one checked request of an agent for a completion (``bodies.py``).
 
     frame: as in ``recorder.Turn``.
     conversation: a text, token ids, or messages in the form of ``canonical``.
     messages: the messages in the form of ``Message.plain``; None for a text or token ids.
-    tools: descriptions of functions, for the template; None if there are none.
-    num_characters: characters of the conversation and the tools. For token ids, their number.
+    tools: descriptions of functions, for the chat template; None if there are none.
+    num_characters: the number of characters of the conversation and the tools. For token ids, the
+        number of tokens.
     max_tokens: the maximum of tokens to sample; None: as many as the session has left.
     """
 
@@ -53,5 +55,5 @@ class CompletionRequest:
 
 
 def canonical(value: object) -> str:
-    """Return a checked message, or the tools, as JSON text. Conversations are compared by these texts."""
+    """Return a checked message, or the tools, as a JSON text. Equal values have equal texts, so texts are compared."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False)

@@ -28,12 +28,12 @@ MOST_BYTES = 12  # of one character in JSON: a surrogate pair of two escapes, si
 
 
 class SessionRoutes:
-    """Answers HTTP requests. Slow work, such as parsing and tokenizing a body, runs in a pool of threads.
+    """Answers agents' HTTP requests. Slow work, such as parsing and tokenizing a body, runs in a pool of threads.
 
     temperature: ``rollout.temperature``.
     vocab_size: the model's vocabulary size.
     keys: the keys that clients may present. Empty: any key, or none.
-    submit: hands a request to the engine's thread.
+    submit: a callable that hands a request to the thread of ``AgentEngine.generate``.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SessionRoutes:
         self.app.add_api_route(f"{prefix}/reward", self._reward, methods=["POST"])
 
     def _session(self, request: Request) -> Session:
-        """Return the session that a request names. Raises Refused for an unknown one."""
+        """Return the session whose id is in a request's path. Raises Refused for an unknown id."""
         key = request.path_params["key"]
         if (session := self.sessions.get(key)) is None:
             self._tally.note("unknown sessions")

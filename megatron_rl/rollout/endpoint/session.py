@@ -2,10 +2,10 @@
 
 1. A session's requests and its reward are taken until it is closed. Later ones are refused and
    counted.
-2. Slow work, such as tokenizing, is done outside a session's lock, for one request of a session at a
-   time. So the session's end never waits for it.
-3. A draw's seed depends on the sample, the context, and a number that counts repeats of the context.
-   So the order in which requests arrive does not change a draw.
+2. Slow work, such as tokenizing, is done outside a session's lock, for one request of a session at
+   a time. So the session's end never waits for it.
+3. The seed of a request's sampling depends on the sample, the context, and how often the context
+   was requested before. So the order in which requests arrive does not change what is sampled.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ KINDS = (
 
 
 class Tally:
-    """Counts sessions and requests by outcome (KINDS), and keeps the names of the first few samples of each kind."""
+    """Counts sessions and requests by outcome (KINDS). Keeps the names of the first samples of each outcome."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -54,7 +54,10 @@ class Tally:
         self._lock = threading.Lock()
 
     def note(self, kind: str, name: str | None = None, count: int = 1) -> None:
-        """Count an outcome of KINDS. ``name``: the sample's name. Raises ValueError for an unknown kind."""
+        """Add ``count`` to an outcome of KINDS. ``name``: the sample's name, if it is known.
+
+        Raises ValueError for an unknown outcome.
+        """
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")
         with self._lock:
@@ -64,7 +67,7 @@ class Tally:
                 names.append(name)
 
     def take(self) -> dict[str, int]:
-        """Return the counts since the last call, zeros included, under their metrics' names."""
+        """Return metric name → count since the last call, for every outcome of KINDS."""
         with self._lock:
             found = {f"endpoint/{kind.replace(' ', '_')}": self.counts[kind] - self._taken[kind] for kind in KINDS}
             self._taken = self.counts.copy()
@@ -85,9 +88,12 @@ class Tally:
 class Pending:
     """Holds a request that waits for the engine.
 
-    prompt: its context. The prompt's id is the draw's name.
+    parent: the turn that the request extends; None if it begins a conversation.
+    new_ids: the tokens that the request adds to the turn's tokens.
+    prompt: the whole context. The seed of the sampling derives from the prompt's id.
     limit: the maximum of tokens to sample.
-    done: receives (Turn, the reply's message, the turn's number), or Refused.
+    done: a future. It receives (Turn, the reply's message, the turn's number), or the error
+        Refused.
     """
 
     session: Session
@@ -100,12 +106,12 @@ class Pending:
 
 
 class Session:
-    """Holds one sample's episode.
+    """Holds the episode of one sample.
 
-    key: the session's part of the address.
+    key: the session's id in the endpoint's address.
     room: the maximum of tokens of the response.
     max_prompt_tokens: the maximum of tokens of the first request.
-    max_turns: the maximum of requests. Requests that tokenizing refuses count too.
+    max_turns: the maximum of requests. Requests that cannot be tokenized count too.
     turnstile: a lock of the event loop. The request that is being tokenized holds it.
     """
 
@@ -126,7 +132,10 @@ class Session:
         self._closed = False
 
     def check_length(self, num_characters: int, rendering: Rendering) -> None:
-        """Raise Refused for a request with too many characters for the session's tokens. Called before tokenizing."""
+        """Raise Refused for a request that has more characters than the session's tokens can have.
+
+        Called before the request is tokenized.
+        """
         num_tokens = self._max_prompt_tokens + self.room
         if num_characters > (most := rendering.most_characters(num_tokens)):
             self.exhausted = "length"
@@ -137,10 +146,10 @@ class Session:
             )
 
     def ask(self, request: CompletionRequest, rendering: Rendering, tally: Tally) -> Pending:
-        """Find the turn that a request extends, and tokenize the request's new part. Raises Refused.
+        """Find the turn that a request extends, and tokenize the request's new part. Return the request as Pending.
 
         If another request was answered meanwhile, its turn may be the one to extend, so the search
-        is repeated.
+        is repeated. Raises Refused if the session is closed, or if the request exceeds its limits.
         """
         self.check_length(request.num_characters, rendering)
         with self._lock:
@@ -191,7 +200,7 @@ class Session:
         return pending
 
     def _limit(self, parent: Turn | None, context: tuple[int, ...]) -> int:
-        """Return the maximum of tokens for a turn. Raises Refused if the session has none left."""
+        """Return the maximum of tokens to sample after ``context``. Raises Refused if the session has none left."""
         if parent is None:
             if len(context) <= self._max_prompt_tokens:
                 return self.room
@@ -211,7 +220,10 @@ class Session:
         raise Refused(message, code="context_length_exceeded")
 
     def take(self, pending: Pending, rollout: Rollout, tally: Tally) -> None:
-        """Record the engine's sample for a request, and answer the request. Late samples are only counted."""
+        """Record the engine's sample for a request, and answer the request.
+
+        If the session is closed, the sample is only counted.
+        """
         request, number = pending.request, next(self._answers)
         reply = reply_of(rollout.text, request, number)
         said = (canonical(reply),) if request.is_chat else rollout.text
@@ -237,7 +249,7 @@ class Session:
         pending.done.set_result((turn, reply, number))
 
     def give_up(self, pending: Pending, error: Exception, tally: Tally) -> None:
-        """Refuse and count a request that the engine could not sample."""
+        """Refuse and count a request that the engine could not sample. ``error``: the engine's error."""
         with self._lock:
             is_waiting = pending.done in self._waiting
             self._waiting.discard(pending.done)
@@ -253,7 +265,7 @@ class Session:
             )
 
     def take_reward(self, reward: float, tally: Tally) -> None:
-        """Take the session's reward. Raises Refused for a second reward, or after the session's end."""
+        """Set the session's reward. Raises Refused for a second reward, or after the session's end."""
         with self._lock:
             self._check_open("a reward", tally)
             self.reward = reward
@@ -272,10 +284,13 @@ class Session:
             done.set_exception(Refused(f"session {self.key} has ended", status=410, code="session_ended"))
 
     def rollout(self, rendering: Rendering, why_excluded: str | None, *, version: int, filler: int) -> Rollout:
-        """Return the branch of the session's last turn as a rollout.
+        """Return the session's sample as a Rollout: the branch of the turn that was answered last.
 
-        A session without turns is always excluded. Its rollout has the one token ``filler``, without
-        loss, from weight version ``version``.
+        why_excluded: the session's failure, which takes the sample out of its group; None without
+            one.
+
+        The rollout of a session without turns has one token ``filler``, without loss, at weight
+        version ``version``. Such a session has always failed.
         """
         common = {
             "prompt": self.prompt,

@@ -33,10 +33,12 @@ from megatron_rl.weights.reader import HEAD_NAME, MemoryReader, used_names
 class BitwiseEngine(TransformersEngine):
     """Samples with a second copy of the trainer's model, whose every operation is row-invariant.
 
-    It draws as TransformersEngine does, from the same seeds. Its log-probs equal the trainer's for
-    the same tokens bit by bit. Other rows of a batch, here or in the trainer, do not change them.
-    Every rank holds the whole model, on its own grid. The model computes the shares of the trainer's
-    tensor ranks one after the other.
+    It draws tokens as TransformersEngine does, from the same seeds. Its log-probs equal the
+    trainer's for the same tokens bit by bit. Other samples in a batch, here or in the trainer, do
+    not change them.
+
+    Every rank holds the whole model, on process groups that are separate from the trainer's. The
+    model computes the result of each of the trainer's tensor-parallel ranks, one after the other.
     """
 
     def __init__(
@@ -47,7 +49,11 @@ class BitwiseEngine(TransformersEngine):
         *,
         deadline_s: float,
     ) -> None:
-        """Build the model, without weights. A collective. ``settings``: with ``bitwise`` set and a known dtype."""
+        """Build the model, without weights. A collective.
+
+        settings: the trainer's model settings, with ``bitwise`` set and a known dtype.
+        deadline_s: the time limit of collectives in seconds.
+        """
         path = settings.model.hf_path
         check_embedded(path, rollout)
         hf_config = load_hf_config(path)
@@ -145,7 +151,11 @@ class BitwiseEngine(TransformersEngine):
 def run(
     model: torch.nn.Module, cache: Cache, tokens: torch.Tensor, parts: Sequence[tuple[np.ndarray, int, np.ndarray]]
 ) -> torch.Tensor:
-    """Return the hidden states [T, H] of the next tokens [T] of sequences. ``parts``: see ``Sight.of``."""
+    """Return the hidden states [T, H] of the tokens ``tokens`` [T], which continue cached sequences.
+
+    parts: for each sequence (the indices of its tokens in ``tokens``, the position of the first
+        token, the cache rows of all its positions).
+    """
     packed = CachedSequences.of(cache, parts)
     return model(tokens[None], None, None, packed_seq_params=packed)[0]
 
@@ -153,10 +163,13 @@ def run(
 def run_prompts(
     model: torch.nn.Module, cache: Cache, prompts: Sequence[tuple[int, ...]], repeats: int, width: int
 ) -> torch.Tensor:
-    """Run each prompt once, copy its keys and values to all its samples, and return their last hidden states.
+    """Run the model on each prompt once, and copy the prompt's keys and values to all its samples.
 
-    Returns [len(prompts) · repeats, H]. Sample r has the rows r · width to (r + 1) · width of the
-    cache.
+    repeats: the number of samples of each prompt.
+    width: the number of cache rows of each sample. Sample r has the rows r · width to (r + 1) ·
+        width.
+
+    Returns [len(prompts) · repeats, H], the hidden state of each sample's last prompt token.
     """
     starts = np.cumsum([0, *map(len, prompts)])
     parts = [

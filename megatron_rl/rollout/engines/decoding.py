@@ -1,4 +1,4 @@
-"""Decoding by a Hugging Face model: a batch of rows, each with its own settings and random numbers.
+"""Decoding by a Hugging Face model: a batch of samples (rows), each with its own settings and random numbers.
 
 Each row has its own random generator. So its tokens depend on the other rows of the batch only
 through float rounding of the logits. The rows of rollouts have equal settings, the rows of a
@@ -32,13 +32,17 @@ COMPACT_FRACTION = 0.25
 class Row:
     """Holds how one sample is decoded.
 
-    prompt: the number of its prompt in the batch.
-    seed: the seed of its random numbers, below 2^64.
-    temperature: the temperature of its distribution, which gives its log-probs. Its tokens are
-        drawn from that distribution unless ``greedy``.
-    top_k, top_p: cuts of the distribution; 0 and 1: none.
+    prompt: the index of the sample's prompt in the batch.
+    seed: the seed of the sample's random numbers, below 2^64.
+    max_tokens: the maximum of tokens to sample.
+    temperature: the temperature of the distribution that tokens are drawn from. The log-probs are
+        of this distribution, also if ``greedy``.
+    greedy: whether each token is the most likely token instead of a draw.
+    top_k: only the top_k most likely tokens are drawn; 0: all.
+    top_p: only the most likely tokens with this total probability are drawn; 1: all.
     top: how many most likely tokens are reported at each step.
-    stop_ids, stop_texts: tokens and texts that end it before ``max_tokens`` (see SampleRequest).
+    stop_ids, stop_texts: tokens and texts that end the sample before ``max_tokens`` (see
+        SampleRequest).
     """
 
     prompt: int
@@ -55,13 +59,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decoded:
-    """Holds decoded rows. Entries beyond a row's length are meaningless.
+    """Holds the decoded rows of a batch. Entries beyond a row's length are meaningless.
 
-    token_ids: int64 [steps, rows]. logprobs: float32 [steps, rows].
-    lengths: [rows], the stop token included.
+    token_ids: int64 [steps, rows].
+    logprobs: float32 [steps, rows].
+    lengths: [rows], each row's number of tokens, with the stop token.
     stopped: [rows], whether a stop token or text ended the row.
-    top_ids, top_logprobs: [steps, rows, most], the most likely tokens; log-probs are −inf outside
-        the cuts.
+    top_ids, top_logprobs: [steps, rows, most], the most likely tokens, where most is the largest
+        ``Row.top``. The log-prob is −inf for a token that top_k or top_p excludes.
     """
 
     token_ids: np.ndarray
@@ -73,7 +78,7 @@ class Decoded:
 
 
 def uniforms_of(rows: Sequence[Row], num_positions: int) -> np.ndarray:
-    """Return float64 [positions, rows] in [0, 1): the random numbers of each row's own stream."""
+    """Return float64 [num_positions, rows] in [0, 1): for each row the random numbers from its own seed."""
     raw = np.empty((len(rows), num_positions), dtype=np.uint64)
     for number, row in enumerate(rows):
         # random_raw, not Generator.random: NumPy keeps only the streams of bit generators fixed across
@@ -85,10 +90,11 @@ def uniforms_of(rows: Sequence[Row], num_positions: int) -> np.ndarray:
 def ends_of(
     token_ids: np.ndarray, rows: Sequence[Row], text_ends: Mapping[int, int] = MappingProxyType({})
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row's length [rows], and whether a stop token or text ended it [rows].
+    """Return each row's length [rows], and whether a stop token or text ended the row [rows].
 
     token_ids: [steps, rows].
-    text_ends: row → its length at the end of its stop text. A stop token before it counts instead.
+    text_ends: row → the row's length at the end of its stop text. If a stop token comes earlier,
+        the row ends there.
     """
     num_steps = len(token_ids)
     limits = np.array([row.max_tokens for row in rows])
@@ -111,10 +117,10 @@ def decode_rows(
     decode: Decode,
     routers: RouterRecords | None = None,
 ) -> Decoded:
-    """Decode rows to their ends, as one batch. Finished rows leave the batch.
+    """Decode a batch of rows to their ends. Finished rows leave the batch.
 
-    decode: returns the text of token ids, special tokens included.
-    routers: records the experts of every pass; None: not needed.
+    decode: a callable that returns the text of token ids, with special tokens.
+    routers: records the experts of every forward pass; None: not needed.
     """
     device, max_steps = next(model.parameters()).device, max(row.max_tokens for row in rows)
     cache, logits, position, mask, padded = _run_rows(model, prompts, [row.prompt for row in rows], max_steps)
@@ -153,10 +159,12 @@ def decode_rows(
 def _run_rows(
     model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], prompt_of_row: Sequence[int], max_steps: int
 ) -> tuple[DynamicCache, torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-    """Run each prompt once, and repeat its outputs for its rows.
+    """Run the model on each prompt once, and repeat its outputs for the prompt's rows.
 
-    Returns the results of ``run_prompts``, per row instead of per prompt. The mask is [rows, width +
-    max_steps].
+    prompt_of_row: for each row the index of its prompt.
+
+    Returns the results of ``run_prompts``, with a first dimension of rows in place of prompts. The
+    mask is [rows, width + max_steps].
     """
     cache, logits, position, mask, padded = run_prompts(model, prompts)
     mask = torch.cat([mask, mask.new_ones(len(prompts), max_steps)], dim=1)
@@ -168,7 +176,7 @@ def _run_rows(
 
 
 class _Draws:
-    """Draws the tokens of a batch's rows. Keeps them, their log-probs and the most likely tokens."""
+    """Draws the tokens of a batch's rows. Keeps the tokens, their log-probs and the most likely tokens."""
 
     def __init__(self, rows: Sequence[Row], max_steps: int, device: torch.device) -> None:
         self._rows, self._most = rows, max(row.top for row in rows)
@@ -189,7 +197,11 @@ class _Draws:
             self._cuts = torch.tensor(top_k, device=device), torch.tensor(top_p, device=device)
 
     def take(self, logits: torch.Tensor, step: int, running: torch.Tensor) -> torch.Tensor:
-        """Draw the next token of each running row; return the tokens, int64 [R]."""
+        """Draw the next token of each running row; return the tokens, int64 [R].
+
+        logits: [R, vocab].
+        running: int64 [R], the indices of the R rows that still run.
+        """
         temperature = self._temperatures[running] if self._temperature is None else self._temperature
         cuts = None if self._cuts is None else tuple(values[running] for values in self._cuts)
         logprobs = distribution(logits, temperature, cuts)
@@ -207,7 +219,7 @@ class _Draws:
         return tokens
 
     def decoded(self, num_steps: int, text_ends: Mapping[int, int]) -> Decoded:
-        """Return the rows after ``num_steps`` steps. ``text_ends``: see ``ends_of``."""
+        """Return the rows as decoded in the first ``num_steps`` steps. ``text_ends``: see ``ends_of``."""
         token_ids, logprobs, top_ids, top_logprobs = (
             values[:num_steps].cpu().numpy()
             for values in (self.token_ids, self._logprobs, self._top_ids, self._top_logprobs)
@@ -243,10 +255,11 @@ class _Ends:
     def after(
         self, done: torch.Tensor, tokens: torch.Tensor, step: int, running: torch.Tensor, token_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Return which of the running rows are done after this step, bool [R].
+        """Return which of the R running rows are done after this step, bool [R].
 
         done: bool [R], the rows that were done before.
         tokens: int64 [R], the step's tokens.
+        running: int64 [R], the indices of the running rows.
         token_ids: [steps, rows], the tokens of all rows so far.
         """
         if self._shared is None:
@@ -259,7 +272,7 @@ class _Ends:
         return done | self._ended_by_text(step, running, token_ids) if self._by_text else done
 
     def _ended_by_text(self, step: int, running: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return which running rows a stop text has ended. Only a row's last tokens are searched for it."""
+        """Return which running rows a stop text has ended, bool [R]. Only each row's last tokens are searched."""
         in_batch = set(running.tolist())
         for number in self._by_text:
             if number in in_batch and number not in self.text_ends:

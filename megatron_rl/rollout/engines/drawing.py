@@ -1,4 +1,8 @@
-"""Draws of the next token: each row's distribution at its temperature and cuts, inverted at its random number."""
+"""Draws of the next token: from each row's distribution, by the inverse of its cumulative probabilities.
+
+The distribution is the softmax of the logits divided by the temperature, limited by top_k and
+top_p.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ def draw(logits: torch.Tensor, temperature: float, uniforms: torch.Tensor | None
     """Draw one token per row; return the ids, int64 [R], and their log-probs at ``temperature``, float32 [R].
 
     logits: [R, vocab].
-    uniforms: float64 [R] in [0, 1); None for greedy.
+    uniforms: float64 [R] in [0, 1), each row's random number. None: the most likely tokens are
+        taken.
     """
     logprobs = distribution(logits, temperature)
     tokens = logits.argmax(dim=-1) if uniforms is None else inverted(logprobs, uniforms)
@@ -19,19 +24,21 @@ def draw(logits: torch.Tensor, temperature: float, uniforms: torch.Tensor | None
 def distribution(
     logits: torch.Tensor, temperature: float | torch.Tensor, cuts: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Return the log-probs of the distributions that rows are drawn from, float32 [R, vocab].
+    """Return the log-probs of the distributions that the rows' tokens are drawn from, float32 [R, vocab].
 
     temperature: one number for all rows, or [R, 1].
-    cuts: top_k and top_p (see ``cut``); None: no row has cuts.
+    cuts: top_k and top_p (see ``cut``); None: no row is limited by them.
     """
     scaled = logits.float() / temperature
     return torch.log_softmax(scaled if cuts is None else cut(scaled, *cuts), dim=-1)
 
 
 def inverted(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return each row's first token, int64 [R], whose cumulative probability exceeds the row's number.
+    """Return for each row the first token, int64 [R], whose cumulative probability exceeds the row's random number.
 
-    So a token of probability 0 is never drawn. ``uniforms``: float64 [R] in [0, 1).
+    So a token of probability 0 is never drawn.
+
+    uniforms: float64 [R] in [0, 1), the random numbers.
     """
     # float64: over 150,000 tokens the error of a float32 sum is larger than a rare token's probability.
     # The number is scaled by the row's total, which rounding keeps from being exactly 1.
@@ -43,11 +50,12 @@ def inverted(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def cut(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Return the logits with −inf at tokens outside the cuts: first top_k, then top_p.
+    """Return the logits with −inf at the tokens that top_k or top_p excludes.
 
-    top_k: int64 [R], the number of most likely tokens to keep; at least the vocabulary's size: all.
-    top_p: float32 [R]; of these, the smallest set of most likely tokens that has this probability
-        is kept; 1: all.
+    top_k: int64 [R], the number of most likely tokens to keep. A number of at least the
+        vocabulary's size keeps all.
+    top_p: float32 [R], a probability. Of the tokens that top_k keeps, only the smallest set of most
+        likely tokens with this total probability is kept. 1 keeps all.
     """
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     outside = torch.arange(logits.shape[-1], device=logits.device) >= top_k[:, None]

@@ -28,10 +28,11 @@ MAX_EMBEDDED_PARAMETERS = 1_000_000_000
 
 
 class TransformersEngine:
-    """Samples with a Hugging Face causal LM. It is built from its config, and ``load_weights`` brings the weights.
+    """Samples with a Hugging Face causal LM in this process. The model is built from its config, without weights.
 
-    It is an ``Engine`` (rollout/engines/engine.py). Rollouts and requests are decoded by the same
-    loop (decoding.py). The seed of a rollout comes from ``sample_seed``.
+    It is an ``Engine`` (rollout/engines/engine.py). ``load_weights`` brings the weights. Rollouts
+    and requests are decoded by the same loop (decoding.py). The seed of a rollout comes from
+    ``sample_seed``.
 
     Example: ``TransformersEngine(path, tokenizer, RolloutConfig(), seed=0, dtype=torch.float32,
     device=torch.device("cpu"))``
@@ -68,7 +69,7 @@ class TransformersEngine:
         max_positions: int,
         stop_ids: Sequence[int],
     ) -> None:
-        """Set the fields that every embedded engine has. No weights are loaded yet."""
+        """Set the fields that every embedded engine has. The model's weights are not loaded yet."""
         self.weight_version = NO_WEIGHTS
         self._tokenizer, self._rollout, self._seed, self._device = tokenizer, rollout, seed, device
         self._model: torch.nn.Module | None = model
@@ -110,8 +111,8 @@ class TransformersEngine:
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Copy every weight into the model (see ``Engine.load_weights``). ``version``: at least 0.
 
-        The names are the same as in checkpoint files. A mixture's fused expert tensors are filled
-        part by part.
+        The names are the names in checkpoint files. If the model fuses experts into one tensor,
+        each arriving tensor fills a slice of it.
         """
         if version < 0:
             raise ValueError(f"load_weights: version={version} must be at least 0")
@@ -171,8 +172,8 @@ class TransformersEngine:
     ) -> list[Rollout]:
         """Return rollouts (see ``Engine.generate``).
 
-        Log-probs are at the temperature of the call. For greedy samples they are at
-        ``rollout.temperature``.
+        Their log-probs are taken at the temperature of the call. For greedy samples they are taken
+        at ``rollout.temperature``.
         """
         bounds = self._check(prompts, samples_per_prompt, max_tokens)
         greedy, logprob_temperature = temperature == 0.0, temperature or self._rollout.temperature
@@ -237,11 +238,14 @@ class TransformersEngine:
         return sample_seed(self._seed, prompt.prompt_id, sample, self.weight_version, prompt.attempt)
 
     def _decode(self, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row]) -> Decoded:
-        """Decode one batch. Every prompt has the same number of rows, in the order of the prompts."""
+        """Decode one batch. Every prompt has the same number of rows, and rows are in the order of the prompts."""
         return decode_rows(self._open_model(), prompts, rows, self._tokenizer.decode, self._routers)
 
     def _to_rollouts(self, samples: Sequence[tuple[Prompt, int]], decoded: Decoded) -> list[Rollout]:
-        """Make the rollouts of decoded samples. ``samples``: each row's prompt and sample index."""
+        """Return the rollouts of decoded samples. ``samples``: each row's prompt and sample index.
+
+        Raises RuntimeError for a log-prob that is not finite.
+        """
         # Refuse log-probs that are not finite.
         token_ids, logprobs, lengths = decoded.token_ids, decoded.logprobs, decoded.lengths
         within = np.arange(len(token_ids))[:, None] < lengths
@@ -279,10 +283,11 @@ class TransformersEngine:
 
 
 def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Build the model of ``hf_path``'s config in eval mode. Its weights are not set yet. Raises ConfigError.
+    """Build the model of ``hf_path``'s config in eval mode. Its weights are loaded later.
 
-    Its attention is torch's (sdpa) if transformers has that for the family. Families with attention
-    sinks do not.
+    Attention runs by torch's scaled_dot_product_attention if transformers offers it for the model's
+    family. It does not for families with attention sinks. Raises ConfigError if the config cannot
+    be read, or if the model is too large.
     """
     config = parse_hf_config(hf_path)
     settle_tying(config, hf_path)
@@ -295,7 +300,7 @@ def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, devic
 
 
 def check_embedded(hf_path: str, rollout: RolloutConfig) -> None:
-    """Raise ConfigError for a model too large to be held whole on every rank. The check creates no weights."""
+    """Raise ConfigError if the model is too large to be held whole on every rank. The check allocates no weights."""
     if rollout.allow_large_embedded_model:
         return
     config = parse_hf_config(hf_path)
@@ -311,7 +316,7 @@ def check_embedded(hf_path: str, rollout: RolloutConfig) -> None:
 
 
 def stop_tokens(hf_path: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[int]:
-    """Return the stop tokens of the tokenizer and of generation_config.json, ascending.
+    """Return the ids of the stop tokens of the tokenizer and of generation_config.json, ascending.
 
     Raises ConfigError for a token outside the vocabulary.
     """

@@ -1,7 +1,7 @@
-"""Sampling by request with the embedded engine's model: rows of one batch, each with its own settings.
+"""Sampling by request with the embedded engine's model: each request has its own settings, and one batch holds several.
 
-Without cuts, at temperature 1 and with the same seed, a request and the engine's ``generate`` draw
-the same tokens.
+A request at temperature 1 without top_k and top_p draws the same tokens as the engine's
+``generate`` with the same seed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def sample_requests(
 ) -> list[SampleResult]:
     """Return the result of each request, in the order of the requests.
 
-    decode: returns the text of token ids, special tokens included.
-    max_rows: samples that are decoded at once.
+    decode: a callable that returns the text of token ids, with special tokens.
+    max_rows: the maximum of samples that are decoded at once.
     """
     results: dict[int, SampleResult] = {}
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids))  # for the fewest pads
@@ -61,7 +61,10 @@ def _row(request: SampleRequest, sample: int, prompt: int) -> Row:
 
 
 def _sequence(decoded: Decoded, number: int, request: SampleRequest) -> SampledSequence:
-    """Return row ``number`` of a decoded batch as a sample of its request."""
+    """Return row ``number`` of a decoded batch as a sample of its request.
+
+    Raises RuntimeError for a log-prob that is not finite.
+    """
     own = (slice(decoded.lengths[number]), number)
     logprobs = decoded.logprobs[own]
     if not np.isfinite(logprobs).all():
@@ -87,7 +90,10 @@ def _sequence(decoded: Decoded, number: int, request: SampleRequest) -> SampledS
 
 @torch.inference_mode()
 def _read_prompt(model: PreTrainedModel, request: SampleRequest) -> tuple[np.ndarray | None, TopLogProbs | None]:
-    """Return the log-probs of a prompt's tokens, and its most likely tokens. Each is None if not requested."""
+    """Return the log-probs of a prompt's tokens, and the most likely tokens at each of its positions.
+
+    Each of the two is None if it is not requested.
+    """
     if not (request.prompt_logprobs or request.prompt_top):
         return None, None
     device, length = next(model.parameters()).device, len(request.token_ids)

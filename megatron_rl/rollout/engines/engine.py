@@ -1,4 +1,4 @@
-"""The interface of every inference engine to the training loop, and the seed of each sample's random numbers."""
+"""The interface of inference engines to the training loop, and the seed of each sample's random numbers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ NO_WEIGHTS = -1  # an engine's weight_version before its first complete load_wei
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """Reports one weight sync on this rank.
+    """Holds the result of one weight sync on this rank.
 
+    num_tensors: the number of weight tensors.
     num_bytes: the size of the weights.
+    seconds: the duration of the sync.
     sent_bytes: bytes of weights that one engine was sent; the largest number of all engines.
-    changed_share: the changed share of the elements that were compared with the sync before
+    changed_share: the fraction of compared elements that changed since the sync before
         (docs/vllm.md). None if none were compared.
-    failed:    engine → the reason of its failure. Empty if all engines now hold the version.
-    lost:      the failed engines that are gone or hang.
+    failed: engine name → the reason of its failure. Empty if all engines now hold the version.
+    lost: names of the failed engines that are gone or hang.
     """
 
     version: int
@@ -46,7 +48,7 @@ class SyncReport:
 class EngineLost(RuntimeError):
     """Raised if no engine is left for the rest of a call.
 
-    finished: a prompt's position in the call → its group, for the finished groups. The other groups
+    finished: the finished groups: a prompt's position in the call → its rollouts. The other groups
         are requested again.
     """
 
@@ -56,14 +58,15 @@ class EngineLost(RuntimeError):
 
 
 class Engine(Protocol):
-    """Samples completions from the trainer's weights, for one owner and one call at a time.
+    """Samples completions from the trainer's weights. One owner calls it, with one call at a time.
 
     There are two exceptions. Under ``weight_sync.in_flight`` one thread may generate while another
     thread makes the other calls. With ``rollout.producer.straggler_share`` several threads may
     generate, each in its own call.
 
-    Tokens that were sampled before a ``load_weights`` keep their version. Later tokens carry the new
-    version, and their keys and values are computed again.
+    Tokens that were sampled before a ``load_weights`` keep their version. Later tokens of the same
+    sample carry the new version. For them the keys and values of the sample are computed again with
+    the new weights.
     """
 
     weight_version: int
@@ -73,7 +76,7 @@ class Engine(Protocol):
     progressed_at: float  # time.monotonic() when an engine last reported that it computes; −inf: never reported
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
-        """Wait until the engine serves, after its start or a loss. Its weights must be loaded afterwards.
+        """Wait until the engine serves, after its start or after a loss. Weights must be loaded afterwards.
 
         lost: names of the engines that any rank knows to be gone.
 
@@ -83,7 +86,7 @@ class Engine(Protocol):
         ...
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Do not use engines that some rank cannot reach. Every later ``recover`` tries them again."""
+        """Stop using the named engines, which some rank cannot reach. Every later ``recover`` tries them again."""
         ...
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
@@ -91,13 +94,13 @@ class Engine(Protocol):
 
         Every parameter arrives exactly once. A tied alias (``lm_head.weight`` under tied
         embeddings) may be absent. Missing, doubled or unknown names and wrong shapes raise a
-        ValueError that names them. The engine then has no usable weights until a later call succeeds.
-        Errors of an engine in another process are not raised. They are in the report.
+        ValueError that names them. The engine then has no usable weights until a later call
+        succeeds. Errors of an engine in another process are not raised. They are in the report.
         """
         ...
 
     def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
-        """Note the result of the sync that just ended on all ranks: the names of the failed and the lost engines."""
+        """Note the result of the sync that just ended on all ranks. ``failed``, ``lost``: names of engines."""
         ...
 
     def generate(
@@ -111,16 +114,17 @@ class Engine(Protocol):
     ) -> list[Rollout]:
         """Return [len(prompts) * samples_per_prompt] rollouts, prompt by prompt, sample_index 0, 1, ... within each.
 
-        temperature: None: ``rollout.temperature``. 0: greedy sampling, and all samples of a prompt
-            are the same.
-        max_tokens: a sample's maximum of tokens for each prompt, from 1 to
-            ``rollout.max_response_tokens``. None: that maximum. The bound only cuts samples; it does
-            not change the tokens before it.
-        on_finished: called in this thread, once for each prompt as soon as its group is whole. If
-            EngineLost is raised, it was called exactly for ``EngineLost.finished``. An exception
-            from it ends the call, and no request stays under way.
+        temperature: None for ``rollout.temperature``. 0 for greedy sampling; all samples of a
+            prompt are then equal.
+        max_tokens: for each prompt the maximum of tokens of a sample, from 1 to
+            ``rollout.max_response_tokens``. None: that maximum. The maximum only cuts samples; it
+            does not change the tokens before it.
+        on_finished: a callable, called in this thread once for each prompt as soon as its group is
+            whole. If EngineLost is raised, it was called exactly for the groups in
+            ``EngineLost.finished``. If ``on_finished`` raises, the call ends, and no request stays
+            under way.
 
-        ``Prompt.attempt`` distinguishes repeated draws for the same prompt at the same weights.
+        ``Prompt.attempt`` distinguishes repeated sampling of the same prompt with the same weights.
 
         Raises ConfigError for a prompt that cannot be run, RuntimeError if no weights are loaded,
         and EngineLost.
@@ -136,11 +140,11 @@ class Engine(Protocol):
         ...
 
     def readings(self) -> Sequence[EngineReading]:
-        """Return the current readings of this rank's engines. Any thread may call this, and it does not wait."""
+        """Return the current state of each engine of this rank. Any thread may call this, and it does not wait."""
         ...
 
     def sleep(self) -> None:
-        """Free the engine's device memory until ``wake``. Do nothing if the engine has none of its own."""
+        """Free the engine's device memory until ``wake``. Does nothing if the engine has no such memory of its own."""
         ...
 
     def wake(self, *, tags: Sequence[str]) -> None:
@@ -155,8 +159,8 @@ class Engine(Protocol):
 def sample_seed(run_seed: int, prompt_id: str, sample_index: int, weight_version: int, attempt: int) -> int:
     """Return a 64-bit seed for one sample, equal on every machine and in every Python process.
 
-    The seed depends on no rank and no batch position. So another layout, or a resumed run, draws
-    the same rollouts.
+    The seed depends on no rank and no batch position. So a run on another number of ranks, or a
+    resumed run, draws the same rollouts.
     """
     # prompt_id comes last because it is the only field of free form. So different samples have different texts.
     identity = f"{run_seed}/{sample_index}/{weight_version}/{attempt}/{prompt_id}"
@@ -173,7 +177,7 @@ def token_bounds(
     """Return [len(prompts)], the maximum of tokens for the samples of each prompt.
 
     max_tokens: the maximum for each prompt; None: ``rollout.max_response_tokens`` for all.
-    longest: the number of positions of the model, or of the engine.
+    longest: the maximum of tokens of a prompt and its response together, in the model or engine.
 
     Raises ConfigError for a request that no engine can sample. Raises ValueError unless
     ``max_tokens`` has one number from 1 to ``rollout.max_response_tokens`` for each prompt.

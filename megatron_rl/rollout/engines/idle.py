@@ -14,7 +14,7 @@ from megatron_rl.types import Prompt, Rollout
 
 
 class IdleEngine:
-    """Has the methods of Engine. Sending it weights, or requesting a completion, is a bug of the caller."""
+    """Has the methods of Engine. A caller that sends it weights, or requests a completion, has a bug."""
 
     weight_version = NO_WEIGHTS
     lacks_weights = False

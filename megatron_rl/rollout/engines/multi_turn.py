@@ -1,18 +1,18 @@
 """Multi-turn episodes: an engine around another engine; its samples are conversations of policy and environment.
 
 The first turn of all samples is one call of the inner engine, with a prompt's samples together.
-Then the environments step. Each episode that is not over goes on as a prompt with one sample, turn
-after turn. A sample's response is all tokens after its prompt. The environment's tokens carry no
-loss.
+Then the environments step. Each episode that is not over continues as a prompt with one sample,
+turn after turn. A sample's response is all tokens after its prompt. The environment's tokens carry
+no loss.
 
 An episode ends in one of two ways:
 - With finish_reason "stop" if the environment ends it, or after ``environment.max_turns`` turns.
-- With "length" if the response reaches ``rollout.max_response_tokens`` within a turn, or if no token
-  would be left after an observation. The environment never sees a turn that was cut off. An
+- With "length" if the response reaches ``rollout.max_response_tokens`` within a turn, or if no
+  token would be left after an observation. The environment never sees a turn that was cut off. An
   observation that does not fit is not appended.
 
-1. A draw's seed depends on prompt, sample and turn, never on a rank or a position in a call. So any
-   layout, and a resumed run, draws the same.
+1. The seed of a turn depends on prompt, sample and turn, never on a rank or a position in a call.
+   So any number of ranks, and a resumed run, draws the same tokens.
 2. The policy's tokens stay as they were sampled; only the environment's text is tokenized.
 3. A prompt's group is reported once, and whole. If the engine is lost, all groups that were not
    reported begin again.
@@ -46,11 +46,12 @@ MAX_TRACEBACK = 20_000  # characters
 class _Episode:
     """Holds the state of one sample that is not finished.
 
-    room: the number of tokens that its response may have.
+    room: the maximum of tokens of the sample's response.
+    said: the pending result of the environment's last call.
     experts: [tokens, layers, top_k], the experts of the tokens so far. None if the engine reports
         none.
-    said: the pending result of the environment's last call.
-    why_excluded: the environment's failure; None if it did not fail.
+    why_excluded: the environment's failure, which takes the sample out of its group; None if it did
+        not fail.
     """
 
     prompt: Prompt
@@ -74,7 +75,7 @@ class _Episode:
         return f"{self.prompt.name}#{self.sample_index}"
 
     def next_prompt(self) -> Prompt:
-        """Return the prompt of the next turn. Its id names the sample and the turn."""
+        """Return the prompt of the next turn: all tokens so far. Its id names the sample and the turn."""
         if not self.turns:
             return self.prompt
         return Prompt(
@@ -123,11 +124,11 @@ class _Episode:
 
 
 class MultiTurnEngine(EngineAround):
-    """Runs episodes on an inner engine (see the module). It is an ``Engine``, and only ``generate`` is its own.
+    """Runs episodes on an inner engine (see the module). It replaces ``generate`` and passes all other calls on.
 
-    make: makes a sample's environment.
+    make: a callable that makes the environment of one sample.
     observations: turns the environment's observations into tokens.
-    max_response_tokens: the limit of the whole response.
+    max_response_tokens: the maximum of tokens of the whole response.
     """
 
     def __init__(
@@ -197,7 +198,11 @@ class MultiTurnEngine(EngineAround):
         temperature: float | None,
         max_tokens: Sequence[int] | None,
     ) -> None:
-        """Run one turn of each episode. Environments step while other episodes are still being sampled."""
+        """Run one turn of each unfinished episode. Environments step while other episodes are still being sampled.
+
+        groups: the episodes, grouped by the prompt that they continue.
+        samples: the number of episodes of each group.
+        """
 
         def took(index: int, rollouts: list[Rollout]) -> None:
             for episode, rollout in zip(groups[index], rollouts, strict=True):
@@ -221,7 +226,7 @@ class MultiTurnEngine(EngineAround):
             episode.said = self._pool.submit(lambda: episode.environment.step(rollout.text), (episode, call))
 
     def _answer(self, episode: _Episode) -> None:
-        """Add the environment's answer to the last turn: the reward, and the observation or the episode's end."""
+        """Add the environment's answer to an episode: the reward, and the observation or the episode's end."""
         step = self._result(episode.said)
         if episode.finish_reason is not None:
             return
@@ -243,7 +248,7 @@ class MultiTurnEngine(EngineAround):
     def _result(self, said: Ticket) -> Step | None:
         """Return the result of an environment's call. If it failed, raise EpisodeError or exclude the sample.
 
-        Under ``environment.on_error=fail`` a failure of another call is raised at once too.
+        Under ``environment.on_error=fail`` a failure of any other call is raised at once too.
         """
         ended = self._pool.wait(said)
         (episode, call), reason = ended.subject, None
@@ -270,7 +275,10 @@ class MultiTurnEngine(EngineAround):
     def _report(
         self, groups: Sequence[Sequence[_Episode]], finished: dict[int, list[Rollout]], on_finished: OnFinished | None
     ) -> None:
-        """Report the groups that the last turn completed."""
+        """Make and report the rollouts of the groups that the last turn completed.
+
+        finished: a group's index → its rollouts; completed groups are added.
+        """
         for index, group in enumerate(groups):
             if index not in finished and all(member.finish_reason is not None for member in group):
                 finished[index] = [member.rollout(self._decode) for member in group]
@@ -291,7 +299,7 @@ def with_environment(
     *,
     max_response_tokens: int,
 ) -> MultiTurnEngine:
-    """Return a MultiTurnEngine around the engine.
+    """Return a MultiTurnEngine around the engine, with the environment that the settings name.
 
     Raises ConfigError for settings that cannot work, before anything is sampled.
     """
@@ -302,7 +310,11 @@ def with_environment(
 def environment_parts(
     settings: EnvironmentConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Callable[[], Environment], Observations]:
-    """Return the maker of environments, and the template of their observations. Raises ConfigError."""
+    """Return the function that makes environments, and the converter of their observations to tokens.
+
+    Raises ConfigError for an unknown environment, or a chat template that does not take the
+    observations' role.
+    """
     observations = Observations(tokenizer, data.template, settings.role, data.template_variables)
     observations.token_ids("0", None)  # raises now if the template does not take the role
     return environment_maker(settings), observations

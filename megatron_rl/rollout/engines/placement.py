@@ -1,4 +1,4 @@
-"""Placement of the engines: each rank's part in the rollouts, sharing of GPUs, and the settings that do not fit."""
+"""The placement of engines: which ranks start and drive them, who shares a GPU, and the settings that do not fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rl.errors import ConfigError, quoted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLocation:
-    """Holds a rank's number in the world and on its node, and the number of ranks in each."""
+    """Holds a rank's number in the run and on its node, and the number of ranks in the run and on the node."""
 
     rank: int
     world_size: int
@@ -22,9 +22,9 @@ class RankLocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRole:
-    """Holds a rank's part in the rollouts.
+    """Holds what a rank does for the rollouts.
 
-    share:  the rank's share of the prompts (see RolloutWorker).
+    share: the prompts that the rank samples (see RolloutWorker); None if it samples none.
     starts: whether the rank starts its own engine.
     drives: whether the rank sends weights.
     """
@@ -35,7 +35,7 @@ class EngineRole:
 
 
 def role_of(rollout: RolloutConfig, location: RankLocation) -> EngineRole:
-    """Return a rank's part in the rollouts. Raises ConfigError if the engines do not fit the ranks.
+    """Return what a rank does for the rollouts. Raises ConfigError if the engines do not fit the ranks.
 
     Not a collective: every rank does the same arithmetic.
     """
@@ -71,7 +71,11 @@ def role_of(rollout: RolloutConfig, location: RankLocation) -> EngineRole:
 
 
 def shares_device(rollout: RolloutConfig, device: torch.device) -> bool:
-    """Return whether trainer and engine take turns on one GPU. Raises ConfigError if they must but share no GPU."""
+    """Return whether trainer and engine take turns on one GPU.
+
+    Raises ConfigError if ``rollout.sleep=always`` demands turns, but trainer and engine share no
+    GPU.
+    """
     own_engines = rollout.engine == "vllm" and not rollout.servers
     if rollout.sleep == "always" and not (own_engines and device.type == "cuda"):
         raise ConfigError(
@@ -83,8 +87,8 @@ def shares_device(rollout: RolloutConfig, device: torch.device) -> bool:
 def refuse_sharing(rollout: RolloutConfig, weight_sync: WeightSyncConfig, shared: bool) -> None:
     """Raise ConfigError if trainer and engine take turns on one GPU, and other settings do not allow that.
 
-    Such settings let the engines generate while the trainer trains, or need weights that a sleeping
-    engine drops.
+    These settings let the engines generate while the trainer trains, or need base weights that a
+    sleeping engine drops. ``shared``: whether trainer and engine take turns on one GPU.
     """
     producer = rollout.producer
     if shared and weight_sync.adapters == "alone":
@@ -102,7 +106,10 @@ def refuse_sharing(rollout: RolloutConfig, weight_sync: WeightSyncConfig, shared
 
 
 def refuse_mixture(weight_sync: WeightSyncConfig, num_experts: int) -> None:
-    """Raise ConfigError if engines with a mixture of experts are to be sent adapters alone."""
+    """Raise ConfigError if engines of a mixture-of-experts model would be sent LoRA adapters alone.
+
+    num_experts: the model's number of experts; 0 for a dense model.
+    """
     if num_experts and weight_sync.adapters == "alone":
         raise ConfigError(
             f"weight_sync.adapters=alone is not supported for a mixture of {num_experts} experts: vLLM (0.32.0) "

@@ -1,4 +1,4 @@
-"""The first pass of generation by a Hugging Face model: each prompt runs once, padded on the left, into a cache."""
+"""The forward pass over prompts by a Hugging Face model: prompts are padded on the left, and fill the cache."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ T = TypeVar("T")
 def run_prompts(
     model: PreTrainedModel, prompts: Sequence[tuple[int, ...]]
 ) -> tuple[DynamicCache, torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-    """Run each of P prompts once.
+    """Run the model on P prompts as one batch, padded on the left.
 
     Returns the cache, the last position's logits [P, V], the next position [P, 1], the mask [P,
-    width], and whether any prompt is padded. Without padding the model is passed no mask. So sdpa
-    takes its fast path, and the model does not build a mask at every step.
+    width], and whether any prompt is padded.
+
+    Without padding the model is passed no mask. So scaled_dot_product_attention can use its fast
+    kernels, and the model does not build a mask at every step.
     """
     input_ids, mask = _left_pad(prompts, next(model.parameters()).device)
     positions = mask.long().cumsum(1).sub_(1).clamp_(min=0)
@@ -39,7 +41,7 @@ def run_prompts(
 
 
 def counts_pads(model: PreTrainedModel) -> bool:
-    """Return whether a model counts pads before a prompt as positions, so that prompts may not be padded."""
+    """Return whether a model counts padding before a prompt as positions. Then its prompts may not be padded."""
     config = model.config.get_text_config()
     family = family_of(config.model_type)
     return family is not None and family.counts_pads(config)
@@ -48,7 +50,10 @@ def counts_pads(model: PreTrainedModel) -> bool:
 def cut_batches(
     prompts: Sequence[T], length_of: Callable[[T], int], most: int, *, alike: bool
 ) -> Iterator[Sequence[T]]:
-    """Yield batches of at most ``most`` prompts, in their order. ``alike``: a batch has prompts of one length only.
+    """Yield batches of at most ``most`` prompts, in their order.
+
+    length_of: a callable that returns a prompt's number of tokens.
+    alike: whether a batch has prompts of one length only.
 
     Example: prompts a, b, c, d of lengths 2, 2, 2, 5, and ``most`` 2: [a, b], [c, d]. With
     ``alike``: [a, b], [c], [d].
@@ -64,7 +69,7 @@ def cut_batches(
 
 
 def _left_pad(prompts: Sequence[tuple[int, ...]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int64 ids and a bool mask, [P, longest]. All prompts end in the last column."""
+    """Return the prompts as int64 ids and a bool mask, both [P, longest]. All prompts end in the last column."""
     longest = max(len(prompt) for prompt in prompts)
     token_ids = np.zeros((len(prompts), longest), dtype=np.int64)
     mask = np.zeros((len(prompts), longest), dtype=bool)

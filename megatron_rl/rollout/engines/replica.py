@@ -1,4 +1,4 @@
-"""The interface ``Replica`` of one running vLLM engine, either a process of our own or a server.
+"""The interface ``Replica`` of one running vLLM engine, either a process that this run starts or a server.
 
 This module does not import vLLM. The two kinds of replicas are in
 ``rollout/vllm/process_replica.py`` and ``rollout/vllm/server_replica.py``.
@@ -50,15 +50,15 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """Holds one sample as the engine returned it. It is not checked yet.
+    """Holds one sample as the engine returned it, not checked yet.
 
-    token_ids: [T] int64, the stop token included.
-    logprobs: [T'] float32, of the sampled tokens at the sampling temperature (at 1 for greedy). T'
+    token_ids: int64 [T], with the stop token.
+    logprobs: float32 [T'], of the sampled tokens at the sampling temperature (at 1 for greedy). T'
         = T unless the engine made an error.
     finish_reason: "stop", "length", or the engine's word for an aborted sample ("abort", "error").
     weight_versions: (version, number of tokens) pairs in the order of the tokens. () if the engine
         reports no versions.
-    prompt_logprobs: float32 [prompt], NaN at its first token. None if not requested.
+    prompt_logprobs: float32 [prompt tokens], NaN at the first. None if not requested.
     routed_experts: [tokens, layers, top_k] (see rollout/vllm/routed_experts.py). None if the engine
         returns none.
     """
@@ -73,8 +73,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFacts:
-    """Holds the facts that an engine reports when it is connected. A fact is None if it is not reported.
+    """Holds the facts that an engine reports when it is connected. An optional fact is None if it is not reported.
 
+    max_model_tokens: the maximum of tokens of a prompt and its response together.
+    logprobs_mode: vLLM's setting of this name.
     routed_experts: whether the engine returns the experts of each token.
     """
 
@@ -124,7 +126,10 @@ def check_facts(name: str, facts: ReplicaFacts, vocab_size: int, longest: int, r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReceipt:
-    """Holds what an engine's worker reports after a sync: its weights, or why it has none (``failure``)."""
+    """Holds the version, the checksum and the number of the weights that an engine's worker has after a sync.
+
+    failure: why the worker has no whole set of weights; empty if it has one.
+    """
 
     version: int
     checksum: str
@@ -144,7 +149,7 @@ class RequestRefused(RuntimeError):
 
 
 class Replica(Protocol):
-    """Drives one engine. Thread-safe; every wait has a deadline. Errors: ReplicaLost, RequestRefused."""
+    """Drives one engine. Thread-safe; every wait has a deadline. Raises ReplicaLost and RequestRefused."""
 
     ours: bool  # whether this run started the engine, so that restart() ends it
     name: str  # for messages: the URL, or the process id
@@ -155,19 +160,23 @@ class Replica(Protocol):
     progressed_at: float
 
     def start(self) -> None:
-        """Begin to start or to connect, and return at once."""
+        """Begin to start the engine's process, or to connect to the server. Return at once."""
         ...
 
     def wait_ready(self, timeout_s: float) -> ReplicaFacts:
-        """Wait until the engine serves. Raise ReplicaLost, with advice, if it does not serve in time."""
+        """Wait until the engine serves, and return its facts. Raises ReplicaLost, with advice, if it is too late."""
         ...
 
     def check_tokenizer(self, encode: Callable[[str], list[int]], texts: Sequence[str]) -> None:
-        """Raise RequestRefused if the engine's tokenizer, if it has one, differs from the trainer's on a text."""
+        """Raise RequestRefused if the engine's tokenizer encodes one of the texts differently from the trainer's.
+
+        An engine without a tokenizer passes. ``encode``: a callable from a text to the trainer's
+        token ids.
+        """
         ...
 
     def submit(self, request: GenerateRequest) -> Future[list[Completion]]:
-        """Start a request at once. The future will hold ``n`` completions by sample index, or the error."""
+        """Send a request without waiting. The future will hold ``n`` completions by sample index, or the error."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -180,20 +189,21 @@ class Replica(Protocol):
         The methods are init_weight_transfer, start_weight_update, update_weights,
         finish_weight_update, weights_received, use_adapter, reset_prefix_cache, sleep, wake, pause
         and resume. ``pause`` keeps the requests under way, and nothing is sampled until ``resume``.
-        reset_prefix_cache with ``running`` set lets these requests compute their keys and values
-        again.
+        If reset_prefix_cache has ``running`` set, the requests under way compute their keys and
+        values again.
         """
         ...
 
     def give_up(self, cause: str) -> None:
         """End all requests under way with ReplicaLost, after an update in flight has failed. Raises nothing.
 
-        A server goes on serving. An engine of our own is restarted anyway.
+        A server goes on serving. An engine that this run started is restarted anyway. ``cause``:
+        the failure, for the error.
         """
         ...
 
     def restart(self) -> None:
-        """End the engine if this run started it (``ours``), and start it again, with the weights of its files."""
+        """If this run started the engine (``ours``), end it and start it again, with the weights of its files."""
         ...
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Records of each token's experts in an embedded mixture of experts, for ``rollout.routing_replay=rollout``.
 
 transformers' routers (5.19, models/mixtral and models/qwen3_moe) return logits, weights and
-experts. A hook on each router keeps the experts of the latest pass.
+experts. A hook on each router keeps the experts of the latest forward pass.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from megatron_rl.errors import ConfigError
 
 
 def routers_of(mlp: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return a layer's router, which transformers names ``gate`` or ``router`` (gpt_oss). Empty for a dense MLP."""
+    """Return a layer's router as a list of one module, or an empty list for a dense MLP.
+
+    transformers names the router ``gate``, or ``router`` (gpt_oss).
+    """
     return [module for name, module in mlp.named_children() if name in ("gate", "router")]
 
 
 class RouterRecords:
-    """Keeps the experts of a batch that is sampled: first of its prompts, then of each step's tokens.
+    """Keeps the experts of each token of a batch while it is sampled: first of the prompts, then of each step's tokens.
 
-    Call ``begin`` after the pass over the prompts, ``note`` after each step's pass, and ``of`` at
-    the end.
+    Call ``begin`` after the forward pass over the prompts, ``note`` after each step's pass, and
+    ``of`` at the end.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -46,24 +49,27 @@ class RouterRecords:
         self._latest[number] = output[2]
 
     def _pass(self, rows: int) -> torch.Tensor:
-        """Return int16 [rows, width, layers, top_k] of the latest pass."""
+        """Return the experts of the latest forward pass, int16 [rows, tokens per row, layers, top_k]."""
         return torch.stack([x.to(torch.int16).view(rows, -1, x.shape[-1]) for x in self._latest], dim=2)
 
     def begin(self, num_prompts: int, num_rows: int, max_steps: int) -> None:
-        """Keep the experts of the pass over the prompts. The experts of response tokens are −1 until ``note``."""
+        """Keep the experts of the forward pass over the prompts. Set the experts of all response tokens to −1."""
         self._prompts = self._pass(num_prompts)
         shape = (max_steps, num_rows, *self._prompts.shape[2:])
         self._steps = torch.full(shape, -1, dtype=torch.int16, device=self._prompts.device)
 
     def note(self, step: int, rows: torch.Tensor) -> None:
-        """Keep the experts of the tokens drawn at ``step``, by the pass over ``rows`` that followed."""
+        """Keep the experts of the tokens drawn at ``step``, from the forward pass over them that followed.
+
+        rows: int64, the indices of the rows that this pass ran.
+        """
         self._steps[step, rows] = self._pass(len(rows))[:, 0]
 
     def of(self, prompt_lengths: Sequence[int], lengths: Sequence[int]) -> list[np.ndarray]:
         """Return each row's experts, int16 [prompt + response, layers, top_k], with −1 for the last token.
 
-        prompt_lengths: the tokens of each row's prompt, without the pads before it.
-        lengths: the tokens of each row's response.
+        prompt_lengths: the number of tokens of each row's prompt, without padding.
+        lengths: the number of tokens of each row's response.
         """
         prompts, steps = self._prompts.cpu().numpy(), self._steps.cpu().numpy()
         self._prompts = self._steps = None

@@ -1,4 +1,4 @@
-"""An engine that wraps another engine, and passes all calls on to it except the sampling."""
+"""The base class of an engine that wraps another engine and passes on all calls except sampling."""
 
 from __future__ import annotations
 

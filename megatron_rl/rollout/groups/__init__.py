@@ -1,1 +1,1 @@
-"""The choice of a rollout's groups: which are trained, replayed, sampled again, or left under way."""
+"""The choice of a rollout's groups: which are trained now, replayed, sampled again, or trained one rollout later."""

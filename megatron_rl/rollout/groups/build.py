@@ -1,4 +1,7 @@
-"""The choice of the parts that select a rollout's groups. A part that the run does not use is not imported."""
+"""The construction of ``GroupParts``, the objects that choose a rollout's groups, from the configuration.
+
+A module that the configuration does not need is not imported.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,12 @@ from megatron_rl.rollout.scored_batch import GroupScorer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSettings:
-    """Holds the settings by which a run's parts are chosen.
+    """Holds the settings from which ``build_parts`` builds a run's ``GroupParts``.
 
-    num_stragglers: groups that each rollout leaves under way
+    start_order: the order in which a rollout starts its groups: "drawn" or "longest_first".
+    num_stragglers: the number of groups that each rollout leaves unfinished for the next rollout
         (``rollout.producer.straggler_share``).
-    seed:           the run's seed.
+    seed: the run's seed.
     """
 
     dynamic_sampling: DynamicSamplingConfig
@@ -45,7 +49,11 @@ class GroupSettings:
 def build_parts(
     settings: GroupSettings, prompts: PromptDataset, manager: RolloutManager, scorer: GroupScorer, timer: StepTimer
 ) -> GroupParts:
-    """Build the parts of a queue. Refill comes before replay in the order of the filters."""
+    """Return the objects that choose the groups of a run's rollouts.
+
+    The first filter is dynamic sampling, the second is replay. Each is there only if it is
+    configured.
+    """
     order, reroll = _start_order(settings.start_order), _reroll(settings.reroll)
     filters: list[GroupFilter] = []
     if settings.dynamic_sampling.max_rounds:
@@ -96,7 +104,10 @@ def _stragglers(manager: RolloutManager, timer: StepTimer, prompts_per_rollout: 
 def with_stragglers(
     parts: GroupParts, manager: RolloutManager, timer: StepTimer, *, prompts_per_rollout: int
 ) -> GroupParts:
-    """Return parts that can take a checkpoint's stragglers, even if the run itself leaves no stragglers."""
+    """Return parts whose ``hand_out`` can train a checkpoint's stragglers, even if this run leaves no stragglers.
+
+    A straggler is a group that its own rollout left unfinished.
+    """
     if not isinstance(parts.hand_out, WholeRollouts):
         return parts
     return dataclasses.replace(parts, hand_out=_stragglers(manager, timer, prompts_per_rollout, 0))

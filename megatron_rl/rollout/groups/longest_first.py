@@ -1,11 +1,11 @@
-"""Longest first: a rollout first starts the groups that are expected to be longest.
+"""The start order ``longest_first``: a rollout first starts the groups whose responses are expected to be longest.
 
 An engine samples a limited number of responses at once. A long response that is started last is
 sampled nearly alone at the rollout's end. If the longest are started first (Graham's
 longest-processing-time rule, SIAM J. Appl. Math. 17(2), 1969), short responses fill the gaps at the
-end. A sample's seed does not depend on the order, so the order changes no draw.
+end. A sample's seed does not depend on the order, so the order changes no random draw.
 
-Pure, and the same on every rank: lengths come from facts that all ranks hold.
+The order is the same on every rank, since it depends only on facts that all ranks hold.
 """
 
 from __future__ import annotations
@@ -18,21 +18,26 @@ from megatron_rl.types import BatchFacts, Prompt
 
 
 class LongestFirst:
-    """Orders the groups of rollouts by the length of each data row's latest group.
+    """Orders a rollout's groups by the response lengths of the same prompts in earlier rollouts.
 
-    Example: places 0 to 3 have prompts of 3, 4, 3 and 8 tokens. The longest responses of their rows'
-    latest groups had 5 tokens, unknown, 9 tokens, and unknown. The order is [3, 1, 2, 0].
+    A prompt's expected response length is the number of tokens of the longest response in its
+    latest group, in any epoch.
+
+    Example: the groups 0 to 3 of a rollout have prompts of 3, 4, 3 and 8 tokens. The longest
+    responses of their latest groups had 5 tokens, unknown, 9 tokens and unknown. The order is [3,
+    1, 2, 0].
     """
 
     def __init__(self) -> None:
         self.lengths: dict[str, int] = {}  # data row → tokens of the longest response in its latest group
 
     def arrange(self, prompts: Mapping[int, Prompt]) -> dict[int, Prompt]:
-        """Return prompts by place, in the order in which their groups are to be started.
+        """Return the prompts as {place: prompt}, in the order in which their groups are to be started.
 
-        Groups of rows without a known length come first, since any of them may be the longest. They
-        are ordered by the length of their prompts. The other groups follow, by the length of their
-        latest responses. In both, the longest comes first, and of equals the lower place.
+        A place is a group's number in the rollout. Prompts without a known response length come
+        first, since any of them may be the longest. They are sorted by the length of the prompt.
+        The other prompts follow, sorted by the length of their latest responses. Both sorts put the
+        longest first, and the lower place first among equals.
         """
         places = sorted(sorted(prompts), key=lambda place: self._key(prompts[place]))
         return {place: prompts[place] for place in places}
@@ -44,8 +49,9 @@ class LongestFirst:
     def note(self, prompts: Mapping[int, Prompt], facts: BatchFacts) -> None:
         """Remember the length of each group's longest response, in tokens.
 
-        prompts: a group's place in the rollout → its prompt; holds the groups of all ranks.
-        facts: ``facts.groups`` holds each sample's place.
+        prompts: a group's place (its number in the rollout) → its prompt, for the groups of all
+            ranks.
+        facts: the samples' facts; ``facts.groups`` holds the place of each sample's group.
         """
         for place in np.unique(facts.groups).tolist():
             longest = facts.response_tokens[facts.groups == place].max()

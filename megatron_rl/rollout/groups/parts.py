@@ -1,4 +1,7 @@
-"""The interfaces of the parts that choose a rollout's groups, and the stand-ins for parts that a run does not use."""
+"""The interfaces of the objects that choose a rollout's groups, and stand-ins for choices that a run does not use.
+
+A group is all samples of one prompt. Its place is its number in the rollout.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,27 @@ from megatron_rl.types import BatchFacts, Prompt
 
 
 class GroupFilter(Protocol):
-    """Replaces groups without signal by other groups, before a rollout is trained."""
+    """Replaces groups without signal (all advantages 0) by other groups, before a rollout is trained."""
 
     def fill(self, index: int, selection: Selection) -> Selection:
-        """Return the selection of rollout ``index`` with other groups in the places without signal. A collective."""
+        """Return the selection with other groups at the places of groups without signal. A collective.
+
+        index: the rollout's index in the run.
+        """
         ...
 
 
 class StartOrder(Protocol):
-    """Orders the groups that a rollout starts. Its methods are not collectives."""
+    """Decides the order in which a rollout starts its groups. Its methods are not collectives."""
 
     def arrange(self, prompts: Mapping[int, Prompt]) -> dict[int, Prompt]: ...
 
     def note(self, prompts: Mapping[int, Prompt], facts: BatchFacts) -> None:
-        """Take in the facts of a rollout's scored groups, such as their response lengths.
+        """Record facts of a rollout's scored groups, such as response lengths, for the order of later rollouts.
 
-        prompts: a group's place in the rollout → its prompt; holds the groups of all ranks.
-        facts: ``facts.groups`` holds each sample's place.
+        prompts: a group's place (its number in the rollout) → its prompt, for the groups of all
+            ranks.
+        facts: the samples' facts; ``facts.groups`` holds the place of each sample's group.
         """
         ...
 
@@ -42,19 +49,21 @@ class StartOrder(Protocol):
 
 
 class Reroll(Protocol):
-    """Chooses prompts that are sampled again. Its methods are not collectives."""
+    """Chooses prompts that a later rollout samples again. Its methods are not collectives."""
 
     def take(self, fraction: float, room: int) -> list[tuple[str, int]]:
-        """Return (prompt_id, attempt) of at most ``room`` prompts to sample again now.
+        """Return (prompt_id, attempt) of the prompts that the next rollout samples again.
 
         fraction: the fraction of the training that is done, 0 to 1.
+        room: the maximum of prompts to return.
         """
         ...
 
     def note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt], fresh: Collection[int]) -> None:
-        """Take in a rollout's scored groups, to choose prompts among them.
+        """Record which prompts of a rollout's scored groups are to be sampled again.
 
-        prompts: a group's place in the rollout → its prompt; holds the groups of all ranks.
+        prompts: a group's place (its number in the rollout) → its prompt, for the groups of all
+            ranks.
         fresh: the places of the groups that are not too old to be trained.
         """
         ...
@@ -67,7 +76,7 @@ class Reroll(Protocol):
 
 
 class Replay(Protocol):
-    """Keeps trained groups, to be trained again. Its methods are not collectives.
+    """Keeps groups that were trained, so that a later rollout can train them again. Its methods are not collectives.
 
     groups: ``Prompt.name`` → group, for the kept groups of this rank.
     """
@@ -75,7 +84,11 @@ class Replay(Protocol):
     groups: dict[str, Group]
 
     def remember(self, taken: TrainingBatch, advantages: np.ndarray) -> None:
-        """Choose groups of a trained batch to keep. ``advantages``: [S], from rewards alone and without noise."""
+        """Choose the groups of a trained batch that are kept for replay.
+
+        advantages: [S], one per sample, computed from rewards alone, without the noise of
+            ``advantage.noise_std``.
+        """
         ...
 
     def metrics(self) -> dict[str, float]: ...
@@ -86,10 +99,10 @@ class Replay(Protocol):
 
 
 class HandOut(Protocol):
-    """Decides how many groups a rollout starts, and which of them are trained with it.
+    """Decides how many groups a rollout starts, and which groups are trained with the rollout.
 
-    late: the number of rollouts by which a group may be trained later than its own rollout.
-    left: the job of the groups that the latest taken rollout left under way; None if there are
+    late: by how many rollouts the training of a group may come after its own rollout, 0 or 1.
+    left: the job of the groups that the latest trained rollout left unfinished; None if it left
         none.
     """
 
@@ -100,21 +113,24 @@ class HandOut(Protocol):
         """Return the number of groups that a rollout starts. Not a collective.
 
         jobs: the rollouts that are started and not yet taken for training.
-        number: this rollout's position among the rollouts that are not yet taken, from 1.
-        is_last: whether this is the last rollout.
+        number: this rollout's position among the rollouts that are not yet taken for training, from
+            1.
+        is_last: whether this is the last rollout of the run.
         """
         ...
 
     def has_groups(self, jobs: Collection[RolloutJob], number: int) -> bool:
-        """Return whether started groups are left for one more rollout. Not a collective.
+        """Return whether groups that are already started are left for one more rollout. Not a collective.
 
-        jobs, number: as for ``num_to_start``. Groups are left if more are started than the
-            ``number`` − 1 rollouts before it train.
+        jobs, number: as for ``num_to_start``.
+
+        Groups are left if more groups are started than the ``number`` − 1 earlier rollouts will
+        train.
         """
         ...
 
     def take(self, job: RolloutJob) -> RolloutJob:
-        """Return the job of the groups that are trained now. A collective. ``job``: the rollout's own job."""
+        """Return a job with the groups that are trained now. A collective. ``job``: the rollout's own job."""
         ...
 
     def metrics(self) -> dict[str, float]: ...
@@ -122,7 +138,7 @@ class HandOut(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupParts:
-    """Holds a queue's parts. The filters are applied in their order (groups/build.py)."""
+    """Holds the objects that choose the groups of a run's rollouts. The filters are applied in the listed order."""
 
     order: StartOrder
     reroll: Reroll
@@ -132,7 +148,7 @@ class GroupParts:
 
 
 class AsDrawn:
-    """Starts groups in the order of their places."""
+    """Starts groups in ascending order of their places (numbers in the rollout), the order ``drawn``."""
 
     def arrange(self, prompts: Mapping[int, Prompt]) -> dict[int, Prompt]:
         return dict(sorted(prompts.items()))
@@ -146,7 +162,7 @@ class AsDrawn:
 
 
 class NoReroll:
-    """Samples no prompt again. Waiting prompts of a checkpoint are kept for the next checkpoint."""
+    """Samples no prompt again. Prompts that wait in a checkpoint are only carried over to the next checkpoint."""
 
     def __init__(self) -> None:
         self._state = {"waiting": [], "num_buffered": 0, "num_issued": 0}
@@ -172,7 +188,7 @@ class NoReroll:
 
 
 class NoReplay:
-    """Keeps no group. The kept groups of a checkpoint are dropped."""
+    """Keeps no group for replay, and drops the groups that a checkpoint kept."""
 
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}
@@ -189,7 +205,7 @@ class NoReplay:
 
 
 class WholeRollouts:
-    """Trains every group with its own rollout."""
+    """Trains every group with its own rollout. It is the ``HandOut`` of a run without stragglers (stragglers.py)."""
 
     late, left = 0, None
 

@@ -1,4 +1,4 @@
-"""The queue of rollouts in a checkpoint: the groups that are finished but not trained, and the state of each part."""
+"""Functions that save a queue of rollouts for a checkpoint, and restore it: its untrained groups and its state."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ LEFT = "left"  # stands instead of a rollout's index for the stragglers of the l
 
 
 def save(queue: RolloutQueue) -> tuple[dict, bytes]:
-    """Return the queue's state between two rollouts. A collective.
+    """Return the queue's state for a checkpoint between two rollouts. A collective.
 
-    Returns (the state that every rank holds, as JSON-able values; this rank's own groups, as bytes).
+    Two values are returned. The first is the state that every rank holds, as JSON-able values. The
+    second is this rank's own groups, as bytes.
 
-    It first waits for all rollouts under way, because a run that goes on from the checkpoint no
-    longer has their weights. The next rollout is started with the current weights.
+    The call first waits until no rollout is being generated, because a run that resumes from the
+    checkpoint no longer has the weights of these rollouts. The next rollout is started with the
+    current weights.
     """
     queue.manager.settle()
     queue.resend_weights = True
@@ -48,17 +50,20 @@ def save(queue: RolloutQueue) -> tuple[dict, bytes]:
 
 
 def _identities(job: RolloutJob) -> list[list]:
-    """Return [place, prompt id, attempt] for each group of a job, of all ranks."""
+    """Return [place, prompt id, attempt] for each group of a job, for the groups of all ranks.
+
+    A place is a group's number in the rollout.
+    """
     return [[place, prompt.prompt_id, prompt.attempt] for place, prompt in job.prompts.items()]
 
 
 def restore(queue: RolloutQueue, state: Mapping, rows: Sequence[bytes]) -> None:
     """Restore the state and the groups that ``save`` returned. Not a collective.
 
-    rows: the bytes that ``save`` returned on some of the saving ranks. The bytes of each saving rank
-        go to exactly one rank of this run.
+    rows: the bytes that this rank restores. Each element was returned by ``save`` on one of the
+        saving ranks. The bytes of a saving rank go to exactly one rank of this run.
 
-    The cursor of the prompts must be restored before.
+    The position in the prompt dataset must be restored before this call.
     """
     queue.next_rollout, queue.resend_weights = state["next_rollout"], True
     queue.parts.reroll.load_state(state["reroll"])
@@ -81,9 +86,11 @@ def restore(queue: RolloutQueue, state: Mapping, rows: Sequence[bytes]) -> None:
 def _restored_job(
     queue: RolloutQueue, number: int | str, identities: Sequence, groups: Mapping[str, SavedGroup]
 ) -> RolloutJob:
-    """Start the job of a rollout that was finished before a checkpoint, with the groups that this rank reads.
+    """Return the job of a rollout that was generated before a checkpoint, and start it, so that it can be collected.
 
-    number: the rollout's index, or LEFT.
+    number: the rollout's index, or LEFT for the stragglers of the latest trained rollout.
+    identities: the list that ``_identities`` returned for the job.
+    groups: the saved groups that this rank reads, by their names in the checkpoint.
     """
     prompts = {place: queue.prompts.recall(*identity) for place, *identity in identities}
     job = RolloutJob(prompts, (), queue.settings.samples_per_prompt)

@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups without signal are replaced by groups of further prompts, round after round."""
+"""Dynamic sampling: groups without signal (all advantages 0) are replaced by groups of further prompts, in rounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ from megatron_rl.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FurtherPrompts:
-    """Holds what dynamic sampling needs for further prompts. ``epochs``: passes over the data; None: no limit."""
+    """Holds what dynamic sampling needs to draw and sample further prompts.
+
+    epochs: the number of passes over the data; None: no limit.
+    order: decides in which order the groups of a round are started.
+    reroll: records failed groups, so that their prompts are sampled again later.
+    """
 
     prompts: PromptDataset
     epochs: int | None
@@ -31,12 +36,16 @@ class FurtherPrompts:
     reroll: Reroll
 
     def next(self, places: Sequence[int]) -> dict[int, Prompt]:
-        """Return prompts for the places, in the order in which to start them. Near the data's end there are fewer."""
+        """Return {place: new prompt} for the given places, in the order in which to start their groups.
+
+        A place is a group's number in the rollout. Near the end of the data there are fewer prompts
+        than places.
+        """
         return self.order.arrange(dict(zip(places, self.prompts.next(len(places), self.epochs), strict=False)))
 
 
 class Refill:
-    """Samples further prompts in the places of groups without signal (``rollout.dynamic_sampling``)."""
+    """Replaces groups without signal by groups of further prompts (``rollout.dynamic_sampling``)."""
 
     def __init__(
         self,
@@ -48,9 +57,11 @@ class Refill:
         self.settings, self.further, self.scorer, self.timer = settings, further, scorer, timer
 
     def fill(self, index: int, selection: Selection) -> Selection:
-        """Replace groups without signal, in at most ``max_rounds`` rounds. A collective.
+        """Return the selection after at most ``max_rounds`` rounds of replacement. A collective.
 
-        If such groups are left, NoSignalError is raised under ``on_exhausted=fail``.
+        Each round samples a further prompt for every group that ``kept_places`` does not keep.
+        Raises NoSignalError under ``on_exhausted=fail`` if such groups are left after the last
+        round.
         """
         settings, further, scoring, num_rounds = self.settings, self.further, self.scorer.scoring, 0
         selection = selection.narrowed(kept_places(settings.metric, scoring.reward, selection.scored))
@@ -80,19 +91,20 @@ class Refill:
 
 
 def kept_places(metric: str | None, reward: RewardConfig, scored: ScoredBatch) -> set[int]:
-    """Return the places whose group dynamic sampling keeps: it may have signal, and its samples differ in the metric.
+    """Return the places of the groups that dynamic sampling keeps; a place is a group's number in the rollout.
 
-    DAPO keeps a group in which some answers are correct and some are not (arXiv:2503.14476, eq.
-    11). So a group of wrong answers is not kept, even if a length penalty makes their rewards
-    differ.
+    A group is kept if it may have signal (a non-zero advantage) and its samples differ in
+    ``metric``. DAPO keeps a group in which some answers are correct and some are not
+    (arXiv:2503.14476, eq. 11). So a group of wrong answers is not kept, even if a length penalty
+    makes their rewards differ.
 
-    metric: ``rollout.dynamic_sampling.metric``. It is a reward function, or ``reward`` (the sum of
-        all functions before the penalty), or ``shaped`` (signal alone decides). None: the first
-        built-in function that compares answers, else ``reward``. A function's missing value counts
-        as 0.
+    metric: ``rollout.dynamic_sampling.metric``: the name of a reward function, or ``reward`` (the
+        weighted sum of all functions before the penalty), or ``shaped`` (the samples need not
+        differ; signal alone decides). None: the first built-in function that compares answers, else
+        ``reward``. A function's missing value counts as 0.
 
     Example: a group has two wrong answers, and one loses 0.5 to the overlong penalty. The group is
-    dropped, but kept under ``shaped``.
+    dropped by default. Under ``shaped`` it is kept.
     """
     functions = reward.functions
     if metric is None:

@@ -1,4 +1,4 @@
-"""Replay: the groups with the most signal are kept, and later trained again in place of groups without signal."""
+"""Replay: the groups with the highest scores (``group_scores``) are kept, and replace later groups without signal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from megatron_rl.rollout.worker import Group
 
 
 class GroupReplay:
-    """Keeps the groups that the buffer chooses, each on the rank that has its rows, and draws groups for replay."""
+    """Keeps trained groups, and puts them in place of later groups without signal (all advantages 0).
+
+    Every rank has the same buffer of scores. A group itself is kept only on the rank that holds its
+    samples.
+    """
 
     def __init__(
         self, config: ReplayConfig, seed: int, *, backend: MegatronBackend, scorer: GroupScorer, timer: StepTimer
@@ -27,7 +31,10 @@ class GroupReplay:
         self.groups: dict[str, Group] = {}  # Prompt.name → group, for this rank's groups
 
     def fill(self, index: int, selection: Selection) -> Selection:
-        """Replace groups without signal by replayed groups. A collective."""
+        """Return the selection with replayed groups at the places of groups without signal. A collective.
+
+        index: the rollout's index, from which the random draw of groups is derived.
+        """
         version = self.backend.weight_version
         self._forget(self.buffer.expire(version))
         names = [prompt.name for prompt in selection.prompts.values()]
@@ -44,9 +51,12 @@ class GroupReplay:
         return selection.replay(key_at, groups, scored).measured(metrics)
 
     def remember(self, taken: TrainingBatch, advantages: np.ndarray) -> None:
-        """Keep groups with signal, and drop groups that were replayed ``replay.max_uses`` times. Not a collective.
+        """Keep the batch's groups with the highest scores. Not a collective.
 
-        advantages: [S], from rewards alone and without noise.
+        Groups that were replayed ``replay.max_uses`` times are dropped.
+
+        advantages: [S], one per sample, computed from rewards alone, without the noise of
+            ``advantage.noise_std``.
         """
         facts, scored = taken.facts, taken.scored
         replayed = set(facts.groups[taken.replayed].tolist())
@@ -74,6 +84,10 @@ class GroupReplay:
         return self.buffer.state()
 
     def load_state(self, state: Mapping, groups: Mapping[str, Group]) -> None:
-        """Restore a checkpoint's buffer and this rank's ``groups``, without the groups that a smaller buffer drops."""
+        """Restore a checkpoint's buffer, and the groups of this rank that the buffer still holds.
+
+        groups: ``Prompt.name`` → group, as saved. Groups that exceed this run's
+            ``replay.capacity_groups`` are dropped.
+        """
         gone = self.buffer.load_state(state)
         self.groups = {name: group for name, group in groups.items() if name not in gone}

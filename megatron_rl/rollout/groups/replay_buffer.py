@@ -1,25 +1,26 @@
-"""The replay buffer: keeps the groups with the most signal, draws some to be trained again, and drops the others.
+"""The replay buffer: decides which groups are kept for replay, which of them are drawn, and which are dropped.
 
-Pure: numbers in, decisions out. Every rank holds the same buffer of facts and takes the same
-decisions. The rows (tokens) are held elsewhere, by key, and are dropped when this buffer returns
-their key as gone. Draws only compare, add and divide scores, so no library's logarithm can make two
-ranks draw differently.
+The buffer holds scores and weight versions, no tokens. ``GroupReplay`` holds the groups themselves
+by the same keys, and drops a group when this buffer returns its key as gone. Every rank holds the
+same buffer and takes the same decisions. Draws only compare, add and divide scores, so a difference
+between math libraries cannot make two ranks draw differently.
 
 Invariants (``assert_invariants`` in tests/unit/rollout/test_replay_buffer.py):
 
-1. The buffer holds at most ``replay.capacity_groups`` entries, one per key, each with a finite score
-   above 0. The best comes first: the higher score, then the newer weights, then the smaller key.
-   ``add`` keeps the best of the held and the new entries.
-2. No key is lost or doubled. After a call, each key that was held or came in is either held or
-   returned as gone, once.
+1. The buffer holds at most ``replay.capacity_groups`` entries, one per key, each with a finite
+   score above 0. Entries are sorted by score (highest first), then by weight version (newest
+   first), then by key (ascending). ``add`` keeps the first of the held and the new entries.
+2. No key is lost or doubled. After a call, each key that was held or added is either held or
+   returned as gone, exactly once.
 3. A draw returns distinct keys that are held, not excluded and not used up. It returns as many as
-   requested, or all of them if there are fewer. It counts each as used once more, and changes
-   nothing else.
-4. A draw depends only on the seed, the rollout's number and the held entries. The chance of each
-   next key is its score over the sum of the scores still to be drawn.
+   requested, or all of them if there are fewer. It increases the number of uses of each drawn key
+   by 1, and changes nothing else.
+4. A draw depends only on the seed, the rollout's number and the held entries. The chance of a key
+   to be drawn next is its score divided by the sum of the scores of all keys that are still to be
+   drawn.
 5. Age is counted in weight versions. After ``expire(v)`` no entry is older than
    ``replay.max_age_versions`` at version v. After ``retire`` no entry is used up.
-6. A state that went through JSON and back has the same future.
+6. A buffer that is restored from a state that went through JSON behaves like the saved buffer.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ from megatron_rl.config import ReplayConfig
 class Entry:
     """Holds the facts of one group that may be trained again.
 
-    key:     the group's ``Prompt.name``, under which its rows are held.
-    score:   the group's signal (``group_scores``). The chance to be drawn is proportional to it.
-    version: the version of the oldest weights that made any of its tokens.
-    uses:    how often the group was drawn.
+    key: the group's ``Prompt.name``, under which ``GroupReplay`` holds the group.
+    score: the group's score (``group_scores``). The chance to be drawn is proportional to it.
+    version: the version of the oldest weights that sampled any of the group's tokens.
+    uses: how often the group was drawn.
 
     Raises ValueError for a score that is not finite, or is below 0.
 
-    Example: ``Entry(key="17@0", score=2.0, version=3)``. At version 19 it is 16 versions old.
+    Example: ``Entry(key="17@0", score=2.0, version=3)``. At weight version 19 the entry is 16
+    versions old.
     """
 
     key: str
@@ -64,22 +66,23 @@ class Entry:
 def group_scores(
     advantages: np.ndarray, groups: np.ndarray, included: np.ndarray, rewards_by_function: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the signal of each group: (group numbers, int64 [P], sorted; scores, float64 [P]).
+    """Return the score of each group: (group numbers, int64 [P], sorted; scores, float64 [P]).
 
         score = (Σ_i |A_i|) · (Σ_f std_f)
 
-    over the group's included samples i and the reward functions f. std_f is the unbiased standard
-    deviation (n − 1) of f over the included samples to which f applied. It is 0 for fewer than two
-    such samples, and exactly 0 if their values are equal as numbers. If an advantage or a reward is
-    not finite, neither is the score, and ``Entry`` raises an error that names the group.
+    over the group's included samples i and the reward functions f. A_i is the advantage of sample
+    i. std_f is the unbiased standard deviation (n − 1) of f over the included samples to which f
+    applied. It is 0 for fewer than two such samples, and exactly 0 if their values are equal. If an
+    advantage or a reward is not finite, the score is not finite either. ``Entry`` then raises an
+    error that names the group.
 
-    advantages: [S], of each sample.
+    advantages: [S], one per sample.
     groups: int64 [S], each sample's group number.
     included: bool [S]; samples that are not included are ignored.
     rewards_by_function: [S, F]; NaN if a function did not apply.
 
-    Example: a group with rewards (1, 0) and advantages (0.5, −0.5) has 1.0 · 0.7071 = 0.7071. A group
-    with rewards (1, 1) has 0.
+    Example: a group with rewards (1, 0) and advantages (0.5, −0.5) has 1.0 · 0.7071 = 0.7071. A
+    group with rewards (1, 1) has 0.
     """
     numbers, index = np.unique(groups, return_inverse=True)
     index, size = index.reshape(-1), len(numbers)
@@ -92,11 +95,15 @@ def group_scores(
 
 
 def _spreads(values: np.ndarray, index: np.ndarray, applied: np.ndarray, size: int) -> np.ndarray:
-    """Return [P], the standard deviation (divisor n − 1) of each group's rewards; exactly 0 if they are equal.
+    """Return float64 [P], the standard deviation (divisor n − 1) of one function's rewards in each group.
 
-    values: [S], the rewards by one function.
+    It is exactly 0 for a group whose rewards are finite and equal, and for a group with fewer than
+    two rewards.
+
+    values: [S], the rewards by the function.
     index: [S], each sample's group, from 0 to P − 1.
     applied: bool [S], the samples that count.
+    size: P.
     """
     index, values = index[applied], values[applied]
     count = np.bincount(index, minlength=size)
@@ -111,13 +118,15 @@ def _spreads(values: np.ndarray, index: np.ndarray, applied: np.ndarray, size: i
 
 
 class ReplayBuffer:
-    """Holds the facts of the groups with the most signal. No result depends on the order in which entries came in.
+    """Holds an ``Entry`` for each group that is kept for replay.
+
+    No result depends on the order in which entries were added.
 
     seed: the run's seed. Draws are derived from it and the rollout's number.
 
     Example: with ``capacity_groups=2``, adding a (score 1), b (3) and c (2) returns ``["a"]``. Then
-    ``draw(1, rollout=5)`` returns ``["b"]`` for three of five seeds on average, else ``["c"]``. With
-    ``max_uses=1``, ``retire()`` then returns the same key.
+    ``draw(1, rollout=5)`` returns ``["b"]`` for three of five seeds on average, else ``["c"]``.
+    With ``max_uses=1``, ``retire()`` then returns the drawn key.
     """
 
     def __init__(self, config: ReplayConfig, seed: int) -> None:
@@ -130,14 +139,15 @@ class ReplayBuffer:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Return the entries, the best first."""
+        """Return the entries, the highest score first."""
         return tuple(self._entries)
 
     def add(self, entries: Iterable[Entry]) -> list[str]:
         """Keep the ``replay.capacity_groups`` best of the held and the new entries; return the keys of the others.
 
-        The rows of the returned keys may be dropped. If a key is already held, or comes twice, the
-        later entry replaces the earlier, like its rows. An entry with score 0 is never kept.
+        The best entries have the highest scores. The caller may drop the groups of the returned
+        keys. If a key is already held, or is added twice, the later entry replaces the earlier
+        entry. An entry with score 0 is never kept.
         """
         latest = {entry.key: entry for entry in (*self._entries, *entries)}
         ranked = sorted(latest.values(), key=lambda entry: (-entry.score, -entry.version, entry.key))
@@ -146,7 +156,7 @@ class ReplayBuffer:
         return [entry.key for entry in ranked[len(kept) :]]
 
     def draw(self, count: int, *, rollout: int, exclude: Collection[str] = ()) -> list[str]:
-        """Draw up to ``count`` distinct keys, without replacement, in proportion to score. Each counts as used.
+        """Return up to ``count`` distinct keys, drawn at random in proportion to score; count a use of each.
 
         rollout: the rollout's number. The same number draws the same keys, so a second draw for a
             rollout must exclude the keys of the first.
@@ -171,12 +181,18 @@ class ReplayBuffer:
         return drawn
 
     def expire(self, version: int) -> list[str]:
-        """Remove the entries older than ``replay.max_age_versions`` at weights ``version``; return their keys."""
+        """Remove the entries more than ``replay.max_age_versions`` versions older than ``version``; return their keys.
+
+        version: the current version of the trainer's weights.
+        """
         limit = self._config.max_age_versions
         return [] if limit is None else self._remove(lambda entry: version - entry.version > limit)
 
     def retire(self) -> list[str]:
-        """Remove the entries that were used ``replay.max_uses`` times; return their keys. Call it after the step."""
+        """Remove the entries that were used ``replay.max_uses`` times; return their keys.
+
+        Call it after the drawn groups were trained.
+        """
         return self._remove(lambda entry: entry.uses >= self._config.max_uses)
 
     def _remove(self, goes: Callable[[Entry], bool]) -> list[str]:
@@ -194,7 +210,10 @@ class ReplayBuffer:
         }
 
     def load_state(self, state: Mapping) -> list[str]:
-        """Replace all entries by saved ones; return the saved keys that exceed ``replay.capacity_groups``."""
+        """Replace all entries by saved ones; return the saved keys for which the buffer has no room.
+
+        The room is this run's ``replay.capacity_groups``.
+        """
         loaded = [Entry(**entry) for entry in state["entries"]]
         assert len({entry.key for entry in loaded}) == len(loaded), "a key stands twice in the saved replay buffer"
         self._entries = []
@@ -202,7 +221,7 @@ class ReplayBuffer:
 
 
 def _uniforms(seed: int, rollout: int, count: int) -> list[float]:
-    """Return ``count`` numbers in [0, 1) that derive from the seed and the rollout's number."""
+    """Return ``count`` random numbers in [0, 1), which depend only on the seed and the rollout's number."""
     key = np.array([seed % 2**64, rollout], dtype=np.uint64)
     counter = np.array([0, 0, 0, 1], dtype=np.uint64)  # the prompts' order uses the same keys with counters from 0
     # random_raw, not Generator.random: NumPy keeps only the streams of bit generators fixed across versions (NEP 19).

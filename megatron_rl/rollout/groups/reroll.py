@@ -1,4 +1,4 @@
-"""Re-roll: prompts whose whole group failed are sampled again later (``reroll.max_groups``)."""
+"""Re-roll: prompts whose group failed (no reward above ``reroll.fail_threshold``) are sampled again later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rl.types import Prompt
 
 
 class GroupReroll:
-    """Finds failed groups. Their prompts wait in a buffer until they are sampled again."""
+    """Finds failed groups, and keeps their prompts in a buffer until they are sampled again."""
 
     def __init__(self, config: RerollConfig) -> None:
         self.buffer, self._threshold = RerollBuffer(config), config.fail_threshold
@@ -24,7 +24,8 @@ class GroupReroll:
     def note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt], fresh: Collection[int]) -> None:
         """Put the prompts of failed groups in the buffer.
 
-        Groups that are too old are left out, since their prompts are drawn again anyway.
+        fresh: the places (numbers in the rollout) of the groups that are not too old to be trained.
+            Other groups are ignored, since their prompts are drawn again anyway.
         """
         failed = failed_groups(scored.rewards.totals, scored.facts.groups, self._threshold)
         failed = np.intersect1d(failed, list(fresh))

@@ -1,21 +1,21 @@
 """The re-roll buffer: holds the prompts whose whole group failed, until they are sampled again.
 
-Pure: numbers in, decisions out. Every rank holds the same buffer of (prompt_id, attempt) and takes
-the same decisions.
+Every rank holds the same buffer of (prompt_id, attempt) pairs and takes the same decisions. Nothing
+is communicated.
 
 Invariants (``assert_invariants`` in tests/unit/rollout/test_reroll_buffer.py):
 
 1. At most ``reroll.capacity_prompts`` prompts wait, each once. If there are more, the prompt that
    waited longest is dropped.
-2. No prompt waits whose attempt has reached ``reroll.max_attempts``, so ``take`` returns no higher
-   attempt.
+2. A prompt whose attempt has reached ``reroll.max_attempts`` does not wait. So ``take`` returns no
+   higher attempt.
 3. ``take`` returns the longest-waiting prompts first, at most ``reroll.max_groups`` and at most
    ``room`` of them, and none before ``reroll.start_fraction``. The returned prompts no longer wait.
-4. A prompt that is noted again while it waits keeps its place and the later of its attempts. So no
-   attempt is returned twice, unless a failure is noted twice.
+4. A prompt that is added again while it waits keeps its position in the order and the higher
+   attempt number. So no attempt is returned twice, unless a failure is added twice.
 5. ``num_buffered`` counts the prompts that began to wait, ``num_issued`` the prompts that ``take``
    returned.
-6. A state that went through JSON and back has the same future.
+6. A buffer that is restored from a state that went through JSON behaves like the saved buffer.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from megatron_rl.config import RerollConfig
 
 
 def failed_groups(totals: np.ndarray, groups: np.ndarray, threshold: float) -> np.ndarray:
-    """Return the groups, int64 and sorted, whose included samples all have a reward of at most ``threshold``.
+    """Return the numbers (int64, sorted) of groups whose included samples all have a reward of at most ``threshold``.
 
     A group without an included sample is not returned.
 
     totals: float64 [S], the total reward of each sample; NaN: the sample is excluded.
     groups: int64 [S], each sample's group number.
 
-    Example: totals (0, NaN, 0, 1, NaN) in groups (4, 4, 7, 7, 9) at threshold 0 → (4). Group 7 has a
-    reward of 1, and group 9 has no included sample.
+    Example: totals (0, NaN, 0, 1, NaN) in groups (4, 4, 7, 7, 9) at threshold 0 → (4). Group 7 has
+    a reward of 1, and group 9 has no included sample.
     """
     included = ~np.isnan(totals)
     above = groups[included & (totals > threshold)]
@@ -63,10 +63,10 @@ class RerollBuffer:
         return len(self._waiting)
 
     def note(self, failed: Sequence[tuple[str, int]]) -> None:
-        """Add the prompts of groups that just failed. ``failed``: (prompt_id, attempt) of each.
+        """Add the prompts of groups that just failed. ``failed``: (prompt_id, attempt) of each group.
 
-        A prompt that already waits keeps its place and the later of its attempts. A prompt whose
-        last allowed attempt failed is not added, or leaves the buffer. Beyond
+        A prompt that already waits keeps its position in the order and the higher attempt number. A
+        prompt whose last allowed attempt failed is not added, or leaves the buffer. Beyond
         ``reroll.capacity_prompts`` the prompt that waited longest is dropped.
         """
         for prompt_id, attempt in failed:
@@ -80,7 +80,9 @@ class RerollBuffer:
                 del self._waiting[next(iter(self._waiting))]
 
     def take(self, fraction: float, room: int) -> list[tuple[str, int]]:
-        """Return (prompt_id, attempt) of the prompts to sample now. Each attempt is the failed attempt plus one.
+        """Remove the prompts to sample again now from the buffer; return (prompt_id, attempt) of each.
+
+        The attempt is the failed attempt plus one.
 
         fraction: the fraction of the training that is done, 0 to 1.
         room: the number of groups that the rollout can still take.
@@ -99,10 +101,11 @@ class RerollBuffer:
         return {"waiting": waiting, "num_buffered": self.num_buffered, "num_issued": self.num_issued}
 
     def load_state(self, state: Mapping) -> None:
-        """Replace the waiting prompts by saved ones.
+        """Replace the waiting prompts and the counters by saved ones.
 
-        If ``reroll.capacity_prompts`` is smaller now, the longest-waiting prompts are dropped. If
-        ``reroll.max_attempts`` is smaller now, the prompts that have reached it are dropped.
+        If ``reroll.capacity_prompts`` is smaller than in the saving run, the longest-waiting
+        prompts may be dropped. Prompts that have reached this run's ``reroll.max_attempts`` are
+        dropped.
         """
         self._waiting = {}
         self.note([(prompt_id, attempt) for prompt_id, attempt in state["waiting"]])

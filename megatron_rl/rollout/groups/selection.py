@@ -1,4 +1,4 @@
-"""The selection of a rollout's groups to be trained, one for each place. A filter returns a new selection."""
+"""The class ``Selection``: the groups of a rollout that are to be trained, and the changes that filters make."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megatron_rl.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Holds one group for each place of a batch.
+    """Holds one group for each place of a rollout; a place is a group's number in the rollout. Immutable.
 
-    prompts:  place → the prompt of its group, of all ranks. A replayed group's place keeps the
-              prompt of the group that was replaced.
-    groups:   place → group, for this rank's places.
-    scored:   the groups' facts and rewards, of all ranks.
-    live:     places whose group may have signal.
-    replaced: places whose group is not the rollout's own.
-    replayed: places whose group an earlier rollout has trained.
-    metrics:  metrics of the filters.
+    prompts: place → the prompt of its group, for the groups of all ranks. The place of a replayed
+        group keeps the prompt of the group that was replaced.
+    groups: place → group, for this rank's places.
+    scored: the groups' facts and rewards, for the groups of all ranks.
+    live: places whose group may have signal (a non-zero advantage).
+    replaced: places whose group a filter has replaced.
+    replayed: places whose group was already trained in an earlier rollout.
+    metrics: metric name → value, from the filters.
 
     Example: of places 0 and 1, place 1 has no signal. After ``refill({1: prompt}, {1: group}, {1},
     scored)`` no place is dead, and ``replaced == {1}``.
@@ -37,7 +37,7 @@ class Selection:
 
     @classmethod
     def of_job(cls, job: RolloutJob, scored: ScoredBatch) -> Selection:
-        """Return the selection with those groups of a finished job that are in the scored batch."""
+        """Return a selection of the finished job's groups that ``scored`` contains."""
         places = set(scored.facts.groups.tolist())
         return cls(
             prompts={number: job.prompts[number] for number in sorted(places)},
@@ -48,18 +48,18 @@ class Selection:
 
     @property
     def dead(self) -> list[int]:
-        """Return the places whose group has no signal, ascending."""
+        """Return the places whose group has no signal (that are not in ``live``), in ascending order."""
         return sorted(set(self.prompts) - self.live)
 
     def refill(
         self, prompts: Mapping[int, Prompt], groups: Mapping[int, Group], live: Collection[int], scored: ScoredBatch
     ) -> Selection:
-        """Return a selection with the groups of further prompts in some places.
+        """Return a selection in which groups of further prompts replace the groups at some places.
 
-        prompts: place → its new prompt, of all ranks.
-        groups:  place → its new group, for this rank's places.
-        live:    the new groups' places that may have signal.
-        scored:  facts and rewards of all groups of the new selection.
+        prompts: replaced place → its new prompt, for the groups of all ranks.
+        groups: replaced place → its new group, for this rank's places.
+        live: the replaced places whose new group may have signal.
+        scored: facts and rewards of all groups of the new selection.
         """
         return replace(
             self,
@@ -71,9 +71,11 @@ class Selection:
         )
 
     def replay(self, places: Collection[int], groups: Mapping[int, Group], scored: ScoredBatch) -> Selection:
-        """Return a selection with replayed groups in ``places``. The places keep their prompts.
+        """Return a selection in which replayed groups replace the groups at ``places``. ``prompts`` is unchanged.
 
-        groups: place → replayed group, for this rank's places.
+        places: the replaced places, of all ranks.
+        groups: replaced place → replayed group, for the places whose new group this rank holds.
+        scored: facts and rewards of all groups of the new selection.
         """
         return replace(
             self,
@@ -84,11 +86,11 @@ class Selection:
         )
 
     def narrowed(self, live: Collection[int]) -> Selection:
-        """Return the selection in which no place outside ``live`` counts as live."""
+        """Return the selection with the places outside ``live`` removed from its own ``live``."""
         return replace(self, live=self.live & frozenset(live))
 
     def measured(self, metrics: Mapping[str, float]) -> Selection:
-        """Return the selection with further metrics."""
+        """Return the selection with the given metrics added."""
         return replace(self, metrics={**self.metrics, **metrics})
 
     def _with_groups(self, places: Collection[int], groups: Mapping[int, Group]) -> dict[int, Group]:

@@ -1,10 +1,10 @@
 """The byte format of finished groups, for a checkpoint's untrained rollouts and replayed groups.
 
 The bytes are an .npz without pickles: ``header`` (JSON, UTF-8), ``token_ids`` int32, ``logprobs``
-float32, ``loss_mask`` bool and ``experts`` int16. All but the header are flat over all samples, in
-the header's order. The mask is True for all tokens of a rollout without a mask. The header holds the
-shape of each rollout's experts. Older files have no masks or experts, and their rollouts are read
-without them.
+float32, ``loss_mask`` bool and ``experts`` int16. All arrays but the header are flat: the samples'
+values follow each other in the header's order. The mask is True for all tokens of a rollout without
+a mask. The header holds the shape of each rollout's experts. Files of older releases have no masks
+or experts. Their rollouts get None for both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ OLDER = (False, None, None, None, None)  # values of a sample's newer fields for
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedGroup:
-    """Holds all samples of a prompt. ``scores``: None if they are not scored yet."""
+    """Holds all samples of a prompt.
+
+    rollouts: one per sample.
+    scores: one per rollout; None if the group is not scored yet.
+    """
 
     prompt: Prompt
     rollouts: Sequence[Rollout]
@@ -32,7 +36,7 @@ class SavedGroup:
 
 
 def pack_groups(groups: Mapping[str, SavedGroup]) -> bytes:
-    """Pack groups into bytes. The keys may be any texts."""
+    """Return groups as bytes in this module's format. ``groups``: any text → group."""
     header, token_ids, logprobs, masks = [], [np.empty(0, np.int32)], [np.empty(0, np.float32)], [np.empty(0, bool)]
     experts = [np.empty(0, np.int16)]
     for key, group in groups.items():
@@ -78,7 +82,10 @@ def _any_prompt(prompt_id: str, attempt: int) -> Prompt:
 
 
 def unpack_groups(data: bytes, recall: Callable[[str, int], Prompt]) -> dict[str, SavedGroup]:
-    """Unpack the groups of ``pack_groups``. ``recall``: returns a prompt from its id and attempt."""
+    """Return the groups that ``pack_groups`` packed, by the same keys.
+
+    recall: called with a prompt's id and attempt; returns the prompt.
+    """
     with np.load(io.BytesIO(data), allow_pickle=False) as file:
         header = json.loads(file["header"].tobytes())
         token_ids, logprobs = file["token_ids"].tolist(), file["logprobs"].tolist()
@@ -114,5 +121,9 @@ def unpack_groups(data: bytes, recall: Callable[[str, int], Prompt]) -> dict[str
 
 
 def _score(total: float | None, values: Sequence[float | None], error: str | None = None) -> Score:
-    """Make a score from its saved fields. Older files have no ``error``."""
+    """Return a sample's score from its saved fields. Files of older releases have no ``error``.
+
+    total: the total reward; None for a sample that was taken out of its group.
+    values: the reward of each function.
+    """
     return Score(total=total, by_function=tuple(values), error=error)

@@ -1,9 +1,9 @@
-"""Stragglers: the groups that are still under way when their rollout is trained, and that join the next rollout.
+"""Stragglers: groups that are not finished when their rollout is trained, and are trained with the next rollout.
 
-A rollout is handed out when all but a share of its groups are whole
-(``rollout.producer.straggler_share``). The other groups stay under way at their engines and keep
-their tokens. Under ``weight_sync.in_flight`` they go on with newer weights. Time decides which groups
-these are. The ranks agree on them in a collective before anything is trained.
+A rollout is trained once all but a few of its groups are generated and scored
+(``rollout.producer.straggler_share``). The other groups, its stragglers, go on at their engines and
+keep their tokens. Under ``weight_sync.in_flight`` they go on with newer weights. Which groups are
+stragglers depends on timing, so the ranks agree on them in a collective before the training.
 
 With P prompts per rollout and S stragglers, the first rollout starts P + S groups, each later
 rollout P, and the last P − S. Each rollout trains P groups. Invariants
@@ -11,9 +11,9 @@ rollout P, and the last P − S. Each rollout trains P groups. Invariants
 
 1. Each rollout trains P groups (fewer only at the end of the data), and every started group is
    trained exactly once.
-2. A group is trained with its own rollout or with the next. For that ``collect_most`` waits for all
-   groups that the rollout before has left.
-3. After the last rollout nothing is under way.
+2. A group is trained with its own rollout or with the next. To ensure this, ``collect_most`` waits
+   for all stragglers of the rollout before.
+3. After the last rollout no group is left unfinished or untrained.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from megatron_rl.rollout.worker import RolloutJob
 
 
 class Stragglers:
-    """Hands out rollouts while their last groups are under way.
+    """Returns a rollout's groups for training before the last of them are finished. It is a ``HandOut``.
 
-    num_stragglers: groups that each rollout leaves under way. 0: only a checkpoint's stragglers are
-        handed out.
+    num_stragglers: the number of groups that each rollout leaves unfinished. 0: the rollouts leave
+        none, and only a checkpoint's stragglers are waited for.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Stragglers:
         return self.num_stragglers > 0 or self.left is not None
 
     def _outstanding(self, jobs: Collection[RolloutJob]) -> int:
-        """Count the groups of all ranks that are started and not taken."""
+        """Return the number of groups, of all ranks, that are started and not yet taken for training."""
         return sum(len(job.prompts) for job in [*jobs, *([self.left] if self.left else [])])
 
     def num_to_start(self, jobs: Collection[RolloutJob], number: int, *, is_last: bool) -> int:
@@ -63,7 +63,11 @@ class Stragglers:
         return self._is_split and self._outstanding(jobs) > (number - 1) * self.prompts_per_rollout
 
     def take(self, job: RolloutJob) -> RolloutJob:
-        """Wait until enough groups are scored, and return them; keep the others as ``left``. A collective."""
+        """Wait until enough groups are scored on all ranks; return a job of these groups. A collective.
+
+        The groups that are still missing stay in ``job``, which becomes ``left``. Without
+        stragglers ``job`` itself is returned, unfinished.
+        """
         if not self._is_split:
             return job
         num_left = len(self.left.prompts) if self.left else 0
@@ -84,10 +88,14 @@ class Stragglers:
 def collect_most(
     manager: RolloutManager, job: RolloutJob, left: RolloutJob | None, num_groups: int
 ) -> tuple[RolloutJob, CollectDurations]:
-    """Wait until all of ``left``, and ``num_groups`` in total, are scored on all ranks; return a job of these groups.
+    """Wait for ``num_groups`` scored groups; return a job of these groups, and the seconds of waiting and of scoring.
 
-    The other groups stay in ``job``, and under way. ``left`` is released. The errors are the same as
-    in ``RolloutManager.collect``.
+    job: the rollout's own job. It keeps its other groups, which go on.
+    left: the job of the stragglers of the rollout before; None if there are none. All of them are
+        waited for, and the job is released.
+    num_groups: the number of groups to return, of all ranks, the stragglers included.
+
+    The errors are the same as in ``RolloutManager.collect``.
     """
     jobs = [job] if left is None else [left, job]
     num_left = 0 if left is None else len(left.prompts)
@@ -110,13 +118,13 @@ def num_to_start(
 ) -> int:
     """Return the number of groups that a rollout starts.
 
-    stragglers: groups that a rollout leaves under way.
-    rollouts: the number of rollouts that are not trained yet, up to and with this one.
-    outstanding: groups that were started and not trained.
+    stragglers: the number of groups that a rollout leaves unfinished.
+    rollouts: the number of rollouts that are not trained yet, up to and including this one.
+    outstanding: the number of groups that were started and not trained.
     is_last: whether this is the last rollout.
 
-    Example: P = 8, S = 2, three rollouts. The first starts 10 groups (rollouts 1, outstanding 0). The
-    second, started before the first is trained, starts 8 (rollouts 2, outstanding 10). The last
+    Example: P = 8, S = 2, three rollouts. The first starts 10 groups (rollouts 1, outstanding 0).
+    The second, started before the first is trained, starts 8 (rollouts 2, outstanding 10). The last
     starts 6 (rollouts 2, outstanding 10).
     """
     wanted = rollouts * prompts_per_rollout + (0 if is_last else stragglers) - outstanding
@@ -124,24 +132,30 @@ def num_to_start(
 
 
 def num_to_train(*, prompts_per_rollout: int, left: int, started: int) -> int:
-    """Return the number of groups that a rollout trains: all ``left`` by the rollout before, then its own up to P.
+    """Return the number of groups that a rollout trains: all stragglers of the rollout before, then groups of its own.
 
-    P is ``prompts_per_rollout``.
+    Together they are ``prompts_per_rollout`` groups, if so many are started.
+
+    left: the number of stragglers of the rollout before.
+    started: the number of groups that the rollout itself started.
     """
     return max(left, min(prompts_per_rollout, left + started))
 
 
 def choose(whole: Collection[int], room: int) -> list[int] | None:
-    """Return the ``room`` lowest places whose groups are whole, to be trained now; None if there are fewer."""
+    """Return the ``room`` lowest of the given places, to be trained now; None if there are fewer places.
+
+    whole: the places (numbers in the rollout) of the groups that are scored.
+    """
     return sorted(whole)[:room] if len(whole) >= room else None
 
 
 def hand_out(job: RolloutJob, left: RolloutJob | None, places: Collection[int]) -> RolloutJob:
-    """Move all groups of ``left``, then the groups of ``job`` at the places, to a new job; return it.
+    """Move all groups of ``left``, then the groups of ``job`` at ``places``, to a new job; return the new job.
 
-    All moved groups must be scored. ``job`` keeps its stragglers under their places. The places of
-    the new job count from 0. Every rank makes the same call, so they are the same on all ranks. Not
-    a collective.
+    All moved groups must be scored. ``job`` keeps its stragglers under their places (numbers in the
+    rollout). The places of the new job count from 0. They are the same on all ranks, since every
+    rank makes the same call. Not a collective.
     """
     whole = RolloutJob({}, (), job.samples_per_prompt)
     whole.made_at = job.made_at

@@ -1,1 +1,1 @@
-"""Rollouts by vLLM: engine processes of the run, servers over HTTP, and their supervision."""
+"""Rollout generation by vLLM: engine processes that the run starts, servers over HTTP, and their supervisor."""

@@ -15,10 +15,13 @@ from megatron_rl.types import Prompt, Rollout
 
 
 def generate_request(name: str, request: SampleRequest) -> GenerateRequest:
-    """Return a sampling request in vLLM's form. ``Answers`` applies the stop texts, since the engine has no tokenizer.
+    """Return the vLLM request for a sampling request. ``name``: the id of the vLLM request.
 
-    Raises EngineError if log-probs of the most likely tokens are requested, which vLLM engines do not
-    serve here.
+    It has no stop texts, since the engine has no tokenizer. ``Answers.result`` applies them
+    afterwards.
+
+    Raises EngineError if log-probs of the most likely tokens are requested, which vLLM engines do
+    not serve here.
     """
     if request.top or request.prompt_top:
         raise EngineError(
@@ -40,7 +43,11 @@ def generate_request(name: str, request: SampleRequest) -> GenerateRequest:
 
 
 class Answers:
-    """Makes rollouts and results from completions. ``needs_experts``: whether rollouts need their tokens' experts."""
+    """Converts vLLM's completions to rollouts, and to results of sampling requests, and checks them.
+
+    vocab_size: the number of token ids; a completion with an id outside them is refused.
+    needs_experts: whether each rollout must hold the experts to which vLLM routed its tokens.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, needs_experts: bool = False) -> None:
         self._tokenizer, self._vocab_size, self._needs_experts = tokenizer, vocab_size, needs_experts
@@ -48,8 +55,10 @@ class Answers:
     def rollouts(
         self, prompt: Prompt, completions: Sequence[Completion], samples: int, stop_ids: tuple[int, ...]
     ) -> list[Rollout]:
-        """Return a prompt's rollouts. A single greedy completion is repeated for all ``samples``.
+        """Return the rollouts of a prompt, one for each completion. Raises EngineError for an invalid completion.
 
+        samples: the number of rollouts. A single completion, from greedy sampling, is repeated for
+            all of them.
         stop_ids: the tokens that end a response. The engine's own end of sequence is switched off.
         """
         if len(completions) == 1:
@@ -77,7 +86,11 @@ class Answers:
         )
 
     def _checked(self, name: str, completion: Completion, stop_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return a completion's tokens. Raises EngineError if a token does not exist, or finish_reason is wrong."""
+        """Return a completion's token ids. Raises EngineError for an unknown id or a wrong finish_reason.
+
+        Ids are known below the vocabulary size. The finish_reason must be "stop" if the last token
+        is in ``stop_ids``, and only then.
+        """
         token_ids = tuple(completion.token_ids.tolist())
         if max(token_ids) >= self._vocab_size or min(token_ids) < 0:
             raise EngineError(
@@ -91,7 +104,11 @@ class Answers:
         return token_ids
 
     def result(self, request: SampleRequest, completions: Sequence[Completion]) -> SampleResult:
-        """Return a request's result. Its samples are cut after their stop texts."""
+        """Return the result of a sampling request. Each sample is cut after the first stop text in it.
+
+        Raises EngineError for an invalid completion, or if requested log-probs of the prompt are
+        missing.
+        """
         prompt = None
         if request.prompt_logprobs:
             prompt = completions[0].prompt_logprobs

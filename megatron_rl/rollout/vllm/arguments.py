@@ -22,9 +22,11 @@ def engine_arguments(
     seed: int,
     device: torch.device,
 ) -> dict[str, object]:
-    """Return the fields of vllm.EngineArgs (0.32.0) for an engine that the run starts.
+    """Return {field: value} of vllm.EngineArgs (0.32.0) for an engine that the run starts.
 
-    ``rollout.vllm`` adds fields, and may change the ``defaults``.
+    The fields of ``rollout.vllm`` are added. They may replace the values in ``defaults``.
+
+    Raises ConfigError for settings that vLLM does not support on this device.
     """
     on_gpu = device.type == "cuda"
     if rollout.routing_replay == "rollout" and not on_gpu:
@@ -62,17 +64,21 @@ def engine_arguments(
 
 
 def family_arguments(hf_path: str) -> dict[str, object]:
-    """Return the fields of vllm.EngineArgs that the model's family needs to compute as its config.json says."""
+    """Return {field: value} of vllm.EngineArgs that make vLLM compute as the model's config.json says.
+
+    The result is empty for a model family that needs no such field. ``hf_path``: the model's
+    folder.
+    """
     fields = read_fields(hf_path)
     family = family_of(fields.get("model_type"))
     return {} if family is None else family.engine_arguments(fields)
 
 
 def latent_arguments(model: ModelConfig, device: torch.device) -> dict[str, object]:
-    """Return the fields of vllm.EngineArgs for latent attention on a CPU. Empty for other models and devices.
+    """Return {field: value} of vllm.EngineArgs for latent attention on a CPU. Empty for other models and devices.
 
-    On a CPU with AMX, vLLM 0.32 takes a kernel that computes only bfloat16, even for other dtypes
-    (platforms/cpu.py, amx_mla.py).
+    On a CPU with AMX, vLLM 0.32 chooses an attention kernel that computes only in bfloat16, even
+    for other dtypes (platforms/cpu.py, amx_mla.py). The field chooses another kernel.
     """
     takes_any = device.type == "cuda" or model.dtype == "bfloat16"
     if takes_any or not read_fields(model.hf_path).get("kv_lora_rank"):
@@ -83,9 +89,12 @@ def latent_arguments(model: ModelConfig, device: torch.device) -> dict[str, obje
 def adapter_arguments(
     weight_sync: WeightSyncConfig, lora: LoraConfig, dtype: str, *, on_gpu: bool
 ) -> dict[str, object]:
-    """Return the fields of vllm.EngineArgs for an engine that gets adapters alone. Empty if they are merged.
+    """Return {field: value} of vllm.EngineArgs for an engine that gets LoRA adapters apart from the weights.
 
-    Raises ConfigError for a dtype in which vLLM's adapters do not compute.
+    The result is empty if the trainer merges the adapters into the weights
+    (``weight_sync.adapters=merged``).
+
+    Raises ConfigError for float32 on a GPU, where vLLM's adapters compute in 16 bits.
     """
     if weight_sync.adapters == "merged":
         return {}
@@ -105,10 +114,13 @@ def adapter_arguments(
 
 
 def _on_cpu(longest: int) -> dict[str, object]:
-    """Return the fields of vllm.EngineArgs that an engine needs on a CPU.
+    """Return {field: value} of vllm.EngineArgs that an engine needs on a CPU.
 
-    If a prompt is cut in chunks, vLLM (0.32.0) rewinds a sample's random generator. torch's CPU
-    generator cannot do that, and the engine dies. So prompts are not cut. The default block of 128
-    tokens would keep short prompts out of the prefix cache.
+    Prompts are not prefilled in chunks. For a chunked prompt, vLLM (0.32.0) rewinds a sample's
+    random generator. torch's CPU generator cannot do that, and the engine dies. The block size of
+    the KV cache is 32, since the default of 128 tokens would keep short prompts out of the prefix
+    cache.
+
+    longest: the maximum of tokens of a prompt and its response together.
     """
     return {"block_size": 32, "enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, longest)}

@@ -1,12 +1,13 @@
 """The API key check of a vLLM server: every route but /health needs the key. vLLM's own check covers fewer routes.
 
 vLLM 0.32.0 (entrypoints/serve/middleware/authenticate.py) checks the key only under /v1, /v2,
-/inference and /cohere. Other routes are open to anyone who reaches the port. Among them are
-/tokenize, /metrics and /version. Others replace the weights, reset caches, put the engine to sleep
-or call worker methods (/update_weights, /collective_rpc, /sleep ...).
+/inference and /cohere. Other routes are open to anyone who reaches the port. Some of them only show
+data (/tokenize, /metrics, /version). Others replace the weights, reset caches, put the engine to
+sleep or call worker methods (/update_weights, /collective_rpc, /sleep ...).
 
-The server takes this class by ``--middleware``. Without a key in ``VLLM_API_KEY`` it lets everything
-through. That is right only on a loopback port of a host without other users.
+The server loads this module's class by ``--middleware``. Without a key in ``VLLM_API_KEY`` the
+class lets every request through. That is safe only on a loopback port of a host without other
+users.
 
 The key is sent unencrypted over HTTP. Between hosts, use a TLS proxy or a private network.
 """
@@ -23,7 +24,10 @@ REFUSAL = b'{"error": "Unauthorized: this server wants its API key as a bearer t
 
 
 class Guard:
-    """Checks the key as ASGI middleware. It imports nothing from vLLM."""
+    """Wraps a server's ASGI application, and refuses requests without the API key (HTTP 401, WebSocket 1008).
+
+    It imports nothing from vLLM.
+    """
 
     def __init__(self, app) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""The construction of the engine over vLLM: its replicas, their devices, and the sender of the weights."""
+"""The construction of a rank's ``VllmEngine``: its replicas, their GPUs, and the sender of the weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,14 @@ def vllm_engine(
     device: torch.device,
     vocab_size: int,
 ) -> VllmEngine:
-    """Build and start this rank's engine. Do not wait until it serves. Raises ConfigError."""
+    """Return this rank's ``VllmEngine``, without waiting until its replicas serve.
+
+    location: the rank's number in the run and on its host.
+    role: whether the rank starts an engine, and whether it sends the weights.
+    vocab_size: the vocabulary size of the trainer's model.
+
+    Raises ConfigError if vLLM is missing, or cannot run with these settings.
+    """
     # Choose the replicas: the named servers, or a process of this rank's own, or none.
     rollout, settings = config.rollout, config.weight_sync
     replicas: Sequence[Replica] = ()
@@ -81,7 +88,11 @@ def vllm_engine(
 
 
 def bucket_encoder(settings: WeightSyncConfig, lora: LoraConfig) -> BucketEncoder:
-    """Return the encoder of a sync's buckets: whole buckets, changes, or adapters apart from the weights."""
+    """Return the encoder that decides what a weight sync sends of each bucket (batch of tensors) to each engine.
+
+    It sends the whole bucket, only the changed words (``weight_sync.delta``), or LoRA adapters
+    apart from the weights (``weight_sync.adapters=alone``).
+    """
     match settings:
         case WeightSyncConfig(delta=True):
             from megatron_rl.rollout.weight_sync.changed_encoder import ChangedEncoder
@@ -106,7 +117,7 @@ def require_vllm() -> None:
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may use. A scheduler or a container may limit them."""
+    """Return the number of CPU cores that this process may use. A scheduler or a container may limit them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -115,10 +126,11 @@ def engine_devices(width: int, first: int, environment: Mapping[str, str], visib
 
     width: the number of the engine's GPUs.
     first: the index of this rank's GPU among the visible GPUs (torch.device.index).
+    environment: the environment variables of this process.
     visible: the number of visible GPUs.
 
-    Raises ConfigError if fewer than ``width`` are left. That happens if each process sees only one GPU
-    (SLURM's --gpus-per-task).
+    Raises ConfigError if fewer than ``width`` GPUs are visible from ``first`` on. That happens if
+    each process sees only one GPU (SLURM's --gpus-per-task).
     """
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in listed.split(",")] if listed else [str(index) for index in range(visible)]
@@ -140,10 +152,12 @@ def process_replica(
     location: RankLocation,
     device: torch.device,
 ) -> ProcessReplica:
-    """Return this rank's engine in its own process. It is not started yet. Raises ConfigError.
+    """Return the replica of an engine in a process of this rank. The process is not started yet.
 
     arguments: the fields of vllm.EngineArgs.
     folder: the folder of the engines' logs.
+
+    Raises ConfigError if too few GPUs are visible.
     """
     devices, threads = None, None
     if device.type == "cuda":
@@ -163,9 +177,11 @@ def weight_channel(
     device: torch.device,
     environment: Mapping[str, str],
 ) -> str:
-    """Return the channel of the weights. Raises ConfigError if the engines cannot use the configured channel.
+    """Return the name of the channel that brings weights to the engines, such as ``shared_memory``.
 
     environment: the environment variables of the trainer's process.
+
+    Raises ConfigError if the engines cannot use the configured channel.
     """
     on_gpu = device.type == "cuda"
     channel, reason = choose_channel(rollout, weight_sync, on_gpu=on_gpu, environment=environment)
@@ -175,7 +191,10 @@ def weight_channel(
 
 
 def _own_address(servers: Sequence[str]) -> str:
-    """Return this host's address towards the first server on another host. Without such a server: loopback."""
+    """Return this host's IP address towards the first server on another host; 127.0.0.1 without such a server.
+
+    servers: the URLs of ``rollout.servers``.
+    """
     for server in servers:
         parts = urlsplit(server)
         if parts.hostname not in LOOPBACK:

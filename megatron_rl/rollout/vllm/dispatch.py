@@ -1,15 +1,16 @@
-"""The dispatcher, which spreads requests over replicas. It uses futures, and no network itself.
+"""The dispatcher: sends each generation request to one of several engine replicas, and again after a failure.
 
-Invariants (tests/unit/rollout/test_dispatch.py checks them under Hypothesis):
+It waits for futures, and has no network code itself. Invariants
+(tests/unit/rollout/test_dispatch.py checks them under Hypothesis):
 
 1. Every request ends in exactly one of ``finished`` and ``lost``.
 2. An entry of ``finished`` is one attempt's whole answer, and that attempt was not given up before
    the answer arrived.
-3. A request is issued at most ``attempts`` times, and never while an earlier attempt is still
-   waited for.
+3. A request is sent at most ``attempts`` times, and never while an earlier attempt is still waited
+   for.
 4. A replica has at most ``max_in_flight`` requests under way. It gets no request once it is down or
-   holds older weights than the call's. During an update in flight a replica still gets requests. It
-   may hold newer weights afterwards.
+   holds weights older than ``weight_version``. While its weights are updated in flight, a replica
+   still gets requests. It may hold newer weights afterwards.
 5. The call ends, since every attempt ends by its answer, its error or its deadline.
 6. ``on_finished`` is called once for every finished request, with its entry of ``finished``. The
    calls are made in the caller's thread and in the order of finishing. If one raises, every attempt
@@ -38,11 +39,13 @@ DEFECTS_ALLOWED = 1  # wrong answers to a request: one may be chance, but two en
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Dispatched:
-    """Holds the result of one call.
+    """Holds the result of one call of ``dispatch``.
 
     finished: request id → its ``n`` completions, by sample index.
-    lost: the requests without an answer. The caller restarts engines and issues them again.
-    causes: request id → the cause of each failed attempt, in order. It includes finished requests.
+    lost: the requests without an answer. The caller restarts engines and sends these requests
+        again.
+    causes: request id → the cause of each failed attempt, in order, also for requests that finished
+        later.
     down: replica name → the reason why the replica got no more requests in this call.
     """
 
@@ -71,18 +74,19 @@ def dispatch(
     rotation: int = 0,
     on_finished: Callable[[str, list[Completion]], None] | None = None,
 ) -> Dispatched:
-    """Issue each request to the replica with the fewest samples under way, until all are finished or lost.
+    """Send each request to the replica with the fewest samples under way, until every request is finished or lost.
 
-    A request that fails is issued again, to another replica if possible.
+    A request that fails is sent again, to another replica if possible. It is lost after
+    ``attempts`` failures, or if no replica is left.
 
-    weight_version: the oldest weights that may make a token.
+    weight_version: the version of the oldest weights that may sample a token.
     deadline_s: an attempt is given up after these seconds without progress. Progress means that a
         request on its replica ended, or that the replica reported that it computes. So long
         responses may take longer.
     max_in_flight: the maximum of requests under way on one replica.
     attempts: the maximum of attempts at one request.
-    rotation: the replica that comes first among equals. Clients that start together pass their
-        rank, so that not all choose the first replica.
+    rotation: the index of the replica that is preferred if several have equally few samples.
+        Clients that start together pass their rank, so that not all choose the first replica.
     on_finished: called with a request's id and completions as soon as they arrive.
 
     Raises RequestRefused as soon as a request is refused. Raises EngineError if a request is
@@ -104,7 +108,11 @@ def dispatch(
 
 
 class _Call:
-    """Runs one call in the caller's thread. Callbacks of futures only put their attempt in a queue."""
+    """Runs one call of ``dispatch`` in the caller's thread.
+
+    A future's callback, which may run in another thread, only puts its attempt in the queue
+    ``done``.
+    """
 
     def __init__(
         self, requests, replicas, weight_version, deadline_s, max_in_flight, attempts, rotation, on_finished
@@ -165,9 +173,10 @@ class _Call:
             attempt.future.add_done_callback(lambda _, attempt=attempt: self.done.put(attempt))
 
     def _choose(self, request: GenerateRequest) -> int | None:
-        """Return the index of the replica with room and the fewest samples under way; None if no replica has room.
+        """Return the index of the replica with the fewest samples under way; None if every replica is full or down.
 
-        A replica that answered this request wrongly is avoided if another one can be used.
+        A replica is full at ``max_in_flight`` requests. A replica that answered this request
+        wrongly is avoided if another replica can be used.
         """
         usable = [index for index in self.order if self._usable(index)]
         wrong = self.defects[request.request_id]
@@ -182,7 +191,7 @@ class _Call:
         return index not in self.down
 
     def _take_one(self) -> None:
-        """Wait for one answer, error or deadline, and handle it."""
+        """Wait until one attempt is answered, fails or reaches its deadline, and record its result."""
         ends_at = min(self._ends_at(attempt) for attempt in self.under_way)
         try:
             attempt = self.done.get(timeout=max(0.0, ends_at - time.monotonic()))
@@ -193,7 +202,11 @@ class _Call:
             self._settle(attempt)
 
     def _ends_at(self, attempt: _Attempt) -> float:
-        """Return the time of an attempt's deadline. Each progress of its replica moves it."""
+        """Return the deadline of an attempt, as a value of time.monotonic().
+
+        It is ``deadline_s`` after the attempt was sent or its replica last made progress, whichever
+        is later.
+        """
         progressed_at = self.replicas[attempt.replica].progressed_at
         ended_at = self.ended_at.get(attempt.replica, -math.inf)
         return max(attempt.issued_at, progressed_at, ended_at) + self.deadline_s
@@ -207,7 +220,7 @@ class _Call:
             self._lose(attempt, f"{cause} {self.deadline_s:g} s")
 
     def _give_up(self, attempt: _Attempt) -> None:
-        """Abort an attempt. Its future is ignored: it may still end with completions or an error."""
+        """Abort an attempt. Its future is ignored from now on: it may still end with completions or an error."""
         self._forget(attempt)
         with contextlib.suppress(ReplicaLost):  # the attempt is given up anyway
             self.replicas[attempt.replica].abort(attempt.request.request_id)
@@ -240,7 +253,7 @@ class _Call:
                 self.on_finished(attempt.request.request_id, completions)
 
     def _lose(self, attempt: _Attempt, cause: str) -> None:
-        """Mark the replica as down for the rest of the call, and issue the request again."""
+        """Mark an attempt's replica as down for the rest of the call, and put its request in the queue again."""
         self.down.setdefault(attempt.replica, cause)
         self._again(attempt, cause)
 
@@ -266,7 +279,7 @@ class _Call:
 
 
 def defect_of(request: GenerateRequest, completions: Sequence[Completion]) -> str | None:
-    """Return how an answer contradicts itself or the request; None if it does not."""
+    """Return what is wrong with the answer to a request, such as a wrong number of tokens; None if nothing is."""
     if len(completions) != request.n:
         return f"gave {len(completions)} completions where {request.n} were asked for"
     for index, completion in enumerate(completions):

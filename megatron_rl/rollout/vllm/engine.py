@@ -1,9 +1,9 @@
 """The ``Engine`` (rollout/engines/engine.py) over vLLM, which spreads this rank's prompts over its replicas.
 
-A replica is a process of the run or a server. A request is a prompt with all its samples, so that
-they share the prompt's keys and values. Its seed is the seed of sample 0. Log-probs of greedy
-samples are at temperature 1, while the Transformers engine gives them at the sampling temperature.
-Nothing trains on greedy samples.
+A replica is a vLLM engine in a process that the run starts, or a vLLM server. A request asks for
+all samples of one prompt, so that the samples share the prompt's keys and values. Its seed is the
+seed of sample 0. Log-probs of greedy samples are at temperature 1, while the Transformers engine
+gives them at the sampling temperature. Nothing trains on greedy samples.
 """
 
 from __future__ import annotations
@@ -51,7 +51,14 @@ MEMORY_WORDS = ("out of memory", "allocate memory", "exit code -9", "bad_alloc",
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Call:
-    """Holds the state of the engine at the beginning of one call."""
+    """Holds the state of the engine at the beginning of one call of ``generate`` or ``sample``.
+
+    number: the number of the call.
+    version: the weight version of the replicas.
+    present: the replicas that may be used.
+    restarts: the number of restarts since the last call that needed none.
+    lives: a replica's id → how often it was recovered.
+    """
 
     number: int
     version: int
@@ -64,11 +71,12 @@ class VllmEngine:
     """Generates with this rank's replicas. If the rank drives them, it also sends them weights and restarts them.
 
     replicas: the replicas that get this rank's prompts. Empty on a rank without an engine.
-    drives: whether this rank drives the replicas. A server has many clients and one driver.
+    drives: whether this rank sends weights to the replicas. All ranks use a server, but only one
+        drives it.
 
     With ``in_flight`` one thread may generate while the main thread makes all other calls. A call
-    then accepts tokens of the version that was complete when the call began, and of newer versions.
-    Both threads write under a lock.
+    then accepts tokens of the weight version that was complete when the call began, and of newer
+    versions. Fields that both threads write are written under a lock.
     """
 
     is_elsewhere = True
@@ -89,13 +97,15 @@ class VllmEngine:
         in_flight: bool = False,
         start_late: bool = False,
     ):
-        """Start or connect the replicas. ``recover`` waits for them.
+        """Start the replicas without waiting for them. ``recover`` waits until they serve.
 
+        seed: the run's seed.
+        stop_ids: the tokens that end a response.
         longest: the maximum of tokens of a prompt and its response together.
         in_flight: whether ``load_weights`` may be called while ``generate`` is under way.
-        start_late: whether only the first ``recover`` starts the replicas. On a GPU that the trainer
-            still fills, vLLM would find too little free memory, or count memory of other processes
-            as its own (v1/worker/utils.py, request_memory; 0.32.0).
+        start_late: whether the replicas are started only by the first ``recover``. On a GPU that
+            the trainer still fills, vLLM would find too little free memory, or count memory of
+            other processes as its own (v1/worker/utils.py, request_memory; 0.32.0).
         """
         self._replicas, self._sync, self._tokenizer, self._rollout = list(replicas), sync, tokenizer, rollout
         self._seed, self._stop_ids, self._vocab_size, self._longest = seed, tuple(stop_ids), vocab_size, longest
@@ -123,7 +133,7 @@ class VllmEngine:
 
     @property
     def weight_version(self) -> int:
-        """Return the version that all serving replicas hold; NO_WEIGHTS if they differ or one is not ready.
+        """Return the weight version that all serving replicas hold; NO_WEIGHTS if they differ or one is not ready.
 
         On a rank without replicas, it is the version that all replicas had after the latest sync.
         """
@@ -151,9 +161,12 @@ class VllmEngine:
         return max((x.progressed_at for x in self._replicas), default=-math.inf)
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
-        """Wait for engines that start, restart lost engines of our own, and return the names of servers left out.
+        """Restart this run's lost engines, wait until engines serve, and return the names of servers that do not.
 
         Lost servers are not restarted from here. They are left out as long as other servers serve.
+
+        lost: names of the engines that any rank has lost.
+
         Raises EngineError after too many restarts in a row, or if no server comes back.
         """
         # In flight, a replica that is lost during this call stays lost.
@@ -242,7 +255,7 @@ class VllmEngine:
             self._unready.pop(0)
 
     def _probes(self) -> list[str]:
-        """Return texts that different tokenizers hardly encode alike: words of this vocabulary, and a mixed text."""
+        """Return two texts, which two different tokenizers hardly encode to the same ids."""
         ids = range(0, self._vocab_size, max(1, self._vocab_size // 100))
         return [
             self._tokenizer.decode(list(ids), skip_special_tokens=True),
@@ -250,7 +263,10 @@ class VllmEngine:
         ]
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
-        """Send the weights to the replicas that this rank drives. Failures of engines are in the report, not raised."""
+        """Send the weights to the replicas that this rank drives. Failures of engines are in the report, not raised.
+
+        tensors: (Hugging Face name, tensor) pairs.
+        """
         behind = [x for x in self._present if x.weight_version != version] if self._drives else []
         report = self._sync.deliver(tensors, version, behind, in_flight=self._in_flight)
         if report.failed:
@@ -258,7 +274,10 @@ class VllmEngine:
         return report
 
     def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
-        """Record the replicas' states after a sync, from the reports of all ranks."""
+        """Record which replicas hold the new weights after a sync, and which are lost.
+
+        failed, lost: names of the replicas that any rank reports as failed, or as lost.
+        """
         # An engine of our own is restarted after any failure, so that half a sync needs no repair.
         with self._lock:
             # A replica that a call lost during the sync stays lost, unless it is a server or took the weights.
@@ -280,7 +299,10 @@ class VllmEngine:
         max_tokens: Sequence[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Rollout]:
-        """Return rollouts (see ``Engine.generate``). Raises EngineLost, with finished groups, if no replica is left."""
+        """Return the rollouts of all prompts (see ``Engine.generate``).
+
+        Raises EngineLost, with the finished groups, if no replica is left for the others.
+        """
         bounds = token_bounds(prompts, samples_per_prompt, max_tokens, self._rollout.max_response_tokens, self._longest)
         call = self._begin(bool(prompts))
         used_temperature = self._rollout.temperature if temperature is None else temperature
@@ -312,9 +334,11 @@ class VllmEngine:
         return [results[name] for name in named]
 
     def _begin(self, asks: bool) -> _Call:
-        """Return the state for a call. ``asks``: whether the call has requests.
+        """Return the engine's state at the beginning of a call. ``asks``: whether the call has requests.
 
-        If it has requests and cannot run, EngineLost or RuntimeError is raised.
+        Raises EngineLost if it has requests, but no replica is left, or one is lost and
+        ``in_flight`` is off. Raises RuntimeError if it has requests, but the replicas hold no
+        complete set of weights.
         """
         version, restarts, lives, lost = self.weight_version, self._restarts, self._lives.copy(), self._lost
         present = [x for x in self._present if x not in lost]
@@ -335,7 +359,13 @@ class VllmEngine:
         finish: Callable[[str, Sequence[Completion]], None],
         rollouts: Mapping[int, list[Rollout]],
     ) -> None:
-        """Let the replicas answer requests. Raises EngineLost, with ``rollouts``, if no replica is left."""
+        """Send a call's requests to the replicas, and wait for all answers.
+
+        finish: called with a request's id and its completions as soon as they arrive.
+        rollouts: a prompt's position in the call → its finished group, as ``finish`` fills it.
+
+        Raises EngineLost, with ``rollouts``, if requests are left without an answer.
+        """
         result = dispatch(
             requests,
             call.present,
@@ -374,7 +404,10 @@ class VllmEngine:
         )
 
     def readings(self) -> Sequence[EngineReading]:
-        """Return the readings of this rank's engines. Readings of a server lack its load, which its /metrics shows."""
+        """Return the current state of each engine of this rank, for the metrics. A server's load is not included.
+
+        The server's own /metrics shows its load.
+        """
         from megatron_rl.rollout.vllm.readings import reading_of
 
         away = {id(x) for x in (*self._lost, *self._unready)}
@@ -389,10 +422,10 @@ class VllmEngine:
         ]
 
     def sleep(self) -> None:
-        """Free the GPU: weights, keys and values are dropped, and the next sync brings the weights again.
+        """Free the engines' GPU memory by dropping weights, keys and values. The next sync sends the weights again.
 
-        Level 1 would copy the weights to the host and back. Level 2 drops them, and keeps only the
-        model's buffers (vLLM 0.32.0, gpu_worker.py).
+        vLLM's sleep level 1 would copy the weights to the host and back. Level 2, which is used,
+        drops them and keeps only the model's buffers (vLLM 0.32.0, gpu_worker.py).
         """
         self._everywhere("sleep", {"level": 2})
         for replica in self._replicas:
@@ -400,14 +433,14 @@ class VllmEngine:
         self._delivered = NO_WEIGHTS
 
     def wake(self, *, tags: Sequence[str]) -> None:
-        """Wake the engines. ``tags``: "weights" before a sync, "kv_cache" before generating."""
+        """Give sleeping engines GPU memory again. ``tags``: "weights" before a sync, "kv_cache" before generating."""
         self._everywhere("wake", {"tags": list(tags)})
 
     def _everywhere(self, method: str, arguments: Mapping[str, object]) -> None:
         """Call a control method of every replica that this rank drives, except replicas that still start or are lost.
 
-        A replica that does not answer, or fails, counts as lost. It is ended to free its memory, and
-        the next sync starts it again.
+        A replica that fails or does not answer counts as lost. Its process is ended to free the
+        memory, and the next ``recover`` starts it again.
         """
         for replica in [x for x in self._replicas if self._drives and x not in self._unready and x not in self._lost]:
             try:
@@ -429,7 +462,7 @@ class VllmEngine:
 
 
 def with_memory_advice(why: str) -> str:
-    """Return an engine's error. If it is about memory, add the settings that lower the engine's memory."""
+    """Return the error text ``why``. If it is about memory, advice on settings that need less memory is added."""
     if any(word in why for word in MEMORY_WORDS):
         return (
             f"{why}\nThis looks like too little memory: lower rollout.gpu_memory_utilization, "

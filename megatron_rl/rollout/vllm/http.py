@@ -28,7 +28,7 @@ class NotListening(ReplicaLost):
 
 
 class ServerFailed(ReplicaLost):
-    """Raised if a server answers that it cannot serve (5xx). For /health this means that its engine is dead."""
+    """Raised if a server answers that it cannot serve (HTTP 5xx). For /health this means that its engine is dead."""
 
 
 class MissingRoute(RequestRefused):
@@ -36,7 +36,7 @@ class MissingRoute(RequestRefused):
 
 
 class Exchange:
-    """Runs one request. ``cut`` ends it. Any thread may call ``cut``, at any time, and repeatedly."""
+    """Runs one HTTP request. ``cut`` ends the request early, from any thread and at any time, also repeatedly."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -54,7 +54,10 @@ class Exchange:
     def run(
         self, connection: http.client.HTTPConnection, method: str, path: str, body, headers, timeout_s: float | None
     ) -> tuple[int, bytes]:
-        """Return status and body. Raises OSError or HTTPException. ``timed_out`` is then set if the deadline passed."""
+        """Send the request; return the answer's status and body. Raises OSError or HTTPException.
+
+        If the deadline of ``timeout_s`` seconds caused the error, ``timed_out`` is True.
+        """
         # The socket's own time-out counts from byte to byte, so a slow stream of bytes would never exceed it.
         watchdog = threading.Timer(timeout_s or 0.0, self._expire)
         watchdog.daemon = True
@@ -92,7 +95,11 @@ class Server:
     """Holds a server's address and key, and sends requests to the server."""
 
     def __init__(self, url: str, *, api_key: str | None, key_setting: str) -> None:
-        """Check the address and the key. Raises ConfigError. Messages name ``key_setting``, never the key."""
+        """Store the address and the key, without connecting. Raises ConfigError for an invalid address or key.
+
+        key_setting: the setting that names the key's environment variable. Messages name it, never
+            the key.
+        """
         parts = urllib.parse.urlsplit(url)
         if (
             parts.scheme not in ("http", "https")
@@ -116,9 +123,11 @@ class Server:
     def call(
         self, method: str, path: str, body: object = None, *, timeout_s: float | None, exchange: Exchange | None = None
     ) -> object:
-        """Return the answer's JSON value, None for an empty answer. Raises ReplicaLost and RequestRefused.
+        """Send a request; return the answer's JSON value, None if empty. Raises ReplicaLost and RequestRefused.
 
-        timeout_s: seconds for the whole request. None: the caller itself cuts ``exchange`` in time.
+        timeout_s: seconds for the whole request. None: no limit, since the caller itself cuts
+            ``exchange`` in time.
+        exchange: runs the request, so that the caller can cut it; None: a new one.
         """
         request = f"{self.url}: {method} {path}"
         answer = self._content(method, path, body, timeout_s, exchange or Exchange())
@@ -186,7 +195,7 @@ class Server:
 
 
 def text_of(answer: bytes) -> str:
-    """Return the message in an error's body, in the forms of vLLM, FastAPI or a proxy."""
+    """Return the message in the body of an error response from vLLM, FastAPI or a proxy."""
     text = answer.decode(errors="replace").strip()
     try:
         message = json.loads(text)

@@ -1,4 +1,4 @@
-"""The replica (engines/replica.py) of a vLLM engine in a process that this rank starts, on its GPUs or on the CPU."""
+"""The ``Replica`` (engines/replica.py) that runs a vLLM engine in a process of this rank, on GPUs or on the CPU."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ SEND_S = 30  # seconds in which an engine must read at least a byte; it reads in
 def engine_environment(
     environment: Mapping[str, str], devices: Sequence[str] | None, threads: int | None
 ) -> dict[str, str]:
-    """Return the environment of an engine's process: ``environment`` without the variables of the trainer's ranks.
+    """Return the environment variables of an engine's process, {name: value}.
 
-    devices: the engine's GPUs; None on a CPU host.
-    threads: the engine's threads on a CPU host.
+    They are ``environment`` without the variables of the trainer's ranks, and with vLLM's settings.
+
+    devices: the names of the engine's GPUs; None on a CPU host.
+    threads: the number of the engine's threads on a CPU host.
     """
     own = child_process.environment(environment)
     for name in ("VLLM_ALLOW_INSECURE_SERIALIZATION", *added_variables()):  # added_variables are for the trainer alone
@@ -59,7 +61,7 @@ def engine_environment(
 
 
 class EngineLoad(NamedTuple):
-    """Holds an engine's load: its running and waiting samples, and the used share of its cache of keys and values."""
+    """Holds an engine's numbers of running and of waiting samples, and the used share (0 to 1) of its KV cache."""
 
     running: int = 0
     waiting: int = 0
@@ -67,7 +69,11 @@ class EngineLoad(NamedTuple):
 
 
 class ProcessReplica:
-    """Runs one engine process. A thread reads its frames. Errors quote the last lines of ``log_path``."""
+    """Starts and drives an engine in a process of its own. It is a ``Replica``.
+
+    A thread receives the messages that the process sends. The process writes its output to
+    ``log_path``. Errors quote the last lines of that file.
+    """
 
     ours = True
 
@@ -135,7 +141,7 @@ class ProcessReplica:
             ) from None
 
     def check_tokenizer(self, encode: Callable[[str], list[int]], texts: Sequence[str]) -> None:
-        """Accept every text: the engine has no tokenizer."""
+        """Do nothing: the engine has no tokenizer that could differ from the trainer's."""
 
     def submit(self, request: GenerateRequest) -> Future[list[Completion]]:
         future: Future[list[Completion]] = Future()
@@ -216,10 +222,10 @@ class ProcessReplica:
         *,
         first: Callable[[], None] | None = None,
     ) -> None:
-        """Send a frame. Raises ReplicaLost.
+        """Send a message (a header and arrays) to the process. Raises ReplicaLost if the process is gone.
 
-        first: called before the send, under the same lock. So a future and its frame belong to the
-            same process.
+        first: called without arguments before the send, under the same lock. It registers the
+            future of the answer, so that the future and the message belong to the same process.
         """
         try:
             with self._lock:
@@ -240,7 +246,12 @@ class ProcessReplica:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _read(self, connection: socket.socket, process: subprocess.Popen, ready: Future) -> None:
-        """Deliver every frame to its future until the process ends. Then set an error on all waiting futures."""
+        """Receive the process's messages until it ends, and deliver each to its future.
+
+        Then set ReplicaLost as the error of all futures that still wait.
+
+        ready: the future of the first message, which holds the engine's facts.
+        """
         last_error = ""
         try:
             while True:
@@ -307,7 +318,7 @@ class ProcessReplica:
 
 
 def _settle(future: Future | None, result: object) -> None:
-    """Set the future's result or error. ``future``: None if nothing waits for it any more."""
+    """Set the future's result, or its error if ``result`` is an exception. ``future``: None if nothing waits."""
     if future is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""A rank's readings of its vLLM engines, for the metrics endpoint."""
+"""The function that reads the state of one vLLM engine for the metrics endpoint."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from megatron_rl.rollout.vllm.process_replica import ProcessReplica
 
 
 def reading_of(replica: Replica, number: int, *, is_up: bool, restarts: int) -> EngineReading:
-    """Return the reading of one engine.
+    """Return the current state of one engine: whether it serves, its restarts, its weight version and its load.
 
-    number: its place among the rank's engines.
+    number: the engine's index among the rank's engines.
+    is_up: whether the engine serves.
+    restarts: how often the engine was started again, or served again after a loss.
 
-    Only an engine that the rank started reports its load, with its progress
-    (rollout/vllm/process_main.py).
+    A server's load is None. Only an engine that the rank started reports its load, in its messages
+    of progress (rollout/vllm/process_main.py).
     """
     known = {"is_up": is_up, "restarts": restarts, "weight_version": replica.weight_version}
     if not isinstance(replica, ProcessReplica):

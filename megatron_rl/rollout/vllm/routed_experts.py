@@ -1,12 +1,12 @@
-"""The experts to which vLLM sent each token: read from its answers, and turned into a sample's rows.
+"""Conversion of the experts to which vLLM routed each token: from vLLM's answers to one array per sample.
 
 The facts are of vLLM 0.32.0 with ``enable_return_routed_experts``
 (distributed/aux_output_connector/, v1/engine/output_processor.py).
 ``CompletionOutput.routed_experts`` is uint8 or uint16 [prompt + response − 1, layers, top_k], with
 the model's own expert numbers, before any balancing over ranks. The last token was never fed to the
-model, and has no row. The prompt's rows come with every sample, even if the prefix cache held its
-keys and values. A server sends the array as base64 of a .npy file (utils/serial_utils.py). Gate
-weights are not returned.
+model, and has no row. Every sample has the rows of the prompt's tokens, even if the prefix cache
+held the prompt's keys and values. A server sends the array as base64 of a .npy file
+(utils/serial_utils.py). Gate weights are not returned.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ WAY_OUT = (
 
 
 def frame_of(samples: Sequence) -> dict[str, np.ndarray]:
-    """Return the arrays in which an engine's process sends its samples' experts; {} if it has none.
+    """Return {name: array}, in which an engine's process sends its samples' experts; {} if a sample has none.
 
     samples: vLLM's CompletionOutputs.
 
-    Example: two samples have rows for 3 and 2 tokens, in 4 layers with 2 experts each. Then
+    Example: two samples have experts for 3 and 2 tokens, in 4 layers with 2 experts per token. Then
     ``expert_rows=[3, 2]``, and ``experts`` is int16 [5, 4, 2].
     """
     of_samples = [sample.routed_experts for sample in samples]
@@ -43,14 +43,17 @@ def frame_of(samples: Sequence) -> dict[str, np.ndarray]:
 
 
 def of_frame(arrays: Mapping[str, np.ndarray], samples: int) -> list[np.ndarray | None]:
-    """Return each sample's experts from a frame's arrays (``frame_of``)."""
+    """Return each sample's experts, int16 [tokens, layers, top_k], from the arrays of ``frame_of``; None if not sent.
+
+    samples: the number of samples.
+    """
     if "experts" not in arrays:
         return [None] * samples
     return np.split(arrays["experts"], np.cumsum(arrays["expert_rows"])[:-1])
 
 
 def of_choice(choice: Mapping) -> np.ndarray | None:
-    """Return a sample's experts from one choice of a server's answer; None if it has none.
+    """Return a sample's experts, int16 [tokens, layers, top_k], from one choice of a server's answer; None if absent.
 
     Raises ValueError for a text that holds no array. Nothing is unpickled.
     """
@@ -61,9 +64,11 @@ def of_choice(choice: Mapping) -> np.ndarray | None:
 
 
 def sample_rows(name: str, experts: np.ndarray | None, prompt_tokens: int, response_tokens: int) -> np.ndarray:
-    """Return int16 [prompt + response, layers, top_k], with −1 for the last token.
+    """Return a sample's experts, int16 [prompt + response, layers, top_k], with −1 for the last token.
 
     name: the sample's name, for messages.
+    experts: [prompt + response − 1, layers, top_k], as vLLM returned them; None if it returned
+        none.
 
     Raises EngineError if the experts are missing, or have a wrong shape.
     """

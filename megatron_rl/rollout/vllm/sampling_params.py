@@ -7,7 +7,7 @@ from megatron_rl.rollout.engines.replica import GenerateRequest
 
 
 def sampling_parameters(request: GenerateRequest) -> dict[str, object]:
-    """Return the fields of vllm.SamplingParams (0.32.0), as JSON-able values."""
+    """Return {field: value} of vllm.SamplingParams (0.32.0) for a request, as JSON-able values."""
     prompt = {"prompt_logprobs": 0} if request.prompt_logprobs else {}  # 0: of the prompt's tokens alone
     return {
         "n": request.n,

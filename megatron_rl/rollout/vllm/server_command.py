@@ -25,7 +25,12 @@ INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 def server_command(
     model: str, host: str, port: int, *extra: str, python: str = "python", module: str = MODULE
 ) -> list[str]:
-    """Return the command line. It needs the environment of ``server_environment``."""
+    """Return the command line, as a list of arguments, that starts a vLLM server for this trainer.
+
+    The command needs the environment of ``server_environment``.
+
+    extra: further arguments of vLLM's server.
+    """
     return [
         python,
         "-m",
@@ -50,7 +55,7 @@ def server_command(
 
 
 def example(model: str, host: str, port: int) -> str:
-    """Return the command as one shell line, for messages and documents."""
+    """Return the command that starts a server as one shell line, for messages and documents."""
     return f"{'='.join(DEV_MODE)} {shlex.join(server_command(model, host, port))}"
 
 

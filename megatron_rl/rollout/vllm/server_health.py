@@ -1,4 +1,4 @@
-"""The health of one vLLM server while it owes answers: whether its engine lives, and whether it computes."""
+"""The health check of one vLLM server while it owes answers: whether its engine lives, and whether it computes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ COUNTERS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+
 
 
 class ServerHealth:
-    """Checks a server in its own thread, only while the server owes an answer.
+    """Checks a server in a thread, but only while the server owes an answer.
 
-    owes: returns whether the server owes an answer.
-    cut: ends the server's requests. It is called if the engine died, since the server may then hold
-        them for ever. A busy server is left alone.
-    sick: the error of a server whose engine died; "" if it lives.
-    progressed_at: time.monotonic() when the token counters were last seen to move; −inf before.
+    owes: called without arguments; returns whether the server owes an answer.
+    cut: called without arguments, to end all requests to the server. It is called if the engine
+        died, since the server may then hold its requests for ever. It is not called for a server
+        that is only busy.
+    sick: the error of a server whose engine died; "" if the engine lives.
+    progressed_at: time.monotonic() when the server's token counters were last seen to move; −inf
+        before.
     """
 
     def __init__(self, server: Server, *, owes: Callable[[], bool], cut: Callable[[], None]) -> None:
@@ -63,7 +65,11 @@ class ServerHealth:
                 bad = 0
 
     def _note_progress(self) -> None:
-        """Read the token counters. If a server has none, only its answers show progress, which is logged once."""
+        """Read the server's token counters, and set ``progressed_at`` if they have moved.
+
+        If the server has no counters, a warning is logged once. Then only its answers count as
+        progress.
+        """
         try:
             counts = COUNTERS.findall(self.server.text("/metrics", timeout_s=ANSWER_S))
         except (MissingRoute, ServerFailed):

@@ -1,10 +1,11 @@
-"""The parent process of one server: ends the whole server at a signal, with its own parent, or when the server dies.
+"""The parent process of one vLLM server: ends all of the server's processes together.
 
     python -m megatron_rl.rollout.vllm.server_process PARENT GRACE_S COMMAND ...      # started by supervisor.py alone
 
-A vLLM server has several processes. If its API process is killed (kill -9, out of memory), the
-engine's process stays and holds the GPU's memory, and the next server finds none. So each server
-gets this small parent, which ends the server's whole process group.
+It ends them at a signal, if the supervisor (its own parent) ends, or if the server's API process
+ends. A vLLM server has several processes. If only its API process is killed (kill -9, out of
+memory), the engine's process stays and holds the GPU's memory, and the next server finds none. So
+each server gets this small parent, which ends the server's whole process group.
 """
 
 from __future__ import annotations

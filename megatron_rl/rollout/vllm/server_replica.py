@@ -1,6 +1,6 @@
 """The replica (engines/replica.py) of a ``vllm serve``: tokens by /inference/v1/generate, weights by vLLM's RL routes.
 
-This file relies on facts that were read and run with vLLM 0.32.0:
+This file relies on facts that were read in the source of vLLM 0.32.0 and seen in its runs:
 
 - ``/inference/v1/generate`` takes the fields of SamplingParams. The server's generation_config does
   not replace a field that is sent (entrypoints/scale_out/token_in_token_out/serving.py).
@@ -53,7 +53,7 @@ KEY_SETTING = "rollout.api_key_env"
 
 
 def api_key_of(variable: str | None) -> str | None:
-    """Return the key in an environment variable; None if the variable is not named, not set, or empty."""
+    """Return the API key that an environment variable holds; None if the variable is not named, not set, or empty."""
     return (os.environ.get(variable) or None) if variable else None
 
 
@@ -63,7 +63,11 @@ class ServerReplica:
     ours = False
 
     def __init__(self, url: str, *, api_key_env: str | None = None, model: str = "MODEL") -> None:
-        """Check the address. ``model``: the model in messages that show how to start a server."""
+        """Store the server's address and key, without connecting. Raises ConfigError for an invalid address or key.
+
+        api_key_env: the name of the environment variable that holds the key; None: no key is sent.
+        model: the model's name in messages that show how to start a server.
+        """
         self.server = Server(url, api_key=api_key_of(api_key_env), key_setting=KEY_SETTING)
         self.name = self.server.url
         self.weight_version = NO_WEIGHTS
@@ -84,7 +88,11 @@ class ServerReplica:
         return self.health.progressed_at
 
     def wait_ready(self, timeout_s: float) -> ReplicaFacts:
-        """Ask until the server answers or the time is up. While it starts or restarts, any failure is ignored."""
+        """Ask the server until it serves, and return its facts. Failures are ignored while it starts or restarts.
+
+        Raises ReplicaLost if the time is up. Raises RequestRefused if the server answers but cannot
+        serve this trainer.
+        """
         ends_at = time.monotonic() + timeout_s
         while True:
             try:
@@ -151,7 +159,11 @@ class ServerReplica:
         return answer[field]
 
     def _describe(self) -> dict:
-        """Return the engine's description. Raises RequestRefused if its workers do not agree on it."""
+        """Return the workers' description of the engine (``Receiver.describe``).
+
+        Raises RequestRefused if the workers' descriptions differ, or if the workers cannot take
+        weights.
+        """
         try:
             descriptions = self._ask_workers("describe", ANSWER_S)
         except (ReplicaLost, RequestRefused) as error:
@@ -299,7 +311,7 @@ class ServerReplica:
                 self._under_way.pop(name, None)
 
     def _explained(self, error: Exception) -> Exception:
-        """Return the error. If the request was cut because the server is sick, add the server's state as the reason."""
+        """Return ``error``. If the health check cut the request because the engine died, that reason is added."""
         if self.health.sick and isinstance(error, ReplicaLost) and not isinstance(error, NotListening | ServerFailed):
             return ReplicaLost(f"{error}, since {self.health.sick}")
         return error
@@ -311,9 +323,10 @@ class ServerReplica:
         return answer["results"]
 
     def give_up(self, cause: str) -> None:
-        """End all requests, so that nothing is sampled with half-updated weights, and resume the server.
+        """End all requests under way, so that nothing is sampled with half-updated weights; then resume the server.
 
-        If the server does not end its requests, the connections are cut.
+        If the server does not end its requests, the connections are cut. Failures are logged, not
+        raised.
         """
         log.warning("%s abandons its running requests: %s", self.name, cause)
         try:
@@ -341,7 +354,13 @@ class ServerReplica:
             time.sleep(POLL_S)
 
     def _reset_prefix_cache(self, running: bool, timeout_s: float) -> None:
-        """Reset the prefix cache, with retries: the blocks of an aborted request are freed only a step or two later."""
+        """Reset the prefix cache. Retry if that fails: an aborted request's blocks are freed only a step or two later.
+
+        running: whether the keys and values of running requests are dropped too, and computed
+            again.
+
+        Raises ReplicaLost if the time is up.
+        """
         ends_at = time.monotonic() + timeout_s
         path = "/reset_prefix_cache?reset_running_requests=true" if running else "/reset_prefix_cache"
         while True:
@@ -356,7 +375,10 @@ class ServerReplica:
             time.sleep(POLL_S / 5)
 
     def restart(self) -> None:
-        """Give up the requests sent from here. The server is restarted elsewhere, and ``wait_ready`` waits for it."""
+        """Abort this process's requests to the server, and forget its weight version.
+
+        The server itself is restarted elsewhere. ``wait_ready`` waits for it.
+        """
         self._held_before_restart, self.weight_version = self.weight_version, NO_WEIGHTS
         self.health.sick = ""
         self._cut_all()
@@ -377,14 +399,17 @@ class ServerReplica:
 
 
 def _prompt_logprobs(request: GenerateRequest, answer: Mapping) -> np.ndarray:
-    """Return [prompt] float32, the log-prob of each prompt token. It is NaN for the first token."""
+    """Return the log-prob of each prompt token, float32 [prompt tokens], NaN for the first token."""
     places = zip(request.token_ids, answer["prompt_logprobs"], strict=True)
     found = [place[str(token)]["logprob"] if place else np.nan for token, place in places]
     return np.array(found, dtype=np.float32)
 
 
 def _completion(choice: Mapping, prompt: np.ndarray | None) -> Completion:
-    """Return the completion from one choice of vLLM's GenerateTokensResponse."""
+    """Return the completion in one choice of vLLM's GenerateTokensResponse.
+
+    prompt: float32 [prompt tokens], the log-probs of the prompt's tokens; None if not requested.
+    """
     token_ids = np.array(choice["token_ids"], dtype=np.int64)
     content = (choice["logprobs"] or {"content": []})["content"]
     logprobs = np.array([entry["logprob"] for entry in content], dtype=np.float32)

@@ -1,7 +1,7 @@
 """The supervisor of vLLM servers: starts one per replica, restarts servers that die, and ends all with itself.
 
-A restarted server holds the weights of its files. The trainer sees that the weight version is gone,
-and sends its weights again.
+A restarted server holds the weights of its model files. The trainer sees that the weight version is
+gone, and sends its weights again.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class ServerSpec:
 class Limits:
     """Holds the limits of restarts and waits. Times are in seconds.
 
-    restarts: the maximum of restarts of all servers together within ``window_s``.
+    restarts: the maximum of restarts within ``window_s``, of all servers together.
     ready_s: time from a server's start until /health answers.
     grace_s: time from SIGTERM to SIGKILL.
-    sick_s: time for which a server that was ready may refuse /health.
+    sick_s: time for which a server that was ready may fail /health before it is restarted.
     """
 
     restarts: int = 5
@@ -84,7 +84,12 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(host: str, api_key: str | None, key_setting: str, allow_no_key: bool) -> None:
-    """Raise ConfigError if servers would be open to the network without a key."""
+    """Raise ConfigError if servers would be open to the network without a key.
+
+    host: the address at which the servers listen.
+    key_setting: the setting that names the key's environment variable, for the message.
+    allow_no_key: whether the user insists on servers without a key.
+    """
     if not is_loopback(host) and not api_key and not allow_no_key:
         raise ConfigError(
             f"--host {host} opens the servers to the network, where anyone could replace the model's weights, and no "
@@ -94,7 +99,10 @@ def check_exposure(host: str, api_key: str | None, key_setting: str, allow_no_ke
 
 
 def visible_devices(environment: Mapping[str, str], folder: pathlib.Path = pathlib.Path("/dev")) -> list[str]:
-    """Return the names of the GPUs that this process may use, in CUDA_VISIBLE_DEVICES' form. Empty on a CPU host."""
+    """Return the names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES lists them. Empty on a CPU host.
+
+    folder: the folder of device files, which is read if CUDA_VISIBLE_DEVICES is not set.
+    """
     if "CUDA_VISIBLE_DEVICES" in environment:
         return [
             name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")
@@ -106,7 +114,13 @@ def visible_devices(environment: Mapping[str, str], folder: pathlib.Path = pathl
 
 
 def split_devices(devices: Sequence[str], replicas: int, per_replica: int) -> list[list[str] | None]:
-    """Return each replica's GPUs, in order. On a CPU host it is None for every replica. Raises ConfigError."""
+    """Return one list of GPU names for each replica, in order; on a CPU host, None for each replica.
+
+    devices: the names of all visible GPUs; empty on a CPU host.
+    per_replica: the number of GPUs of each replica.
+
+    Raises ConfigError if there are too few GPUs.
+    """
     if not devices:
         return [None] * replicas
     if per_replica > len(devices):
@@ -124,7 +138,7 @@ def split_devices(devices: Sequence[str], replicas: int, per_replica: int) -> li
 
 
 def check_free(host: str, port: int) -> None:
-    """Raise ConfigError if a program already listens at the port. It would be mistaken for the server."""
+    """Raise ConfigError if a program already listens at the port. That program would be mistaken for the server."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -138,7 +152,10 @@ def check_free(host: str, port: int) -> None:
 
 
 class Supervisor:
-    """Runs the servers. ``run`` must be called in the main thread, since it handles signals; ``stop`` in any thread."""
+    """Starts and restarts the servers. ``run`` must be called in the main thread, since it handles signals.
+
+    ``stop`` may be called in any thread. ``say``: called with each line of news for the user.
+    """
 
     def __init__(self, specs: Sequence[ServerSpec], limits: Limits, say: Callable[[str], None]) -> None:
         self.specs, self.limits, self.say = tuple(specs), limits, say
@@ -202,10 +219,10 @@ class Supervisor:
         return running
 
     def _watch_health(self, running: _Running) -> None:
-        """Wait until a server is healthy, then mark it sick if it stays unhealthy for ``sick_s``.
+        """Note when a server is healthy for the first time; later mark it as sick if /health fails for ``sick_s``.
 
-        A server whose engine died may hold its requests for ever. A late answer only means a busy
-        server.
+        A sick server is restarted, since a server whose engine died may hold its requests for ever.
+        A late answer does not count as a failure: the server may only be busy.
         """
         server = Server(running.spec.url, api_key=None, key_setting="--api-key-env")  # /health needs no key
         bad_since: float | None = None

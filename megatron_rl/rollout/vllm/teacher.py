@@ -1,9 +1,9 @@
-"""A teacher on vLLM servers: the log-probs of given tokens, read as ``prompt_logprobs`` of a request.
+"""A teacher model on vLLM servers: its log-probs of given tokens, requested as ``prompt_logprobs``.
 
 The facts are from vLLM 0.32.0 (entrypoints/openai/completion). /v1/completions takes a prompt of
 token ids and ``prompt_logprobs=0``. The answer has one entry for each prompt token: null for the
 first, then the token's own id and log-prob. In the server's default logprobs mode, log-probs are at
-temperature 1 even if the request has another.
+temperature 1 even if the request has another temperature.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ATTEMPTS = 2  # attempts at a sample's request, each at the next server in turn
 
 
 class TeacherServers:
-    """Requests log-probs from servers, in threads. Not a collective."""
+    """Requests the teacher's log-probs from vLLM servers, several requests at once. Its methods are not collectives."""
 
     def __init__(self, settings: TeacherConfig) -> None:
         """Read the servers' addresses and key. Raises ConfigError for an invalid address or key."""
@@ -38,7 +38,7 @@ class TeacherServers:
         self._turn = itertools.count()
 
     def logprobs(self, samples: Sequence[Sample], deadline_s: float) -> list[np.ndarray]:
-        """Return the teacher's log-probs of each sample's response, float32 [response] each.
+        """Return the teacher's log-probs of each sample's response tokens: one float32 [response tokens] per sample.
 
         deadline_s: seconds for all samples together.
 
@@ -86,7 +86,7 @@ class TeacherServers:
         return np.array(logprobs, dtype=np.float32)
 
     def _model_of(self, server: Server, timeout_s: float) -> str:
-        """Return the name of the server's first model."""
+        """Return the name of the first model that a server lists at /v1/models."""
         if server.url not in self._models:
             answer = server.call("GET", "/v1/models", timeout_s=timeout_s)
             try:

@@ -1,1 +1,1 @@
-"""Delivery of the policy's weights to inference engines: sender, transport and receiver."""
+"""Delivery of the policy's weights from the trainer to inference engines: sender, transport and receiver."""

@@ -1,9 +1,10 @@
 """The policy's LoRA adapters in a vLLM worker, for ``weight_sync.adapters=alone``: their checks and their activation.
 
-This module runs in the engine's process, with the receiver. vLLM (0.32.0, lora/model_manager.py)
-ignores a pair that no layer of the model takes, without an error. It copies a pair of a wrong shape
-into a part of the layer's memory. So both are checked here. vLLM itself multiplies B by alpha /
-rank, and cuts pairs for tensor parallelism.
+This module runs in the engine's process, with the receiver. An adapter of one projection is a pair
+of matrices, A and B. vLLM (0.32.0, lora/model_manager.py) ignores a pair that no layer of the model
+takes, without an error. It copies a pair of a wrong shape into a part of the layer's memory. So
+this module checks both. vLLM itself multiplies B by alpha / rank, and slices pairs for tensor
+parallelism.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ ADAPTER_ID = 1  # id of the only adapter, whose values every sync replaces
 
 
 def policy_request() -> LoRARequest:
-    """Return the part of a request that makes vLLM compute with the policy's current adapters.
+    """Return the LoRARequest that makes vLLM compute a request with the policy's current adapters.
 
-    Its path names no file. So a request that came before the adapters would end the engine.
+    Its path names no file, since the adapters come by weight sync. So a request before the first
+    adapters would end the engine.
     """
     return LoRARequest(
         lora_name="policy", lora_int_id=ADAPTER_ID, lora_path="/no file: adapters come by megatron_rl's weight sync"
@@ -33,10 +35,11 @@ def policy_request() -> LoRARequest:
 
 
 class PolicyAdapters:
-    """Holds the adapters of a sync until requests compute with them.
+    """Holds the adapter tensors that a weight sync brings, until vLLM computes with them.
 
     tensors: name → tensor, by PEFT's names without ``base_model.model.``.
-    model: vLLM's model of the adapters, from the sync's end on; None if the sync brought none.
+    model: vLLM's LoRAModel of the tensors, from the sync's end on; None if the sync brought no
+        adapters.
     """
 
     def __init__(self) -> None:
@@ -44,25 +47,26 @@ class PolicyAdapters:
         self.model: LoRAModel | None = None
 
     def begin(self) -> None:
-        """Forget the adapters of an earlier sync."""
+        """Forget the tensors of an earlier sync."""
         self.tensors = {}
 
     def taken_from(self, weights: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        """Copy the adapters among a bucket's tensors, and return the other tensors."""
+        """Store copies of the adapter tensors among a bucket's tensors; return the other (name, tensor) pairs."""
         self.tensors |= {name: tensor.clone() for name, tensor in weights if is_adapter(name)}
         return [(name, tensor) for name, tensor in weights if name not in self.tensors]
 
     def build(self, settings: Mapping[str, float], manager: LoRAModelManager) -> None:
-        """Build vLLM's model of the adapters. Raises ValueError (see ``adapter_model``).
+        """Set ``model`` to vLLM's LoRAModel of the stored tensors. Raises ValueError (see ``adapter_model``).
 
-        settings: rank and alpha; {} if the sync brings no adapters.
+        settings: rank and alpha; {} if the sync brings no adapters, and then ``model`` becomes
+            None.
         """
         self.model = None
         if settings:
             self.model = adapter_model(self.tensors, **settings, manager=manager)
 
     def put_in_place(self, manager: LoRAModelManager) -> None:
-        """Replace the engine's earlier adapters by these, for requests with ``policy_request``."""
+        """Make vLLM compute requests with ``model`` instead of the earlier adapters, and drop ``model`` here."""
         manager.remove_adapter(self.model.id)
         manager.add_adapter(self.model)
         manager.activate_adapter(self.model.id)
@@ -70,11 +74,12 @@ class PolicyAdapters:
 
 
 def adapter_model(tensors: Mapping[str, torch.Tensor], rank: int, alpha: float, manager: LoRAModelManager) -> LoRAModel:
-    """Return vLLM's model of the adapters, in its own memory.
+    """Return vLLM's LoRAModel of the adapters. It holds copies of the tensors.
 
     tensors: name → tensor, by PEFT's names without ``base_model.model.``.
 
-    Raises ValueError for half a pair, and for a pair that no layer of the engine takes whole.
+    Raises ValueError if A or B of a pair is missing, or if a pair fits no layer of the engine in
+    name and size.
     """
     halves = {name.removesuffix(".weight").rpartition(".lora_")[::2] for name in tensors}
     lacking = sorted(f"{name}.lora_{side}" for name, _ in halves for side in "AB" if (name, side) not in halves)
@@ -93,7 +98,12 @@ def adapter_model(tensors: Mapping[str, torch.Tensor], rank: int, alpha: float, 
 def _check_layers(
     projections: set[str], tensors: Mapping[str, torch.Tensor], rank: int, manager: LoRAModelManager
 ) -> None:
-    """Raise ValueError if the engine lacks a projection, or if the pairs of a layer do not cover the layer."""
+    """Raise ValueError if the engine lacks a projection, or if a layer's pairs do not have exactly the layer's size.
+
+    projections: the names of the projections that have adapters. A layer of vLLM may join several
+        of them, such as q, k and v.
+    tensors: as for ``adapter_model``.
+    """
     layers = {name: manager.packed_modules.get(name, [name]) for name in manager.modules}
     unknown = sorted(projections - {part for parts in layers.values() for part in parts})
     if unknown:
@@ -115,7 +125,7 @@ def _check_layers(
 
 
 def _size(linear: torch.nn.Module) -> tuple[int, int]:
-    """Return the rows and columns that a linear layer's weight, over all tensor ranks, has in a checkpoint."""
+    """Return (rows, columns) of a linear layer's whole weight, before slicing for tensor parallelism."""
     if isinstance(linear, QKVParallelLinear):  # output_size counts heads of keys and values again if ranks repeat them
         kv = linear.total_num_kv_heads * (linear.head_size + linear.v_head_size)
         return linear.total_num_heads * linear.head_size + kv, linear.input_size

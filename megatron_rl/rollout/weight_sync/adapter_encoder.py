@@ -1,4 +1,4 @@
-"""The encoder for adapters that are sent apart from the weights (``weight_sync.adapters=alone``)."""
+"""The encoder for LoRA adapters that are sent apart from the frozen weights (``weight_sync.adapters=alone``)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_rl.rollout.weight_sync.transport import is_adapter
 
 
 class AdapterEncoder(WholeEncoder):
-    """Sends whole buckets with adapters, and knows which replicas have the frozen weights.
+    """Sends every bucket whole, and remembers which replicas have the frozen weights.
 
-    A sync brings the adapters alone, as pairs, or together with all weights. Its end message has the
-    adapters' rank and alpha.
+    A sync brings the adapters, pairs of matrices A and B, alone or together with all frozen
+    weights. The end message of the sync holds the adapters' rank and alpha.
     """
 
     finishing = ("use_adapter",)

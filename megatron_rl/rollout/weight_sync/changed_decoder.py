@@ -14,7 +14,7 @@ from megatron_rl.weights.delta import difference_of
 
 
 class ChangedDecoder:
-    """Reads buckets from copies on the host. It is a ``BucketDecoder``."""
+    """Decodes buckets by copies in host memory, into which it writes what arrives. It is a ``BucketDecoder``."""
 
     copies = True
 

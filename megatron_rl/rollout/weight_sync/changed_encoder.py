@@ -1,8 +1,9 @@
 """The encoder of changed weights (``weight_sync.delta``): sends only the words that changed since the sync before.
 
-An engine gets the changed words if its receipt equals the receipt of the latest sync. Every other
-engine gets all weights. This is decided before the first bucket, for all buckets of a sync. The
-trainer finds the changes by its copies on the host (host_copies.py).
+A word has 2 or 4 bytes, the size of a weight. An engine gets only the changed words if its receipt
+equals the receipt of the latest sync. Every other engine gets all weights. The choice is made
+before the first bucket, for all buckets of a sync. The trainer finds the changes by its copies on
+the host (host_copies.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ OF_THE_WHOLE = ("kind", "num_bytes", "digests", "checksum")  # fields of a whole
 
 
 class ChangedEncoder(WholeEncoder):
-    """Sends the changes since the latest sync. The first of every ``full_every`` syncs brings all weights."""
+    """Sends only the words that changed since the latest sync; the first of every ``full_every`` syncs sends all."""
 
     holds = True
 
@@ -46,7 +47,11 @@ class ChangedEncoder(WholeEncoder):
         self._num_words = self._num_changed = 0
 
     def greet(self, replica: Replica, deadline_s: float) -> bool:
-        """Compare the replica's receipts with the expected receipt. Others show that another trainer sent weights."""
+        """Compare the receipts of the replica's workers with its latest receipt; return whether one differs.
+
+        A difference shows that another trainer has sent weights, so the replica's channel must be
+        opened again.
+        """
         if (receipt := self.receipts.pop(id(replica), None)) is None:
             return False
         said = [WeightReceipt(**x) for x in replica.control("weights_received", {}, deadline_s)]
@@ -86,7 +91,11 @@ class ChangedEncoder(WholeEncoder):
         return EncodedBucket(checksum=message["checksum"], parts=parts, error=error)
 
     def _compare(self, buffer: BucketBuffer) -> Compared | None:
-        """Copy a bucket for the next sync; return its difference from the sync before if a replica is to get it."""
+        """Copy a bucket for the next sync; return its difference from the sync before.
+
+        None if no replica gets changes in this sync, or if the bucket's tensors were others in the
+        sync before.
+        """
         if not self._current:
             self._copies.keep(buffer.tensors, buffer.packed)
             return None

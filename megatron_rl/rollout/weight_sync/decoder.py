@@ -1,4 +1,7 @@
-"""The decoder of buckets in the engine's process: its interface, and the plain form for buckets that are sent whole."""
+"""The decoder of buckets in the engine's process: its interface, and the plain form for buckets that are sent whole.
+
+A bucket is a batch of weight tensors, packed into one array of bytes.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,28 @@ import torch
 
 
 class BucketDecoder(Protocol):
-    """Decodes the buckets of one trainer's syncs, in order."""
+    """Turns the bytes that arrive into buckets of weight tensors, in the order in which one trainer sends them."""
 
     copies: bool  # whether a bucket is read from a copy in this process
 
     def begin(self) -> None:
-        """Go back to the first bucket, at a sync's start."""
+        """Start a sync: the next bucket is the first of the sync."""
         ...
 
     def sent_bytes(self, num_bytes: int, difference: Mapping[str, int]) -> int:
         """Return how many bytes are sent for a bucket.
 
-        num_bytes: size of the whole bucket.
-        difference: {} if the bucket is sent whole.
+        num_bytes: the size of the whole bucket.
+        difference: the fields of the ``Difference`` that is sent instead; {} if the bucket is sent
+            whole.
         """
         ...
 
     def decode(self, tensors: list, difference: Mapping[str, int], sent: torch.Tensor) -> tuple[list, torch.Tensor]:
-        """Return a bucket's tensors, as messages list them, and its bytes, which the caller must not change.
+        """Return the bucket that arrived: descriptions of its tensors, and its bytes, which the caller must not change.
 
+        tensors: [name, dtype, shape, first byte] of each tensor, as the message lists them.
+        difference: as for ``sent_bytes``.
         sent: uint8, the bytes that arrived.
 
         Raises ValueError for a difference if no copy of the earlier bucket is held.
@@ -35,12 +41,12 @@ class BucketDecoder(Protocol):
         ...
 
     def end(self) -> None:
-        """End a sync that succeeded."""
+        """Finish a sync that succeeded. A decoder with copies drops the copies beyond the sync's last bucket."""
         ...
 
 
 class WholeDecoder:
-    """Reads buckets as they arrive. It is a ``BucketDecoder``."""
+    """Returns buckets as they arrive. It is a ``BucketDecoder``."""
 
     copies = False
 

@@ -1,4 +1,7 @@
-"""The sender's buffer for one bucket. Of two buffers, one is filled while the engines load the other one's bucket."""
+"""The sender's buffer for one bucket. Of two buffers, one is filled while the engines load the other one's bucket.
+
+A bucket is a batch of weight tensors, packed into one array of bytes.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,20 @@ ALIGNMENT = 16  # bytes; every dtype's view must start at a multiple of its size
 
 
 class BucketBuffer:
-    """Holds a bucket's packed tensors, and makes the message by which an engine finds them.
+    """Holds the packed tensors of one bucket, and makes the message by which an engine finds them.
 
-    On a GPU the tensors are packed and digested there. For shared memory they then go to the host in
-    one copy. The wait for the digests includes that copy.
+    On a GPU the tensors are packed and digested in the GPU's memory. If the channel is shared
+    memory, one copy then brings the bucket to the host. The wait for the digests includes the wait
+    for this copy.
     """
 
     def __init__(self, num_bytes: int, channel: str, device: torch.device) -> None:
-        """Allocate shared memory if the channel needs it. Raises OSError if there is too little."""
+        """Allocate shared memory if the channel needs it. Raises OSError if there is too little.
+
+        num_bytes: the size of the buffer.
+        channel: as for ``WeightSender``.
+        device: where the tensors are packed.
+        """
         self.channel, self.num_bytes, self._device = channel, num_bytes, device
         self.segment = Segment(num_bytes) if channel == "shared_memory" else None
         self._staged = self.segment is not None and device.type != "cpu"
@@ -56,10 +65,10 @@ class BucketBuffer:
             self.bytes[end : self.used].zero_()  # so that equal weights have equal checksums
 
     def message(self, *, whole: bool = True) -> dict[str, object]:
-        """Return the message that brings the bucket to an engine. Its bytes are then where the engine reads them.
+        """Make the bucket's bytes readable for an engine; return the message that describes the bucket.
 
         whole: whether any engine reads the bucket's bytes. False: all engines read a payload
-            (``share``).
+            instead (``share``).
         """
         seen = part_digests(self.packed, range(NUM_PARTS))
         if self._staged and whole:
@@ -77,10 +86,10 @@ class BucketBuffer:
         return {**content, "storage": share_storage(self.bytes)} if self.channel == "cuda_ipc" else content
 
     def share(self, payload: torch.Tensor) -> dict[str, object]:
-        """Put a payload where an engine reads it; return the message's fields that locate it.
+        """Make a payload readable for an engine; return the message's fields that locate the payload.
 
-        payload: uint8, on the buffer's device, sent instead of the bucket. It is kept until the buffer
-            is cleared.
+        payload: uint8, on the buffer's device, sent instead of the bucket's bytes. It is kept until
+            the buffer is cleared.
 
         Raises OSError if there is too little shared memory.
         """
@@ -97,7 +106,7 @@ class BucketBuffer:
         return {}
 
     def free_device(self) -> None:
-        """Free memory on a device. Shared memory is kept, since fresh pages cost more than the copy."""
+        """Free the buffer's device memory. Keep shared memory, since allocating pages takes longer than a copy."""
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self._payload = torch.empty(0, dtype=torch.uint8)
 
@@ -111,7 +120,7 @@ class BucketBuffer:
 
 
 def room_of(tensor: torch.Tensor) -> int:
-    """Return the bytes that a tensor takes in a bucket, its alignment included."""
+    """Return the number of bytes that a tensor takes in a bucket, its alignment included."""
     return max(1, -(-tensor.numel() * tensor.element_size() // ALIGNMENT)) * ALIGNMENT
 
 

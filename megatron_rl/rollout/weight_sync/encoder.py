@@ -1,4 +1,7 @@
-"""The encoder of buckets in the sender: its interface, and the plain form, which sends whole buckets to all engines."""
+"""The encoder of buckets in the sender: its interface, and the plain form, which sends whole buckets to all engines.
+
+A bucket is a batch of weight tensors, packed into one array of bytes.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ class EncodedBucket:
     """Holds a bucket as it is sent to each replica.
 
     checksum: the checksum of the whole bucket, even if only its changes are sent.
-    parts: a replica's id → its message and bytes. A replica without a part is dropped from the sync,
-        because of ``error``.
+    parts: a replica's id → its message and bytes. A replica without an entry is dropped from the
+        sync.
+    error: why replicas have no entry; None if all have one.
     """
 
     checksum: str
@@ -29,34 +33,47 @@ class EncodedBucket:
 
 
 class BucketEncoder(Protocol):
-    """Encodes the buckets of one sender's syncs, in order. ``greet`` and ``took`` are called in a replica's thread."""
+    """Decides which bytes of each bucket are sent to which replica, for the syncs of one sender, in order.
+
+    ``greet`` and ``took`` are called in a replica's thread.
+    """
 
     holds: bool  # whether engines keep copies of the buckets that they receive
     finishing: Sequence[str]  # control methods that are called on an engine after a sync's finish
     changed_share: float | None  # changed share of the latest sync's elements; None if none were compared
 
     def open(self, version: int, replicas: Sequence[Replica]) -> None:
-        """Begin a sync to these replicas, before any message is sent to them."""
+        """Begin a sync of weight ``version`` to these replicas, before any message is sent to them."""
         ...
 
     def greet(self, replica: Replica, deadline_s: float) -> bool:
-        """Check a replica before its update starts; return whether its own channel has to be opened again."""
+        """Check which weights a replica holds, before its update; return whether its channel must be opened again.
+
+        deadline_s: seconds for the replica's answer.
+        """
         ...
 
     def begin(self, living: Sequence[Replica], *, alike: bool) -> None:
-        """Prepare for the first bucket. ``alike``: whether all replicas must get the same bytes (a broadcast)."""
+        """Decide which replicas get whole buckets, before the first bucket.
+
+        living: the replicas that are still in the sync.
+        alike: whether all replicas must get the same bytes (a broadcast).
+        """
         ...
 
     def encode(self, buffer: BucketBuffer, living: Sequence[Replica]) -> EncodedBucket:
-        """Return the bucket as it is sent to each living replica."""
+        """Return the bucket in ``buffer`` as it is sent to each replica of ``living``."""
         ...
 
     def end(self, living: Sequence[Replica]) -> Mapping[str, object]:
-        """Note that all buckets were sent; return the fields of the end message beside the totals."""
+        """Note that all buckets were sent; return the further fields of the sync's end message.
+
+        The sender itself adds the version, and the number and checksum of the tensors.
+        """
         ...
 
     def took(self, replica: Replica, receipt: WeightReceipt) -> None:
-        """Note that a replica has completed the sync, with this receipt."""
+        """Note that a replica has completed the sync, and that its workers answered with this receipt."""
         ...
 
     def forget(self, replica: Replica) -> None:
@@ -75,7 +92,7 @@ class WholeEncoder:
     changed_share: float | None = None
 
     def open(self, version: int, replicas: Sequence[Replica]) -> None:
-        """Do nothing: every replica gets the same."""
+        """Do nothing: every replica gets the same bytes."""
 
     def greet(self, replica: Replica, deadline_s: float) -> bool:
         return False

@@ -1,6 +1,7 @@
 """Checks and repairs of the model in a vLLM worker while vLLM's layerwise reload replaces its weights.
 
-It runs in the engine's process, with the receiver (vLLM 0.32.0, model_executor/model_loader/reload).
+This module runs in the engine's process, with the receiver (vLLM 0.32.0,
+model_executor/model_loader/reload).
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ def plain(name: str) -> str:
 
 
 def count_values(model: torch.nn.Module, wanted: Collection[str]) -> int:
-    """Return the number of values of the wanted parameters, without the padding of vocabularies."""
+    """Return the number of elements of the wanted parameters, without the padding rows of vocabularies.
+
+    wanted: the parameters' names, as ``plain`` returns them.
+    """
     padding = {
         id(layer.weight): (layer.num_embeddings_padded - layer.org_vocab_size) * layer.embedding_dim
         for layer in model.modules()
@@ -32,10 +36,11 @@ def count_values(model: torch.nn.Module, wanted: Collection[str]) -> int:
 
 
 def drop_half_loaded(model: torch.nn.Module, config: ModelConfig) -> None:
-    """Forget the tensors of a sync that broke off, and restore the earlier tensors of every layer.
+    """Forget the tensors of a sync that broke off, and restore every layer's parameters from before the sync.
 
-    The next sync overwrites all of them. If the tensors were kept, finalizing would load refused
-    weights, for example with a wrong shape, and raise every time.
+    The next sync overwrites all parameters. If the tensors of the broken sync were kept, the
+    restoring call would load them. A tensor of a wrong shape would then make the call raise every
+    time.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -45,7 +50,7 @@ def drop_half_loaded(model: torch.nn.Module, config: ModelConfig) -> None:
 
 
 def partial_layers(model: torch.nn.Module) -> list[str]:
-    """Return the layers that got only some of their weights, such as q, k and v, gate and up, or experts.
+    """Return the layers that got only some of their weights, such as q without k and v: names and counts.
 
     A complete layer was processed at once, and is not returned. Embeddings are left out, since the
     padding rows of a vocabulary never arrive.
@@ -60,11 +65,11 @@ def partial_layers(model: torch.nn.Module) -> list[str]:
 
 
 def forget_packed_experts(model: torch.nn.Module) -> None:
-    """Remove the kernels of a mixture's experts, so that vLLM packs the new weights for a CPU.
+    """Remove the kernels of mixture-of-experts layers, so that vLLM packs their new weights for a CPU.
 
-    vLLM (0.32.0) packs experts when it first builds their kernel, but not when weights are reloaded.
-    The kernel would then read plain weights as packed weights. Without a kernel vLLM builds a new
-    one, and packs the weights.
+    vLLM (0.32.0) packs the experts' weights when it first builds a layer's kernel, but not when
+    weights are reloaded. The old kernel would then read plain weights as packed weights. Without a
+    kernel vLLM builds a new one, and packs the weights.
     """
     for module in model.modules():
         if isinstance(module, RoutedExperts):
@@ -72,7 +77,7 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 def process_tied(model: torch.nn.Module) -> None:
-    """Process an output layer that is tied to the embedding, which vLLM (0.32.0) does not do.
+    """Run vLLM's processing after loading for an output layer that is tied to the embedding. vLLM (0.32.0) omits it.
 
     The layer receives no weights itself. On a CPU its matrix product would still use the packed
     weights of the previous sync, with log-probs off by 4 nats.
@@ -86,11 +91,12 @@ def process_tied(model: torch.nn.Module) -> None:
 
 
 def keep_waiting(model: torch.nn.Module, packed: torch.Tensor, device: torch.device) -> None:
-    """Copy the tensors of a bucket that vLLM keeps for layers that are not complete yet.
+    """Copy to ``device`` the tensors of a bucket that vLLM still holds for layers that are not complete yet.
 
-    packed: the bucket. The sender will use its memory again.
+    packed: the bucket's bytes. The sender will overwrite this memory.
 
-    A mixture's experts are one layer, so a worker may copy slices of them too.
+    All experts of a mixture-of-experts layer are one layer for vLLM, so slices of experts may be
+    among the copies.
     """
     memory = packed.untyped_storage().data_ptr()
     for layer in model.modules():

@@ -1,4 +1,4 @@
-"""The process group of a broadcast: the trainer as rank 0, and the workers of every engine that gets its weights."""
+"""The process group of a broadcast: the trainer as rank 0, and the workers of every engine that gets the weights."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from megatron_rl.rollout.weight_sync.transport import broadcast, listen, open_gr
 
 
 class BroadcastGroup:
-    """Brings each bucket to all engines at once. If one engine is gone, the group ends for all."""
+    """Broadcasts each bucket of weights to all engines at once. If one engine is lost, the group ends for all."""
 
     def __init__(self, device: torch.device, address: str, deadline_s: float, *, holds: bool = False) -> None:
-        """Set up without opening the group.
+        """Store the settings. ``open`` opens the group.
 
-        address: this host's address, at which the group meets.
+        address: this host's address, to which the engines' workers connect.
+        deadline_s: seconds for opening the group, and for each broadcast.
         holds: whether the engines keep copies of the buckets that they receive.
         """
         self._holds = holds
@@ -35,10 +36,12 @@ class BroadcastGroup:
     def open(
         self, workers: Sequence[tuple[Replica, int]], invite: Callable[[Replica, dict[str, object]], None]
     ) -> None:
-        """Open a new group with all workers. Raises RuntimeError if a worker does not join.
+        """Close the earlier group, and open a new one with all workers. Raises RuntimeError if a worker does not join.
 
-        workers: (replica, number of its workers) pairs. The workers take ranks in this order.
-        invite: tells a replica to join, without waiting for its answer.
+        workers: (replica, number of its workers) pairs. The workers take ranks in this order, from
+            1.
+        invite: called with a replica and the group's description; tells the replica to join,
+            without waiting.
         """
         self.close()
         world = 1 + sum(count for _, count in workers)
@@ -63,7 +66,7 @@ class BroadcastGroup:
         broadcast(self._group, packed)
 
     def close(self) -> None:
-        """Abort the group. This ends the wait of workers in it, and NCCL's kernels that still run."""
+        """Abort the group. Workers that wait in it stop waiting, and NCCL's kernels that still run are ended."""
         group, self._group, self._members = self._group, None, []
         if group is not None:
             group.abort()

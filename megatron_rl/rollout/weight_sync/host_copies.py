@@ -1,10 +1,10 @@
-"""Copies of a sync's buckets on the host: as the trainer last sent them, and as an engine last received them.
+"""Copies of a sync's buckets in host memory: as the trainer last sent them, and as an engine last received them.
 
 The trainer compares a bucket with its copy of the sync before, and sends the words that changed.
 The engine writes these words into its own copy, which then equals the trainer's bucket to the bit.
-It is digested, counted and loaded like a bucket that arrived whole. The copies have the size of the
-weights, on every rank that sends and in every worker of an engine. Both sides import this module,
-so it needs only torch.
+The engine digests, counts and loads the copy like a bucket that arrived whole. The copies have the
+size of the weights, on every rank that sends and in every worker of an engine. Both sides import
+this module, so it needs only torch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from megatron_rl.weights.delta import Difference, apply, compare, difference_of,
 class Compared:
     """Holds the difference of a bucket from its copy of the sync before.
 
-    num_words: words of its tensors, without padding.
-    num_changed: the words among them that changed.
-    difference, payload: None and an empty tensor if the bucket is nevertheless sent whole.
+    num_words: the number of words (2 or 4 bytes) in the bucket's tensors, without padding.
+    num_changed: the number of these words that changed.
+    difference: how to read ``payload``; None if the bucket is to be sent whole, since a payload
+        would be as large.
+    payload: uint8, the encoded changed words (weights/delta.py); empty if ``difference`` is None.
     """
 
     num_words: int
@@ -34,7 +36,7 @@ class Compared:
 
 
 class HostCopies:
-    """Keeps copies of buckets by their place in a sync. ``begin`` goes back to the first place."""
+    """Keeps a copy of each bucket of a sync, in order. ``begin`` makes the first bucket the next one."""
 
     def __init__(self) -> None:
         self._buckets: list[tuple[list, torch.Tensor]] = []
@@ -47,7 +49,7 @@ class HostCopies:
         self._next = 0
 
     def end(self) -> None:
-        """Forget the copies after the last bucket of the sync that ends."""
+        """Drop the copies beyond the last bucket of the sync that ends."""
         del self._buckets[self._next :]
 
     def clear(self) -> None:
@@ -55,7 +57,9 @@ class HostCopies:
         self._next = 0
 
     def compare(self, tensors: Sequence, packed: torch.Tensor) -> Compared | None:
-        """Copy the next bucket; return its difference from the earlier copy. None if that had other tensors.
+        """Replace the next copy by the bucket; return the bucket's difference from the earlier copy.
+
+        None if there was no earlier copy, or if it had other tensors.
 
         tensors: [name, dtype, shape, first byte] of each tensor.
         packed: the bucket, uint8, on the trainer's device. The comparison runs there.
@@ -78,7 +82,10 @@ class HostCopies:
         )
 
     def keep(self, tensors: Sequence, packed: torch.Tensor) -> torch.Tensor:
-        """Copy the next bucket; return the copy, uint8 on the host."""
+        """Replace the next copy by the bucket ``packed``; return the new copy, uint8 on the host.
+
+        tensors: [name, dtype, shape, first byte] of each tensor.
+        """
         copy = self._next_copy()
         if copy is None:
             self._buckets.append((list(tensors), packed.to("cpu", copy=True)))
@@ -91,9 +98,14 @@ class HostCopies:
         return self._buckets[self._next - 1][1]
 
     def patch(self, fields: Mapping[str, int], payload: torch.Tensor) -> tuple[list, torch.Tensor]:
-        """Write a difference into the next copy; return its tensors and bytes, which the caller must not change.
+        """Write changed words into the next copy; return its tensors' descriptions and its bytes.
 
-        Raises ValueError if there is no copy, or if the difference does not fit it.
+        The caller must not change the bytes.
+
+        fields: the fields of the ``Difference`` that describes the payload.
+        payload: uint8, the encoded changed words.
+
+        Raises ValueError if there is no copy, or if the difference does not fit the copy.
         """
         copy = self._next_copy()
         if copy is None:

@@ -1,7 +1,7 @@
 """Host memory that sender and engine share: its registration with CUDA, and the engine's mapping of it.
 
-If memory is not registered, copies between it and a GPU go through a buffer of the driver, while
-the host waits. Both sides import this module, so it needs only torch.
+Without the registration, copies between the memory and a GPU go through a buffer of the driver,
+while the host waits. Both sides import this module, so it needs only torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _warned: set[str] = set()
 
 
 class Registration:
-    """Registers mapped memory with CUDA until ``release``. If CUDA refuses, the memory stays pageable."""
+    """Registers mapped memory with CUDA until ``release``. If CUDA refuses, it is logged, and copies are slower."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._address = 0
@@ -56,16 +56,16 @@ def _warn_once(message: str) -> None:
 
 
 class MappedSegments:
-    """Maps a sender's segments by their paths, each only once until ``release``."""
+    """Maps the sender's files of shared memory (segments) into this process, each only once until ``release``."""
 
     def __init__(self, device: torch.device) -> None:
-        """Set up without mapping. ``device``: receives the bytes; for a GPU the segments are registered with CUDA."""
+        """Map nothing yet. ``device``: where the bytes are copied; for a GPU, mapped memory is registered with CUDA."""
         self._on_gpu = device.type == "cuda"
         self._maps: dict[str, torch.Tensor] = {}
         self._registrations: list[Registration] = []
 
     def bytes_of(self, path: str) -> torch.Tensor:
-        """Return a segment's bytes, uint8. Raises ValueError if the path is no segment, or cannot be opened here."""
+        """Return a segment's bytes, uint8. Raises ValueError if ``path`` is no segment, or cannot be opened here."""
         if path not in self._maps:
             self._maps[path] = _mapped(pathlib.Path(path))
             if self._on_gpu:

@@ -3,17 +3,17 @@
     vllm serve MODEL --worker-extension-cls megatron_rl.rollout.weight_sync.receiver.Receiver
         --weight-transfer-config '{"backend": "megatron_rl"}'
 
-It needs vLLM 0.29 or newer (distributed/weight_transfer/base.py), and was run with 0.32.0. It runs in
-the engine's process, so it imports neither Megatron-Core nor a stage of the trainer.
+The backend needs vLLM 0.29 or newer (distributed/weight_transfer/base.py), and was run with 0.32.0.
+It runs in the engine's process, so it imports neither Megatron-Core nor the trainer.
 
-A sync has a start, one update per bucket, an ``end`` with the number and checksum of all tensors,
-and a finish. If the arrived tensors differ from the ``end``, the sync fails. Then the engine has no
-version until a later sync succeeds.
+A sync has a start, one update per bucket (batch of packed tensors), an ``end`` with the number and
+checksum of all tensors, and a finish. If the arrived tensors differ from the ``end``, the sync
+fails. Then the engine has no weight version until a later sync succeeds.
 
-A failure is raised if the engine has one worker. With several workers vLLM (0.32.0,
-multiproc_executor.py) reads answers only up to the first that raised. The next call would read the
-remaining answers as its own. So with several workers none raises, and each reports its failure in
-its receipt.
+If the engine has one worker, the worker raises an error at a failure. With several workers, vLLM
+(0.32.0, multiproc_executor.py) reads answers only up to the first worker that raised. The next call
+would read the remaining answers as its own. So with several workers none raises, and each reports
+its failure in its receipt.
 """
 
 from __future__ import annotations
@@ -51,6 +51,13 @@ class ChannelInfo(WeightTransferInitInfo):
     channel: ``shared_memory`` (a file that both processes map), ``broadcast`` (a process group of
         the trainer and all engines) or ``cuda_ipc`` (the trainer's memory on the same GPU).
     holds: whether copies of buckets are kept here, so that later syncs may bring only changes.
+
+    The other fields describe the process group of a broadcast.
+
+    address, port: where the trainer listens.
+    first_rank: the rank of this engine's first worker.
+    world_size: the number of all engines' workers, plus 1 for the trainer.
+    deadline_s: seconds for joining, and for each broadcast.
     """
 
     channel: str
@@ -70,13 +77,19 @@ class BucketInfo(WeightTransferUpdateInfo):
     kind: ``bucket`` (the listed tensors, packed one after the other) or ``end`` (the totals of the
         whole sync).
     tensors: [name, dtype, shape, first byte] of each tensor.
-    digests: the digests of the bucket's parts (weights/bucket_digest.py).
-    checksum: the checksum of the bucket; at the end, of all buckets (transport.Tally).
-    adapter: at the end, rank and alpha of adapters that the sync brought apart from the weights; {}
-        if there are none.
-    difference: {} for a whole bucket. Otherwise it tells how to read the changed words
-        (weights/delta.py). The tensors are then the same as in the held copy. Digests and checksum
-        are still the whole bucket's.
+    num_bytes: the size of the whole bucket.
+    digests: the digests of the bucket's NUM_PARTS ranges of bytes (weights/bucket_digest.py).
+    checksum: in a ``bucket``, its checksum; in the ``end``, the checksum of all buckets
+        (transport.Tally).
+    segment: the path of the file of shared memory; "" for another channel.
+    storage: the handles of the trainer's GPU memory (transport.share_storage); {} for another
+        channel.
+    difference: {} if the bucket is sent whole. Otherwise the fields of a ``Difference``, which tell
+        how to read the changed words (weights/delta.py). The tensors are then the same as in the
+        copy held here. Size, digests and checksum are still the whole bucket's.
+    num_tensors: in the ``end``, the number of tensors of the sync.
+    adapter: in the ``end``, rank and alpha of adapters that the sync brought apart from the
+        weights; {} if there are none.
     """
 
     kind: str
@@ -93,7 +106,7 @@ class BucketInfo(WeightTransferUpdateInfo):
 
 
 class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
-    """Receives weights as a vLLM backend, and loads them layer by layer by vLLM's layerwise reload."""
+    """Receives weights as a backend of vLLM's weight transfer, and loads them by vLLM's layerwise reload."""
 
     init_info_cls = ChannelInfo
     update_info_cls = BucketInfo
@@ -126,7 +139,11 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         self._attempt(self._open_channel, init_info)
 
     def _attempt(self, step: Callable[..., None], *arguments: object) -> None:
-        """Run a step unless an earlier step has failed. With one worker its error is raised, with several noted."""
+        """Call ``step(*arguments)``, unless an earlier step of the sync has failed.
+
+        If the engine has one worker, the step's error is raised. With several workers it is noted
+        in ``_failure``.
+        """
         if self._failure:
             return
         try:
@@ -184,7 +201,11 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             self._adapters.begin()
 
     def _open_model(self) -> None:
-        """Prepare the model for all of its weights. If adapters may come alone, the first weight causes this call."""
+        """Start vLLM's layerwise reload, and note which parameters must arrive: all of the model's.
+
+        An engine that takes adapters apart from the weights calls this only when the sync's first
+        model weight arrives.
+        """
         self._has_weights = False
         if self.device.type == "cpu":
             forget_packed_experts(self.model)
@@ -244,18 +265,20 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
 
     @property
     def _in_place(self) -> bool:
-        """Return whether tensors are loaded from the sender's memory, so that each worker copies only its slices.
+        """Return whether tensors are loaded directly from the sender's memory, and each worker copies only its slices.
 
-        A single worker needs the tensors whole, and copies the bucket at once. A broadcast has
-        already brought a copy.
+        That is so with several workers. A single worker needs the tensors whole, and copies the
+        bucket at once. A broadcast has already brought a copy.
         """
         return self._group is None and self.parallel_config.world_size > 1
 
     def _check_bytes(self, bucket: BucketInfo, packed: torch.Tensor) -> None:
-        """Raise ValueError if the bytes differ from the sent bytes.
+        """Raise ValueError if the bucket's bytes differ from what the trainer packed.
 
-        In the sender's memory the workers of an engine check one share each, and together all parts.
-        Otherwise each worker checks the whole bucket.
+        Several workers that read the sender's memory divide the bucket's NUM_PARTS ranges of bytes
+        among them. Otherwise each worker checks the whole bucket.
+
+        packed: uint8, the bytes of the whole bucket.
         """
         parallel = self.parallel_config
         shared = self._in_place and not self._decoder.copies
@@ -270,10 +293,10 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             )
 
     def _packed(self, bucket: BucketInfo) -> torch.Tensor:
-        """Return the bucket's bytes, uint8: the sender's own memory, or a copy on this device.
+        """Return the bytes that were sent for a bucket, uint8: the sender's own memory, or a copy on this device.
 
-        The copy is needed because vLLM keeps tensors until their layer is complete. The sender may
-        write the next bucket before.
+        A copy is needed because vLLM keeps tensors until their layer is complete. The sender may
+        overwrite its memory with the next bucket before that.
         """
         num_bytes = self._decoder.sent_bytes(bucket.num_bytes, bucket.difference)
         if self._group is not None or not num_bytes:
@@ -363,14 +386,15 @@ class Receiver:
     """Adds methods to vLLM's workers (``worker_extension_cls``), for calls by ``collective_rpc``."""
 
     def weights_received(self) -> dict:
-        """Return the receipt of the latest sync: version, checksum and number of tensors, and the failure.
+        """Return this worker's receipt of the latest sync: version, checksum, number of tensors, and failure.
 
-        The version is −1 if no sync has succeeded since the latest start of a sync.
+        The version is −1 if no sync has succeeded since the latest start of a sync. The failure is
+        an error text; "" if there is none.
         """
         return self.weight_transfer_engine.receipt | {"failure": self.weight_transfer_engine.failure}
 
     def abandon_weight_update(self) -> None:
-        """End a weight update of this trainer, or of an earlier one, that broke off, so that another may start.
+        """End a weight update that broke off, of this trainer or an earlier one, so that a new update may start.
 
         vLLM (0.32.0, gpu_worker.py) itself ends an unfinished update only after an error.
         """
@@ -378,7 +402,10 @@ class Receiver:
         self.weight_transfer_engine.reset_weight_update_target()
 
     def use_adapter(self) -> None:
-        """Compute with the finished sync's adapters. vLLM (0.32.0, gpu_worker.py) drops all adapters at a finish."""
+        """Make the engine compute with the adapters of the sync that was just finished.
+
+        This call comes after the finish, at which vLLM (0.32.0, gpu_worker.py) drops all adapters.
+        """
         self.weight_transfer_engine.use_adapter()
 
     def describe(self) -> dict:

@@ -1,17 +1,18 @@
-"""The sender of the trainer's weights: every running engine gets them whole or not at all.
+"""The sender of the trainer's weights: every running engine gets all of them, or has no weight version.
 
-A sync sends each engine these messages: a start, one message per bucket, an end, a finish, and a
-reset of the prefix cache. The end holds the version, and the number and checksum of the tensors.
-Last, every worker answers with a receipt of what it holds, which must equal the end. If any of this
-fails, the engine has no version, and the caller sends everything again or stops. The exporting
-iterator is always run to its end, since other ranks are in its collectives.
+A sync sends each engine these messages: a start, one message per bucket (batch of packed tensors),
+an end, a finish, and a reset of the prefix cache. The end holds the version, and the number and
+checksum of the tensors. Last, every worker answers with a receipt of what it holds, which must
+equal the end. If any of this fails, the engine has no version, and the caller sends everything
+again or stops. The iterator over the tensors is always consumed to its end, since each step may be
+a collective in which other ranks wait.
 
 If requests are under way (``in_flight``), an engine pauses before the start and resumes after the
 receipts. The reset then also drops the running requests' keys and values, which are computed again
 with the new weights. If an engine's update fails, the engine gives up its running requests.
 
 The encoder (rollout/weight_sync/encoder.py) decides which bytes of a bucket are sent to which
-engine: all, the changes since the latest sync, or adapters apart from the weights.
+engine: the whole bucket, the changes since the latest sync, or adapters apart from the weights.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ class WeightSender:
         GPUs, gloo on CPUs), or ``cuda_ipc`` (an engine on this rank's GPU opens the bucket's
         memory).
     bucket_bytes: memory of the two buffers together. A tensor larger than a buffer enlarges the
-        buffer. Shared memory is kept between syncs, since fresh pages cost more than the copy.
-        Memory of a device is freed.
-    deadline_s: seconds for every single answer.
-    encoder: decides which bytes of a bucket are sent to which engine; None: all, to each.
+        buffer. Shared memory is kept between syncs, since allocating pages takes longer than a
+        copy. Memory on a GPU is freed after each sync.
+    deadline_s: seconds for each answer of a replica.
+    encoder: decides which bytes of a bucket are sent to which engine; None: the whole bucket to
+        each.
     """
 
     def __init__(
@@ -95,23 +97,24 @@ class WeightSender:
         *,
         in_flight: bool = False,
     ) -> SyncReport:
-        """Send every tensor to every replica. Errors of ``tensors`` are raised, errors of replicas are in the report.
+        """Send every tensor to every replica; return a report. Errors of replicas are in the report, not raised.
 
+        tensors: (name, tensor) pairs. Errors of this iterator are raised.
         in_flight: whether requests may be under way on the replicas.
         """
         return _Delivery(self, version, replicas, in_flight).run(tensors)
 
     def join(self, replica: Replica) -> None:
-        """Open the replica's own channel, unless it is open. Not for a broadcast."""
+        """Open the channel to one replica, unless it is open. Not for a broadcast, whose group serves all replicas."""
         if id(replica) not in self._joined:
             info = {"channel": self.channel, "deadline_s": self.deadline_s, "holds": self.encoder.holds}
             replica.control("init_weight_transfer", info, self.deadline_s)
             self._joined.add(id(replica))
 
     def rejoin(self, replica: Replica) -> None:
-        """Open a replica's own channel again after another sender has used the replica.
+        """Open the channel to one replica again, after another sender has used the replica.
 
-        A broadcast needs nothing: its group breaks off by itself.
+        For a broadcast nothing is done: its group breaks off by itself.
         """
         if self.channel != "broadcast":
             self._joined.discard(id(replica))
@@ -119,7 +122,7 @@ class WeightSender:
 
 
 class _Delivery:
-    """Runs one sync. Each replica has its own thread, so its messages keep their order."""
+    """Runs one sync. Each replica's messages are sent in a thread of the replica, so they keep their order."""
 
     def __init__(self, sync: WeightSender, version: int, replicas: Sequence[Replica], in_flight: bool) -> None:
         self.sync, self.version, self.replicas, self.in_flight = sync, version, replicas, in_flight
@@ -203,12 +206,12 @@ class _Delivery:
         self.sync.forget(replica)
 
     def _drop_rest(self) -> None:
-        """Drop all engines of a broadcast if one was dropped: the others would wait in the group in vain."""
+        """Drop all engines of a broadcast from the sync if its group is broken, since they would wait in vain."""
         for replica in self.living if self.broken else ():
             self._drop(replica, EngineError(f"this sync's broadcast broke off; {self.broken}"))
 
     def _give_up(self, replica: Replica, cause: str) -> None:
-        """Make a replica give up its requests, in its own thread, after the messages that were already sent."""
+        """Make a replica give up its requests, in the replica's thread, after the messages that were already queued."""
         replica.weight_version = NO_WEIGHTS
         self.given_up.append(self._submit(replica, replica.give_up, cause))
 
@@ -308,7 +311,7 @@ class _Delivery:
             self._await(buffer)
 
     def _await(self, buffer: BucketBuffer | None) -> None:
-        """Wait for every replica's answer to a bucket, and clear the buffer for the next one."""
+        """Wait for every replica's answer to a bucket, and clear the buffer for the next bucket."""
         if buffer is not None and buffer.under_way:
             for replica, future in buffer.under_way:
                 self._settle(replica, future)

@@ -1,7 +1,8 @@
 """Transport of a bucket's bytes from the trainer to an engine: shared memory, a broadcast, or the trainer's GPU memory.
 
-Shared memory is a file that both processes map. The broadcast has its own process group. The engine
-can also open the trainer's GPU memory. Both sides import this module, so it needs only torch.
+Shared memory is a file, called a segment, that both processes map. The broadcast has its own
+process group. The engine can also open the trainer's GPU memory. Both sides import this module, so
+it needs only torch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SEGMENT_PREFIX = "megatron_rl-weights-"
 
 
 def segment_folders() -> tuple[pathlib.Path, ...]:
-    """Return the folders for segments, the preferred first: /dev/shm if it exists, then the temporary folder."""
+    """Return the folders for shared memory, the preferred first: /dev/shm if it exists, then the temporary folder."""
     shared = pathlib.Path("/dev/shm")
     temporary = pathlib.Path(tempfile.gettempdir())
     return (shared, temporary) if shared.is_dir() else (temporary,)
@@ -36,7 +37,11 @@ class Segment:
     """Holds a file of shared memory. The engine, run by the same user, opens it by its path. ``close`` removes it."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Allocate the file. Raises OSError if memory is too small, since a later write would end in a bus error."""
+        """Create the file and allocate all of it. Raises OSError if memory is too small.
+
+        Without the allocation, a later write beyond the memory would end the process by a bus
+        error.
+        """
         folder, name = segment_folders()[0], f"{SEGMENT_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         remove_abandoned(folder)
         draft, self.path = folder / f".{name}", folder / name
@@ -63,7 +68,7 @@ class Segment:
 
 
 def remove_abandoned(folder: pathlib.Path) -> None:
-    """Remove segments whose owner was killed. They are the segments whose lock is free."""
+    """Remove the segments in ``folder`` whose owner was killed. They are the segments whose lock is free."""
     for path in folder.glob(f"{SEGMENT_PREFIX}*"):
         # The file may be gone, belong to another user, or be in use.
         with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError):
@@ -80,7 +85,8 @@ def share_storage(packed: torch.Tensor) -> dict[str, object]:
 
     CUDA's handles are bytes, sent as base64, and nothing is pickled. Each call exports the memory
     once more. The other process releases the export with its tensor
-    (torch/multiprocessing/reductions.py, 2.13). It ran on an H100 (docs/evidence/support-matrix.md).
+    (torch/multiprocessing/reductions.py, 2.13). This was run on an H100
+    (docs/evidence/support-matrix.md).
     """
     _, handle, num_bytes, offset, counter, counter_offset, event, waits = packed.untyped_storage()._share_cuda_()
     plain = {"num_bytes": num_bytes, "offset": offset, "counter_offset": counter_offset, "waits": waits}
@@ -89,7 +95,10 @@ def share_storage(packed: torch.Tensor) -> dict[str, object]:
 
 
 def open_storage(shared: dict, device_index: int) -> torch.Tensor:
-    """Return the memory of ``share_storage`` as uint8, on this process's GPU ``device_index``."""
+    """Return the GPU memory that ``share_storage`` exported, as a uint8 tensor on this process's GPU ``device_index``.
+
+    shared: the dict that ``share_storage`` returned.
+    """
     handle, counter, event = (base64.b64decode(shared[name]) for name in ("handle", "counter", "event"))
     storage = torch.UntypedStorage._new_shared_cuda(
         device_index,
@@ -107,19 +116,20 @@ def open_storage(shared: dict, device_index: int) -> torch.Tensor:
 def view_of(packed: torch.Tensor, dtype: str, shape: Sequence[int], start: int) -> torch.Tensor:
     """Return the tensor that begins at byte ``start`` of a bucket, without a copy.
 
-    dtype: its name in torch, such as "bfloat16".
+    packed: uint8, the bucket's bytes.
+    dtype: the tensor's dtype by its name in torch, such as "bfloat16".
     """
     kind, size = getattr(torch, dtype), torch.Size(shape)
     return packed[start : start + size.numel() * kind.itemsize].view(kind).view(size)
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a tensor's name (PEFT's) is half of an adapter's pair. Otherwise it is a weight of the model."""
+    """Return whether a tensor's name, in PEFT's form, is that of a LoRA matrix A or B, not of a model weight."""
     return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
 class Tally:
-    """Counts a sync's tensors, and makes one checksum from the checksums of its buckets, in order."""
+    """Counts the tensors of a sync, and combines the checksums of its buckets, in order, into one checksum."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -143,7 +153,7 @@ def listen(address: str) -> socket.socket:
 
 
 def open_group(listener: socket.socket, world_size: int, backend: str, timeout: timedelta):
-    """Return the trainer's end (rank 0) of a process group, once every worker of the engines has joined."""
+    """Open a process group as rank 0 (the trainer); return it once every worker of the engines has joined."""
     host, port = listener.getsockname()[:2]
     store = dist.TCPStore(
         host,
@@ -158,7 +168,7 @@ def open_group(listener: socket.socket, world_size: int, backend: str, timeout: 
 
 
 def join_group(address: str, port: int, rank: int, world_size: int, backend: str, timeout: timedelta):
-    """Return an engine worker's end of the process group."""
+    """Join the trainer's process group as rank ``rank``, from an engine's worker; return the group."""
     store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
     with socket.create_connection((address, port), timeout=timeout.total_seconds()) as probe:
         own_address = probe.getsockname()[0]  # the address of the interface that leads to the trainer
@@ -166,7 +176,7 @@ def join_group(address: str, port: int, rank: int, world_size: int, backend: str
 
 
 def _group(store, own_address: str, rank: int, world_size: int, backend: str, timeout: timedelta):
-    """Return a process group beside torch's global groups, which vLLM and the trainer each use for themselves."""
+    """Return a process group that is separate from torch's global groups, which vLLM and the trainer each use."""
     store = dist.PrefixStore("megatron_rl/weights", store)
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
@@ -179,14 +189,14 @@ def _group(store, own_address: str, rank: int, world_size: int, backend: str, ti
 
 
 def broadcast(group, packed: torch.Tensor) -> None:
-    """Broadcast rank 0's ``packed`` into the ``packed`` of the other ranks, and wait."""
+    """Broadcast rank 0's ``packed`` into the ``packed`` of the other ranks, and wait until it has arrived."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     group.broadcast([packed], options).wait()
 
 
 def receive(group, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return the bytes that rank 0 broadcasts. If ``num_bytes`` is 0, there is no broadcast."""
+    """Return the bytes that rank 0 broadcasts, uint8 on ``device``. If ``num_bytes`` is 0, there is no broadcast."""
     packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     if num_bytes:
         broadcast(group, packed)

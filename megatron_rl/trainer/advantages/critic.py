@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 
 class CriticAdvantages:
-    """Finds the advantages of ``gae`` and the critic's targets.
+    """Computes advantages by generalised advantage estimation, and the returns that the critic is trained on.
 
-    kl: the KL that is taken from each token's reward; None if the reward has no KL.
+    kl: computes the KL penalty that is subtracted from each token's reward; None if the reward has
+        no KL.
     """
 
     def __init__(self, settings: AdvantageConfig, *, kl: KLInReward | None = None) -> None:
@@ -31,7 +32,9 @@ class CriticAdvantages:
     def __call__(self, scored: ScoredBatch, passes: Passes) -> AdvantageResult:
         """Return the advantages of a rollout, and the critic's targets. A collective.
 
-        passes: hold the critic's values, and the log-probs that a KL in the reward needs.
+        scored: the rollout's samples with their rewards.
+        passes: results of forward passes: the critic's values, and log-probs if the reward has a
+            KL.
         """
         settings, facts, mask = self.settings, scored.facts, passes.loss_mask
         penalty = None if self.kl is None else self.kl.of(passes, facts.num_samples)

@@ -1,4 +1,4 @@
-"""Advantages by an estimator over groups, with a KL in the reward or with noise if the settings ask for one."""
+"""Advantages by estimators that compare the samples of one prompt, with an optional KL in the reward or noise."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ EnterOwn = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
 class GroupAdvantages:
-    """Finds advantages by an estimator over groups, or by the user's own function.
+    """Computes advantages from the rewards of each prompt's samples, by a named estimator or the user's function.
 
-    kl:        the KL that is taken from each sample's total reward; None if the reward has no KL. A
-               KL excludes noise.
-    noise:     added to the advantages in a run's first steps; None for no noise.
-    enter_own: a context around the work, entered with the name "advantage", since the work may call
-        a user's function.
+    kl:        computes the KL penalty that is subtracted from each sample's total reward; None if
+               the reward has no KL. With a KL, no noise is added.
+    noise:     adds noise to the advantages in a run's first steps; None for no noise.
+    enter_own: a function that returns a context, called with the name "advantage". The context is
+               open during the computation, which may call a user's function.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class GroupAdvantages:
         self.is_own = is_own(settings.estimator)
 
     def __call__(self, scored: ScoredBatch, passes: Passes) -> AdvantageResult:
-        """Return the advantages. A collective if a KL, noise or the user's own estimator takes part."""
+        """Return a rollout's advantages. A collective with a KL in the reward, with noise or with a user's function."""
         with self.enter_own("advantage"):
             if self.kl is not None:
                 return self._less_kl(self.kl, scored, passes)

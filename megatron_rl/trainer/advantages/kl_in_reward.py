@@ -1,4 +1,4 @@
-"""The KL to the reference policy if it is taken from the reward (``reference.kl_in=reward``)."""
+"""The KL penalty to the reference policy that is subtracted from the rewards (``reference.kl_in=reward``)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ _WAY_OUT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KLPenalty:
-    """Holds the amounts that the KL takes from the rewards of a rollout.
+    """Holds the KL penalties of one rollout, which are subtracted from its rewards.
 
-    of_token: float64 [T] flat, β·kl_t; 0 for a token that carries no loss.
-    measured: Σ kl_t over the loss tokens.
-    metrics:  ``reward/kl_penalty``.
+    of_token: float64 [T], one number for each response token, sample after sample: β times the
+              token's KL, 0 for a token without loss.
+    measured: the sum of the KL over loss tokens, without β, and the number of these tokens.
+    metrics:  ``reward/kl_penalty``, the mean penalty of a sample.
     """
 
     of_token: np.ndarray
@@ -38,17 +39,21 @@ class KLPenalty:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KLInReward:
-    """Takes β times the KL of each token from the reward.
+    """Computes the KL penalty of each token, β times its KL, and subtracts it from the rewards.
 
-    estimator:   ``loss.kl_estimator``.
-    coefficient: returns β of the rollout that is now trained.
+    estimator:   the name of the KL estimator, ``loss.kl_estimator``.
+    coefficient: a function that returns β of the rollout that is being trained.
     """
 
     estimator: str
     coefficient: Callable[[], float]
 
     def of(self, passes: Passes, num_samples: int) -> KLPenalty:
-        """Return the penalty of a rollout. ``passes``: hold log π_old and log π_ref of every sample."""
+        """Return the KL penalties of a rollout.
+
+        passes: results of forward passes: log π_old and log π_ref of every sample.
+        num_samples: the number of the rollout's samples.
+        """
         mask, coefficient = passes.loss_mask, self.coefficient()
         kl_T = np.where(mask, kl_penalty_per_token(passes.old.flat, passes.reference, self.estimator), 0.0)
         total = float(kl_T.sum())
@@ -60,7 +65,10 @@ class KLInReward:
 
     @staticmethod
     def less(scored: ScoredBatch, penalty: KLPenalty, loss_mask: np.ndarray) -> GroupRewards:
-        """Return the rewards after each sample's penalty, summed over its loss tokens, is taken from its total."""
+        """Return the rewards with each sample's total lowered by its penalty, summed over its loss tokens.
+
+        loss_mask: bool [T], the response tokens that carry loss, sample after sample.
+        """
         facts = scored.facts
         penalty_S = sum_per_sample(np.where(loss_mask, penalty.of_token, 0.0), facts.response_tokens)
         require_finite(penalty_S, "the KL in the reward", facts.sample_ids, _WAY_OUT)

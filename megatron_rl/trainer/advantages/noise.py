@@ -17,13 +17,15 @@ from megatron_rl.types import BatchFacts
 class AdvantageNoise:
     """Adds noise to a rollout's advantages in the first ``steps`` optimizer steps of RL.
 
-    A rollout's mini-batches and epochs all have the same noise.
+    All mini-batches and epochs of a rollout have the same noise.
 
     std:      the noise's standard deviation, above 0.
-    steps:    a rollout whose first step of RL has this number or a later one gets no noise.
+    steps:    a rollout gets noise if RL took fewer optimizer steps than this before it.
     seed:     the run's seed.
-    epsilon:  ``skip.advantage_epsilon``; a sample without signal gets no noise.
-    rl_steps: returns the number of RL's optimizer steps taken so far, ghosts included.
+    epsilon:  ``skip.advantage_epsilon``. A sample whose absolute advantage is not above it gets no
+              noise.
+    rl_steps: a function that returns the number of RL's optimizer steps so far. Ghost steps, which
+              run on a zero gradient, count.
     """
 
     std: float
@@ -33,7 +35,11 @@ class AdvantageNoise:
     rl_steps: Callable[[], int]
 
     def __call__(self, plain: np.ndarray, facts: BatchFacts) -> np.ndarray:
-        """Return ``plain`` with noise added, float64 [S]. A collective while noise is added."""
+        """Return the advantages ``plain`` ([S], one per sample) with noise added, float64 [S].
+
+        After the first ``steps`` steps, ``plain`` is returned as it is. A collective while noise is
+        added.
+        """
         if self.rl_steps() >= self.steps:
             return plain
         signal = has_signal(plain, facts.loss_tokens, advantage_epsilon=self.epsilon, sample_ids=facts.sample_ids)

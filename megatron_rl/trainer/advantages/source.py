@@ -1,4 +1,4 @@
-"""The seam of advantages: a source's inputs and its result."""
+"""The interface of advantage computations: the protocol that each follows, and the dataclasses of its result."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from megatron_rl.types import Advantages
 class CriticTargets:
     """Holds the numbers that a critic is trained on in a rollout.
 
-    returns: float32 [T] flat over response tokens, the critic's targets.
-    values:  float32 [T] flat, the critic's values before its first step on the rollout.
+    returns: float32 [T], one number for each response token, sample after sample: the values that
+             the critic shall predict.
+    values:  float32 [T], in the same order: the values that the critic predicted before its first
+             optimizer step on the rollout.
     """
 
     returns: np.ndarray
@@ -40,11 +42,12 @@ class MeasuredKL:
 class AdvantageResult:
     """Holds the advantages of a rollout, and the values that were computed with them.
 
-    advantages: the policy trains on them.
-    plain:      float64 [S], by rewards alone and without noise; the replay buffer ranks groups by
-                them. 0 if advantages depend on a critic's values, a teacher or a KL in the reward.
+    advantages: the advantages that the policy is trained on.
+    plain:      float64 [S], the advantages from rewards alone, without noise. The replay buffer
+                ranks groups by them. All are 0 if advantages depend on a critic's values, a teacher
+                or a KL in the reward.
     targets:    the critic's targets; None without a critic.
-    kl:         the KL that was taken from the reward; None if the reward has no KL.
+    kl:         the KL that was subtracted from the reward; None if the reward has no KL.
     metrics:    metrics of the KL in the reward, or of the gap to a teacher.
     """
 
@@ -56,8 +59,12 @@ class AdvantageResult:
 
 
 class AdvantageSource(Protocol):
-    """Finds the advantages of a rollout. A collective."""
+    """Computes the advantages of a rollout. A call is a collective."""
 
     def __call__(self, scored: ScoredBatch, passes: Passes) -> AdvantageResult:
-        """Return the advantages of scored groups. ``passes``: those that this source needs, over every sample."""
+        """Return the advantages of a rollout.
+
+        scored: the rollout's samples with their rewards.
+        passes: results of the forward passes that this computation needs, over every sample.
+        """
         ...

@@ -14,16 +14,23 @@ from megatron_rl.types import Advantages
 
 
 class TeacherAdvantages:
-    """Finds the advantages of ``distillation``.
+    """Computes the advantages of on-policy distillation from the teacher's and the student's log-probs.
 
-    discount: ``teacher.discount``.
+    A token's advantage is the teacher's log-prob less the student's, plus the discounted
+    differences at the sample's later tokens.
+
+    discount: the discount per token, ``teacher.discount``.
     """
 
     def __init__(self, *, discount: float) -> None:
         self.discount = discount
 
     def __call__(self, scored: ScoredBatch, passes: Passes) -> AdvantageResult:
-        """Return the advantages. ``passes``: hold log π_old and the teacher's log-probs. A collective."""
+        """Return the advantages of a rollout. A collective.
+
+        scored: the rollout's samples.
+        passes: results of forward passes: log π_old, the student's, and the teacher's log-probs.
+        """
         facts, mask, student = scored.facts, passes.loss_mask, passes.old.flat
         plain = distillation_advantages(
             student, passes.teacher, mask, facts.response_tokens, discount=self.discount, sample_ids=facts.sample_ids

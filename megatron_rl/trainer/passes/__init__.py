@@ -1,1 +1,1 @@
-"""The forward passes over a rollout without a gradient: log π_old, π_ref and π_T, values, and their container."""
+"""The forward passes over a rollout without a gradient: log π_old, log π_ref (reference), log π_T (teacher), values."""

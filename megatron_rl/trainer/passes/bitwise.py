@@ -1,4 +1,4 @@
-"""The check of ``rollout.bitwise``: log π_old and the first step's log-probs equal the engine's."""
+"""The check under ``rollout.bitwise=true``: the trainer's log-probs must equal the engine's in every bit."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ GAP = "train/logprob_gap_max"
 
 
 class BitwiseCheck(GapGuard):
-    """Compares every token of a rollout; each row of its steps has the metric of the gap, which is 0."""
+    """Checks that the trainer's log-prob of every loss token equals the engine's; reports the largest gap, which is 0.
+
+    Every optimizer step's row of metrics.jsonl gets this metric.
+    """
 
     def __init__(self, rollout: RolloutConfig, dtype: str, backend: MegatronBackend) -> None:
         super().__init__(rollout, dtype)
         self.backend, self.gap = backend, 0.0
 
     def of_rollout(self, taken: TrainingBatch, old: OldLogProbs) -> dict[str, float]:
-        """Return the metric of a rollout whose every log π_old equals the engine's log-prob. A collective.
+        """Return the metric of a rollout's largest gap, 0, after comparing log π_old with the engine's log-probs.
 
-        Raises EngineError on every rank alike, naming the first sample and position that differ.
+        A collective. Raises EngineError on every rank alike. The error names the first sample and
+        position that differ, or says that a sample has tokens of other weights.
         """
         if not taken.is_fresh:
             raise EngineError(
@@ -39,7 +43,10 @@ class BitwiseCheck(GapGuard):
     def of_step(
         self, old: OldLogProbs, step: StepPlan, result: StepResult, *, number: int, fresh: bool
     ) -> dict[str, float]:
-        """Return the rollout's gap; raise EngineError if the first step's log-probs differ from the engine's."""
+        """Return the rollout's gap as a metric; raise EngineError if the first step's log-probs are not the engine's.
+
+        number: the step's number within the rollout, from 0. Only step 0 is compared.
+        """
         if number == 0:
             compare_update(result)
         return {GAP: self.gap}
@@ -48,8 +55,10 @@ class BitwiseCheck(GapGuard):
 def compare_update(result: StepResult) -> None:
     """Raise EngineError if the first optimizer step's log-probs differ from the engine's.
 
-    The step's forward pass computes a gradient, and its packing differs from the pass for log
-    π_old. result: its sums are over all ranks.
+    The step's forward pass keeps a graph for the gradient, and packs samples otherwise than the
+    pass for log π_old. So equal log-probs in that pass do not suffice.
+
+    result: the step's result, whose sums are over all ranks.
     """
     gap = result.sums.get("logprob_gap_max", 0.0)
     if gap != 0.0:

@@ -1,4 +1,7 @@
-"""The check of the trainer's log-probs against the engine's: a guarded gap, or equality (bitwise.py)."""
+"""The check of the trainer's log-probs against the engine's: their mean gap must stay below a limit.
+
+passes/bitwise.py has the strict check, under which the log-probs must be equal.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +26,44 @@ class GapCheck(Protocol):
     """Compares the trainer's log-probs with the engine's, and raises EngineError if they are too far apart."""
 
     def of_pass(self, sums: Mapping[str, float], *, fresh: bool) -> dict[str, float]:
-        """Return the metrics of the gap that a pass has measured. Not a collective.
+        """Check the gap that a log-prob pass measured, and return its metrics. Not a collective.
 
         sums: the pass's sums over all ranks.
-        fresh: whether engine and trainer had the same weights.
+        fresh: whether the engine sampled by the trainer's current weights.
         """
         ...
 
     def of_rollout(self, taken: TrainingBatch, old: OldLogProbs) -> dict[str, float]:
-        """Return the metrics of a rollout's token-by-token comparison, which is a collective; {} without one."""
+        """Return the metrics of a rollout's token-by-token comparison; {} if this check makes none.
+
+        A collective if the tokens are compared.
+        """
         ...
 
     def of_step(
         self, old: OldLogProbs, step: StepPlan, result: StepResult, *, number: int, fresh: bool
     ) -> dict[str, float]:
-        """Return the gap's metrics of the rollout's ``number``-th step; {} if the step has none. Not a collective."""
+        """Return the metrics of the gap to the engine for an optimizer step's row; {} if it has none. Not a collective.
+
+        number: the step's number within its rollout, from 0.
+        fresh: whether the engine sampled by the weights of the rollout's first step.
+        """
         ...
 
 
 class GapGuard:
-    """Guards the mean gap by ``rollout.max_logprob_gap`` and ``rollout.warn_logprob_gap``."""
+    """Checks the mean gap per token against two limits.
+
+    Above ``rollout.max_logprob_gap`` it raises EngineError; above ``rollout.warn_logprob_gap`` it
+    warns.
+    """
 
     def __init__(self, rollout: RolloutConfig, dtype: str) -> None:
-        """Take the limits from ``rollout``. ``dtype``: ``model.dtype``."""
+        """Keep the limits.
+
+        rollout: the configuration's section with both limits.
+        dtype: ``model.dtype``, which decides the default limit of the warning.
+        """
         self.rollout, self.dtype = rollout, dtype
 
     def of_pass(self, sums: Mapping[str, float], *, fresh: bool) -> dict[str, float]:
@@ -58,7 +76,7 @@ class GapGuard:
     def of_step(
         self, old: OldLogProbs, step: StepPlan, result: StepResult, *, number: int, fresh: bool
     ) -> dict[str, float]:
-        """Return the gap that the step measured itself, if no pass measured it before; else {}."""
+        """Return the metrics of the gap that the optimizer step measured; {} if a log-prob pass measured it before."""
         if step is not old.own:
             return {}
         measured = {name: result.sums[name] for name in ("tokens", *GAPS)}
@@ -71,8 +89,8 @@ def guard_logprob_gap(sums: Mapping[str, float], rollout: RolloutConfig, dtype: 
     sums: the sums of a log-prob pass (MegatronBackend.forward) or of an optimizer step, over all
         ranks, in nats. Their mean per token is compared. A pass over no token is not judged.
     dtype: ``model.dtype``.
-    fresh: whether both had the same weights. If not, training explains a gap, and the mean is
-        compared with ``warn_logprob_gap`` alone, if that is set.
+    fresh: whether trainer and engine had the same weights. If not, training explains a gap. The
+        mean is then compared with ``rollout.warn_logprob_gap`` alone, if that is set.
     """
     if not sums.get("tokens"):
         return

@@ -1,4 +1,4 @@
-"""The pass for log π_old: the samples that it takes, the settings that need it, and the step that needs no pass."""
+"""The forward pass for log π_old: the samples that it covers, the settings that need it, the step that needs none."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from megatron_rl.types import BatchPlan, StepKind, StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldPassRules:
-    """Holds the rules for the samples that are passed for log π_old.
+    """Holds the rules that choose the samples of the forward pass for log π_old.
 
-    needed_by:            the setting that needs every π_old before the first optimizer step; None
-                          if no setting does.
-    takes_engines:        whether π_old is the engine's log-prob
-                          (``correction.old_logprobs=rollout``).
-    recomputes_replayed:  ``replay.recompute_logprobs``; if false, a replayed group's π_old is the
-                          engine's log-prob.
-    drops:                whether samples that the training plan does not run are left out.
-    dense_every_rollouts: in every so many rollouts ``dense_samples`` dropped samples are passed
-        too; 0: in no rollout.
+    needed_by:     the setting that needs log π_old of all samples before the first optimizer step;
+                   None if no setting does.
+    takes_engines: whether π_old is the engine's log-prob (``correction.old_logprobs=rollout``).
+    recomputes_replayed: ``replay.recompute_logprobs``; if false, a replayed group's π_old is the
+        engine's log-prob.
+    drops:         whether the pass leaves out the samples that the training plan does not run.
+    dense_every_rollouts: every so many rollouts, the pass also covers ``dense_samples`` dropped
+        samples; 0: never.
     """
 
     needed_by: str | None
@@ -42,7 +41,10 @@ class OldPassRules:
 
 
 class OldLogProbPass:
-    """Passes a rollout's samples for log π_old. Methods are collectives unless they say otherwise."""
+    """Computes log π_old of a rollout's samples by a forward pass.
+
+    Methods are collectives unless they say otherwise.
+    """
 
     def __init__(self, backend: MegatronBackend, rules: OldPassRules, gap: GapCheck) -> None:
         self.backend, self.rules, self.gap = backend, rules, gap
@@ -50,10 +52,10 @@ class OldLogProbPass:
     def own_step(self, plan: BatchPlan, taken: TrainingBatch) -> StepPlan | None:
         """Return the rollout's first optimizer step if its own log-probs, detached, can serve as π_old; else None.
 
-        Not a collective. Nothing has moved the weights before the first step, so a pass before it
-        would give the same log-probs. The result is None if the π_old of one of its samples is
-        known already. That is so for a part that was passed while the next part was sampled. It is
-        so for a replayed group if its π_old is the engine's log-prob.
+        Not a collective. The weights do not change before the first step, so a forward pass before
+        it would give the same log-probs. The result is None if log π_old of one of the step's
+        samples is known already. That is so for samples that were passed while later ones were
+        still sampled. It is so for a replayed group if its π_old is the engine's log-prob.
         """
         first = plan.mini_batches[0] if plan.mini_batches else None
         if self.rules.needed_by or first is None or first.kind is not StepKind.REAL:
@@ -62,15 +64,17 @@ class OldLogProbPass:
         return None if known[first.ran].any() else first
 
     def of(self, taken: TrainingBatch, trained: np.ndarray, index: int, *, own: StepPlan | None = None) -> OldLogProbs:
-        """Return log π_old after a pass over the samples whose log-probs are unknown.
+        """Return log π_old of a rollout, after a forward pass over the samples whose log-probs are not known yet.
 
-        trained: bool [S], the samples that the training plan runs. All samples are passed if the
-            skip does not cover these passes.
-        own: the optimizer step whose samples are left out, since it reads no π_old.
+        trained: bool [S], the samples that the training plan runs. If the rules do not drop
+            samples, the pass covers all samples.
+        index: the rollout's index, from 0.
+        own: the optimizer step that takes its own log-probs as π_old. Its samples are left out.
+            None if there is no such step.
 
-        Every ``metrics.dense_every_rollouts`` rollouts a few dropped samples are passed too, for
-        the metrics alone. Under ``correction.old_logprobs=rollout`` only these few are passed, and
-        π_old is the engine's log-prob. Without ``replay.recompute_logprobs`` a replayed group's
+        Every ``metrics.dense_every_rollouts`` rollouts the pass also covers a few dropped samples,
+        for the metrics alone. Under ``correction.old_logprobs=rollout`` it covers only these few,
+        and π_old is the engine's log-prob. Without ``replay.recompute_logprobs`` a replayed group's
         π_old is the engine's, too.
         """
         # Choose the samples to pass.
@@ -101,10 +105,10 @@ class OldLogProbPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldPass:
-    """Passes every sample under the policy; under the reference too if the reward has a KL.
+    """Computes log π_old of every sample before the advantages, and log π_ref too if the reward has a KL.
 
-    of_reference: returns log π_ref of chosen samples (``Reference.logprobs``); None if the reward
-        has no KL.
+    of_reference: a function that returns log π_ref of chosen samples (``Reference.logprobs``); None
+        if the reward has no KL.
     """
 
     old: OldLogProbPass
@@ -112,7 +116,7 @@ class OldPass:
     of_reference: Callable[[Batch, np.ndarray], np.ndarray] | None = None
 
     def __call__(self, taken: TrainingBatch, index: int) -> Mapping[str, object]:
-        """Return the fields ``old`` and ``reference`` of Passes. A collective."""
+        """Return {field of ``Passes``: result}: ``old``, and ``reference`` if the reward has a KL. A collective."""
         everything = np.ones(taken.facts.num_samples, dtype=bool)
         with self.timer.measure("logprob"):
             old = self.old.of(taken, everything, index)
@@ -122,7 +126,7 @@ class OldPass:
 
 
 def needs_old_logprobs(config: Config) -> str | None:
-    """Return the setting that needs every π_old before the first optimizer step; None if none does."""
+    """Return the setting, as ``key=value``, that needs every log π_old before the first optimizer step, or None."""
     if config.rollout.bitwise:
         return "rollout.bitwise=true"
     if config.correction.old_logprobs != "auto":
@@ -143,13 +147,13 @@ def needs_old_logprobs(config: Config) -> str | None:
 
 
 def passes_parts(correction: CorrectionConfig, routing_replay: str, needed: str | None, num_steps: int) -> bool:
-    """Return whether each part of a rollout gets a log-prob pass of its own, as soon as it comes.
+    """Return whether a rollout's samples get log-prob passes in parts, each part as soon as it is collected.
 
     needed: the result of ``needs_old_logprobs``.
     num_steps: the optimizer steps of a rollout.
 
-    It does not if the engine's log-probs are π_old, or if the rollout's only optimizer step needs
-    no pass. If the pass replays experts, one pass takes the whole rollout.
+    False if the engine's log-probs are π_old, or if the rollout's only optimizer step needs no
+    pass. False also if the pass records routed experts: then one pass covers the whole rollout.
     """
     if correction.old_logprobs == "rollout" or routing_replay == "old_logprobs":
         return False

@@ -1,4 +1,4 @@
-"""The passes that a rollout's advantages are made of, and the container of their results."""
+"""The forward passes that run before a rollout's advantages, and the dataclasses of their results."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from megatron_rl.types import StepPlan
 class OldLogProbs:
     """Holds log π_old of a rollout, and its gap to the engine's log-probs.
 
-    flat:    float32 [T] over response tokens; 0 for a sample that was not passed.
-    own:     the optimizer step that takes its own log-probs, detached, as log π_old. Its samples
-             need no pass. None if there is no such step.
-    sums:    sums of the gap over the passed samples. The sums of the ``own`` step join them once
-             that step has run.
-    metrics: the metrics of the pass.
-    recorded: each backend part's records of the pass (backend/part.py), which the updates read.
+    flat:     float32 [T], one number for each response token, sample after sample; 0 for a sample
+              that was in no pass.
+    own:      the optimizer step that takes its own log-probs, detached, as log π_old. Its samples
+              need no pass. None if there is no such step.
+    sums:     the gap's sums over the samples that were in a pass. The sums of the ``own`` step join
+              them once that step has run.
+    metrics:  the metrics of the pass.
+    recorded: what each backend part (backend/part.py) recorded in the pass, for the updates.
     """
 
     flat: np.ndarray
@@ -38,9 +39,11 @@ class OldLogProbs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Passes:
-    """Holds the results of the passes over every sample of a rollout; None for a result that is not needed.
+    """Holds the results of the forward passes over every sample of a rollout; None for a result that is not needed.
 
-    loss_mask: bool [T] flat over response tokens, the tokens that carry loss.
+    Each array has one value for each response token of the rollout, sample after sample.
+
+    loss_mask: bool [T], the tokens that carry loss.
     old:       log π_old.
     reference: float32 [T], log π_ref.
     teacher:   float32 [T], log π_T.
@@ -57,21 +60,21 @@ class Passes:
 
 
 class Pass(Protocol):
-    """Computes fields of ``Passes`` for every sample of a rollout, such as ``reference``. A collective."""
+    """Computes one or more fields of ``Passes``, such as ``reference``, for every sample of a rollout. A collective."""
 
     def __call__(self, taken: TrainingBatch, index: int) -> Mapping[str, object]:
-        """Return fields of ``Passes`` by their names, for rollout ``index``."""
+        """Return {field of ``Passes``: result} for the rollout ``taken``, whose index in the run is ``index``."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassesOfAdvantages:
-    """Makes the passes that a run's advantages need, one after the other; GRPO needs none."""
+    """Runs the forward passes that a run's advantages need, one after the other; GRPO needs none."""
 
     passes: Sequence[Pass] = ()
 
     def before_advantages(self, taken: TrainingBatch, index: int) -> Passes:
-        """Return the results of the passes over rollout ``index``. A collective if there is a pass."""
+        """Run the forward passes over rollout ``index`` and return their results. A collective if there are any."""
         result = Passes()
         for each in self.passes:
             result = dataclasses.replace(result, **each(taken, index))
@@ -80,9 +83,11 @@ class PassesOfAdvantages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatPass:
-    """Gives one field of ``Passes`` by a function of the batch: log-probs under other weights, values, the loss mask.
+    """Computes one field of ``Passes`` from the batch: log-probs under other weights, values or the loss mask.
 
-    enter: returns the context that names and times the pass.
+    name: the field's name.
+    compute: takes the batch, returns the field's array [T].
+    enter: a function that returns the context of the pass, which names and times it.
     """
 
     name: str
@@ -90,6 +95,6 @@ class FlatPass:
     enter: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def __call__(self, taken: TrainingBatch, index: int) -> Mapping[str, object]:
-        """Return the field, float32 or bool [T] flat over response tokens. A collective."""
+        """Return {name: array}, float32 or bool [T] over response tokens, sample after sample. A collective."""
         with self.enter():
             return {self.name: self.compute(taken.batch)}

@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation, for its log-probs: a second model on the policy's ranks, or servers."""
+"""The log-probs of on-policy distillation's teacher, from a second model on the policy's ranks or from servers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from megatron_rl.rollout.vllm.teacher import TeacherServers
 
 
 class Teacher:
-    """Gives a teacher's log-probs of samples. Methods are collectives."""
+    """Computes the teacher's log-probs of the policy's samples. Methods are collectives."""
 
     def __init__(self, settings: TeacherConfig, backend: MegatronBackend, deadline_s: float) -> None:
-        """Load the weights of ``teacher.hf_path``, or take the addresses of ``teacher.servers``. Raises ConfigError.
+        """Load the weights of ``teacher.hf_path``, or keep the addresses of ``teacher.servers``.
 
-        deadline_s: ``run.deadline_s``, for which the other ranks wait.
+        deadline_s: ``run.deadline_s``, the longest wait of the other ranks for a rank's servers.
+
+        Raises ConfigError if the teacher's model cannot read the policy's samples, or for an
+        invalid address.
         """
         self.backend, self.deadline_s = backend, deadline_s
         self.weights = TeacherWeights(backend) if settings.hf_path else None
         self.servers = TeacherServers(settings) if self.weights is None else None
 
     def logprobs(self, batch: Batch) -> np.ndarray:
-        """Return log π_T of every sample, float32 [T] flat over the batch's response tokens, on every rank.
+        """Return log π_T of every sample, float32 [T] over the response tokens, sample after sample, on every rank.
 
-        Raises EngineError on every rank if a server fails to give them.
+        Raises EngineError on every rank if a server returns no log-probs.
         """
         if self.weights is not None:
             with self.weights.reading():

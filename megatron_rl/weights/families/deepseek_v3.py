@@ -1,9 +1,9 @@
 """DeepSeek-V3 and R1, Moonlight and Kimi-K2 (``deepseek_v3``): multi-latent attention, and GLM-4.5's kind of mixture.
 
-q and k of each head have a part that is rotated and a part that is not. k's rotated part is shared
-by all heads. The other parts are made of a short latent vector of the token, which is normed. The
-latent of q is its own; without one, as in Moonlight, q is made of the hidden state. The latent of k
-and v is common to both (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+In each head, q and k have a rotated part and a part that is not rotated. All heads share the
+rotated part of k. The other parts are projected from short latent vectors of the token, which are
+normed. One latent is for q, another for k and v together (DeepSeek-V2, arXiv 2405.04434, section
+2.1). In a model without a latent of q, as Moonlight, q is projected from the hidden state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ _ROUTER = ("scoring_func", "topk_method")
 
 
 def refuse(hf_config: Any) -> None:
-    """Raise ConfigError for another router, other rotary angles or another kind of layer."""
+    """Raise ConfigError if a config of deepseek_v3 has a feature that the model built here lacks.
+
+    Refused are biases of attention, activations other than silu, layers without full attention,
+    grouped keys and values, other routers, and other rotary embeddings.
+    """
     refuse_other_layers(hf_config)
     refuse_attention_bias(hf_config)
     refuse_other_routers(hf_config)
@@ -56,7 +60,11 @@ def refuse(hf_config: Any) -> None:
 
 
 def refuse_served(fields: Mapping[str, Any], path: str) -> None:
-    """Raise ConfigError for a config.json that lacks the fields by which vLLM builds a sigmoid router with a bias."""
+    """Raise ConfigError for a config.json that lacks the fields by which vLLM builds a sigmoid router with a bias.
+
+    fields: the fields of config.json.
+    path: its name, for the message.
+    """
     for name in _ROUTER:
         if fields.get(name) != _ONLY[name]:
             raise ConfigError(
@@ -66,7 +74,7 @@ def refuse_served(fields: Mapping[str, Any], path: str) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the ModelShape fields for the widths of attention's parts, and the mixture's sizes."""
+    """Return keyword arguments of ModelShape for the widths within multi-latent attention and the mixture's sizes."""
     return dict(
         head_dim=hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim,
         q_lora_rank=hf_config.q_lora_rank or 0,
@@ -79,12 +87,13 @@ def features(hf_config: Any) -> dict[str, Any]:
 
 
 def latent_entries(shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the entries of multi-latent attention and the norm before it.
+    """Return an ``Entry`` (mapping to Hugging Face) for each parameter of multi-latent attention.
 
-    The projections to the latents are whole on every tensor rank; the projections from the latents
-    to heads are split by heads. Transformer Engine's spec fuses the latents' norms into the linears
-    after them. It does not fuse the norm of the hidden state, which two linears read (0.16.1
-    ``gpt_layer_specs.py``).
+    The norm before attention is included. The projections to the latents are whole on every tensor
+    rank. The projections from the latents to heads are split by heads.
+
+    Transformer Engine's spec fuses the latents' norms into the linears after them. It does not fuse
+    the norm of the hidden state, which two linears read (0.16.1 ``gpt_layer_specs.py``).
     """
     fused = shape.layer_spec == "transformer_engine"
 
@@ -109,7 +118,7 @@ def latent_entries(shape: ModelShape) -> tuple[Entry, ...]:
 
 
 def latent_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of attention's tensors."""
+    """Return {Hugging Face name within the layer: shape} of multi-latent attention's tensors."""
     hidden, heads, rank = shape.hidden_size, shape.num_heads, shape.kv_lora_rank
     q, kv = heads * shape.head_dim, heads * (shape.head_dim - shape.rope_head_dim + shape.value_head_dim)
     return {
@@ -129,7 +138,7 @@ def layer(shape: ModelShape) -> tuple[Entry, ...]:
 
 
 def first_layer(shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the entries of a layer with one MLP."""
+    """Return an ``Entry`` (mapping to Hugging Face) for each parameter of a layer with one MLP, not a mixture."""
     mlp = (x for x in dense_layer(shape) if not x.megatron.startswith(("self_attention.", "input_layernorm.")))
     return (*latent_entries(shape), *mlp)
 

@@ -1,4 +1,4 @@
-"""A plain Llama layer: its entries and its tensors' sizes."""
+"""A plain Llama layer: the mapping of its parameters to Hugging Face (``Entry``), and its tensors' shapes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def attention_entries(shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the entries of grouped-query attention and the norm before it.
+    """Return an ``Entry`` (mapping to Hugging Face) for each parameter of grouped-query attention.
 
-    Biases and norms of q and k are among them if the shape has these.
+    The norm before attention is included. Biases and norms of q and k are included if the shape
+    says that the model has them.
     """
     fused = shape.layer_spec == "transformer_engine"
     norm = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
@@ -38,7 +39,7 @@ def attention_entries(shape: ModelShape) -> tuple[Entry, ...]:
 
 
 def dense_layer(shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the entries of a layer with one MLP: gate, up and down."""
+    """Return an ``Entry`` (mapping to Hugging Face) for each parameter of a layer with one MLP of gate, up and down."""
     fused = shape.layer_spec == "transformer_engine"
     norm = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
     gate_up = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
@@ -51,7 +52,7 @@ def dense_layer(shape: ModelShape) -> tuple[Entry, ...]:
 
 
 def attention_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of attention's tensors."""
+    """Return {Hugging Face name within the layer: shape} of grouped-query attention's tensors."""
     q, kv, hidden = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.hidden_size
     return {
         "self_attn.q_proj.weight": (q, hidden),
@@ -67,7 +68,7 @@ def attention_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def dense_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of a layer's tensors, except norms over the hidden state."""
+    """Return {Hugging Face name within the layer: shape} of a layer's tensors, without norms over the hidden state."""
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     return attention_sizes(shape) | {
         "mlp.gate_proj.weight": (ffn, hidden),

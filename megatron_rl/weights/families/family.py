@@ -1,4 +1,4 @@
-"""The description of a family of models: how its config is read and refused, and its tensors' names."""
+"""``Family``: how the config of a family of models is read, what is refused in it, and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -13,19 +13,24 @@ from megatron_rl.weights.model_shape import ModelShape
 
 
 def class_fields(config_class: type) -> set[str]:
-    """Return the fields of a transformers config class; its objects also hold a file's unknown fields."""
+    """Return the names of the fields that a transformers config class declares, with their aliases.
+
+    A config object may have more: it also keeps unknown fields of config.json.
+    """
     renamed = config_class.attribute_map
     return {field.name for field in dataclasses.fields(config_class)} | renamed.keys() | set(renamed.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Holds the Hugging Face names of a family's mixture, below ``model.layers.<layer>.``.
+    """Holds the Hugging Face names of a family's mixture of experts, below ``model.layers.<layer>.``.
 
-    stacked: the last parts of the names of tensors that hold all experts of a layer in a file
-        (weights/stacked.py).
-    transposed: whether a stack holds the transposes of an expert's gate and up, or down, under
-        ``gate_up_proj`` and ``down_proj``. Otherwise an expert's slice of a stack is one tensor.
+    block: the name of the mixture's module, such as mlp.
+    gate, up, down: the names of an expert's three matrices.
+    stacked: the last components of the names of stacks (weights/stacked.py), which hold all experts
+        of a layer in a file; () if each expert has tensors of its own.
+    transposed: whether the stacks ``gate_up_proj`` and ``down_proj`` hold an expert's gate and up,
+        or down, transposed. Otherwise an expert's slice of a stack is one tensor, as it lies there.
     """
 
     block: str
@@ -37,50 +42,52 @@ class ExpertNames:
 
 
 def nothing(*_: object) -> dict[str, Any]:
-    """Return no fields."""
+    """Return an empty dict for any arguments; the default of a family's functions that return fields."""
     return {}
 
 
 def never(_: object) -> bool:
-    """Return False."""
+    """Return False for any argument; the default of a family's predicates."""
     return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Describes one family, by transformers' ``model_type``. A field's default describes a plain Llama layer.
+    """Describes one family of models by transformers' ``model_type``. A field's default describes a plain Llama layer.
 
-    ffn_field:    the config's field for the width of the MLP, or of one expert.
-    experts:      the names of its mixture; None for a dense family.
-    reads:        the fields of a config.json that are read beside those of transformers' config
-                  class.
-    refuse:       raises ConfigError for a config that asks for a feature that the model built here
-                  lacks.
-    refuse_served: fields of a config.json and its path → raises ConfigError if vLLM would build
-        another model.
-    engine_arguments: the fields of a config.json → the fields of vllm.EngineArgs that make vLLM
-        compute as those fields say.
-    counts_pads:  config → whether its module in transformers counts pads before a prompt as
-                  positions, so that there must be none.
-    features:     config → the fields of ModelShape by which the family differs from a plain Llama.
-    layer:        shape → the entries of one decoder layer, except its experts'. Megatron names are
-                  relative to ``decoder.layers.<local>.``, Hugging Face's to
-                  ``model.layers.<layer>.``.
-    expert_layer: shape and number → the entries of one of this rank's experts; None for
-        ``mixture_layer.expert_entries``.
-    sizes:        shape → the sizes of a layer's Hugging Face tensors by the same names, except
-                  norms over the hidden state; an expert's tensors have names below ``expert.``.
-    first_layers: shape → the entries of a layer without a mixture, in a family that has such
-        layers.
-    last:         entries beside the final norm's weight, on the last stage.
-    layer_fields: shape → the fields of Megatron-Core's TransformerConfig that its layers need
-        beside the common ones.
-    turns_partly: whether its module in transformers reads ``partial_rotary_factor``.
-    turns_by_kind: whether its ``rope_parameters`` hold numbers for each kind of layer.
-    expert_adapters: whether adapters on its experts were shown to work
+    "config" is a transformers config; "fields" are those of a config.json. "shape" is a
+    ``ModelShape``.
+
+    ffn_field: the config's field with the width of the MLP, or of one expert.
+    experts: the names of its mixture of experts; None for a dense family.
+    reads: the fields of a config.json that are read although transformers' config class lacks them.
+    refuse: config → raises ConfigError if it asks for a feature that the model built here lacks.
+    refuse_served: fields, path → raises ConfigError if vLLM would build another model from this
+        config.json.
+    engine_arguments: fields → arguments of vllm.EngineArgs by which vLLM computes as these fields
+        say.
+    counts_pads: config → whether the family's model in transformers counts pads before a prompt as
+        positions, so that prompts must not be padded.
+    features: config → the fields of ModelShape in which the family differs from a plain Llama.
+    layer: shape → an ``Entry`` for each parameter of one decoder layer, except its experts'.
+        Megatron names are relative to ``decoder.layers.<local>.``, Hugging Face names to
+        ``model.layers.<layer>.``.
+    expert_layer: shape, number → an ``Entry`` for each parameter of one of this rank's experts;
+        None for ``mixture_layer.expert_entries``.
+    sizes: shape → {name: shape of a layer's Hugging Face tensor}, without norms over the hidden
+        state. Names are relative as in ``layer``; an expert's begin with ``expert.``.
+    first_layers: as ``layer``, for the layers without a mixture in a family of mixtures; None if
+        there are no such layers.
+    last: further entries of the last pipeline stage, after the final norm's weight.
+    layer_fields: shape → the fields of Megatron-Core's TransformerConfig that the layers need
+        beside those of every family.
+    turns_partly: whether the family's model in transformers reads ``partial_rotary_factor`` (rotary
+        embedding on a part of each head).
+    turns_by_kind: whether ``rope_parameters`` has numbers for each kind of layer.
+    expert_adapters: whether LoRA adapters on experts were shown to work
         (tests/equality/test_adapter.py).
-    bitwise:      whether ``rollout.bitwise`` was shown to work for it
-                  (tests/equality/test_bitwise.py).
+    bitwise: whether ``rollout.bitwise`` (log-probs equal to the bit in rollout and training) was
+        shown to work (tests/equality/test_bitwise.py).
     """
 
     model_type: str

@@ -21,7 +21,7 @@ _BEHIND = {
 
 
 def refuse(hf_config: Any) -> None:
-    """Raise ConfigError for soft-capping, attention to later tokens, biases or another activation."""
+    """Raise ConfigError for soft-capping, bidirectional attention, biases, or an activation other than gelu (tanh)."""
     refuse_attention_bias(hf_config)
     if hf_config.hidden_activation != "gelu_pytorch_tanh":
         raise ConfigError(
@@ -36,14 +36,15 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the ModelShape fields for the norms, the embedding's factor, gelu, and the layers' windows."""
+    """Return keyword arguments of ModelShape for the norms, the embedding's factor, gelu and the sliding windows."""
     return dict(qk_norm=True, sandwich_norms=True, scaled_embedding=True, gelu=True, windows=windows_of(hf_config))
 
 
 def layer(shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the entries of a layer: a Llama layer's, with another name of one norm, and two norms more.
+    """Return an ``Entry`` (mapping to Hugging Face) for each parameter of a Gemma 3 layer.
 
-    The norm before the MLP has Gemma's name. The other two norms stand after attention and MLP.
+    They are a Llama layer's parameters and two more norms, after attention and after the MLP. The
+    norm before the MLP has another Hugging Face name than in Llama.
     """
     before = (
         dataclasses.replace(entry, hf=("pre_feedforward_layernorm.weight",))

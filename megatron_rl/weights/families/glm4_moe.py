@@ -20,15 +20,15 @@ from megatron_rl.weights.model_shape import ModelShape
 
 
 def refuse(hf_config: Any) -> None:
-    """Raise ConfigError for another router or another kind of layer."""
+    """Raise ConfigError for an unsupported router, an activation other than silu, or a layer without full attention."""
     refuse_other_layers(hf_config)
     refuse_other_routers(hf_config)
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the ModelShape fields for biases, norms of q and k, and the mixture's sizes.
+    """Return keyword arguments of ModelShape for biases, norms of q and k, and the mixture's sizes.
 
-    Biases are on q, k and v, never on the output's projection.
+    Biases are on q, k and v, never on the output projection.
     """
     return dict(
         qkv_bias=hf_config.attention_bias,

@@ -25,7 +25,10 @@ QUICK_GELU = 1.702  # the factor within the sigmoid
 
 
 def refuse(hf_config: Any) -> None:
-    """Raise ConfigError for another activation, missing biases or another kind of layer."""
+    """Raise ConfigError for a config without attention biases or clamp, or with an activation other than gpt-oss's.
+
+    ``features`` refuses layers with neither full nor sliding attention.
+    """
     refuse_other_layers(hf_config, windows=True)
     if hf_config.attention_bias is not True:
         raise ConfigError("attention_bias=false of gpt_oss is not supported; only biases on all projections are")
@@ -38,9 +41,9 @@ def refuse(hf_config: Any) -> None:
 
 
 def refuse_served(fields: Mapping[str, Any], path: str) -> None:
-    """Raise ConfigError: under vLLM the model's log-probs were not transformers'.
+    """Raise ConfigError for every gpt_oss model: its log-probs under vLLM were not those that transformers gives.
 
-    vLLM 0.32's CPU build takes every weight (``models/gpt_oss.py``); the cause is not found. vLLM
+    vLLM 0.32's CPU build loads every weight (``models/gpt_oss.py``); the cause is not found. vLLM
     also does not read ``swiglu_limit`` (it uses 7.0), ``rms_norm_eps`` (1e-5) and ``layer_types``
     (every second layer).
     """
@@ -51,7 +54,7 @@ def refuse_served(fields: Mapping[str, Any], path: str) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the ModelShape fields for biases, sinks, windows, the activations' bound and the mixture's sizes."""
+    """Return keyword arguments of ModelShape for biases, sinks, windows, the activations' clamp and the mixture."""
     return dict(
         qkv_bias=True,
         linear_bias=True,
@@ -64,7 +67,7 @@ def features(hf_config: Any) -> dict[str, Any]:
 
 
 def layer(shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the entries of attention, the norm before the mixture and the router."""
+    """Return an ``Entry`` (mapping to Hugging Face) for each parameter of attention, the next norm and the router."""
     replicated = {
         "self_attention.linear_proj.bias": "self_attn.o_proj.bias",
         "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
@@ -79,7 +82,11 @@ def layer(shape: ModelShape) -> tuple[Entry, ...]:
 
 
 def expert_layer(shape: ModelShape, expert: int) -> tuple[Entry, ...]:
-    """Return the entries of one of this rank's experts, slices of stacks; modules as in ``expert_entries``."""
+    """Return an ``Entry`` (mapping to Hugging Face) for each parameter of one of this rank's experts.
+
+    The Hugging Face tensors are slices of stacks (weights/stacked.py). The Megatron names are as in
+    ``mixture_layer.expert_entries``.
+    """
     grouped = shape.layer_spec == "transformer_engine"
 
     def entry(linear: str, kind: str, name: str, layout: Layout) -> Entry:
@@ -97,7 +104,11 @@ def expert_layer(shape: ModelShape, expert: int) -> tuple[Entry, ...]:
 
 
 def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of a layer's tensors, except norms over the hidden state and biases of its width."""
+    """Return {Hugging Face name within the layer: shape} of a layer's tensors.
+
+    An expert's names begin with ``expert.``. Norms over the hidden state and biases of its width
+    are left out.
+    """
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     return attention_sizes(shape) | {
         "self_attn.sinks": (shape.num_heads,),
@@ -110,9 +121,10 @@ def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def layer_fields(shape: ModelShape) -> dict[str, Any]:
-    """Return TransformerConfig's fields: a softmax over the chosen experts, biases, sinks, (up + 1) beside the gate.
+    """Return keyword arguments of Megatron-Core's TransformerConfig for router, biases, sinks and clamped SwiGLU.
 
-    The gate's activation is in model/gpt_oss.py.
+    The router takes a softmax over the chosen experts. An expert computes activation(gate) · (up +
+    1); the activation is in model/gpt_oss.py.
     """
     return softmax_router(shape) | dict(
         add_bias_linear=True,

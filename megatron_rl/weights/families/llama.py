@@ -10,7 +10,7 @@ from megatron_rl.weights.families.refusals import refuse_other_layers
 
 
 def refuse(hf_config: Any) -> None:
-    """Raise ConfigError for biases or another kind of layer."""
+    """Raise ConfigError for biases, an activation other than silu, or a layer without full attention."""
     refuse_other_layers(hf_config)
     if hf_config.attention_bias or hf_config.mlp_bias:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Llama 4's text models (``llama4_text``): attention in chunks or without positions, one expert by a sigmoid score.
 
-The router's score multiplies the one expert's input, not its output. A shared expert runs beside
-it.
+An expert's score is a sigmoid. It multiplies the expert's input, not its output. A shared expert
+runs beside the routed one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ KINDS = ("chunked_attention", "full_attention")
 
 
 def refuse(hf_config: Any) -> None:
-    """Raise ConfigError for biases, several experts per token, noise on the router, or lists of other lengths."""
+    """Raise ConfigError if a config of llama4_text has a feature that the model built here lacks.
+
+    Refused are biases, several experts per token, noise on the router, no chunk size, no mixture,
+    and other activations, rotary types or kinds of layers. Lists shorter than the number of layers
+    are refused too.
+    """
     refuse_attention_bias(hf_config)
     if hf_config.hidden_act != "silu":
         raise ConfigError(f"hidden_act={hf_config.hidden_act!r} of llama4_text is not supported; only silu is")
@@ -62,7 +67,7 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the ModelShape fields for the kinds of the layers, by their numbers, and the sizes of the mixture."""
+    """Return keyword arguments of ModelShape for the kinds of the layers, by layer number, and the mixture's sizes."""
     layers = range(hf_config.num_hidden_layers)
     dense = tuple(layer for layer in layers if layer not in hf_config.moe_layers)
     return dict(
@@ -98,21 +103,27 @@ def _before_mlp(name: str) -> Entry:
 
 
 def mixture_layer(shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the entries of a layer with a router and a shared expert."""
+    """Return an ``Entry`` (mapping to Hugging Face) for each parameter of a layer with a mixture.
+
+    The routed experts' parameters are not included.
+    """
     router = Entry(megatron="mlp.router.weight", hf=("feed_forward.router.weight",), layout=Layout.REPLICATED)
     norm = _before_mlp("pre_mlp_layernorm.weight")
     return (*attention_entries(shape), norm, router, *_mlp("mlp.shared_experts", "shared_expert."))
 
 
 def one_mlp_layer(shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the entries of a layer without a mixture."""
+    """Return an ``Entry`` (mapping to Hugging Face) for each parameter of a layer with one MLP, not a mixture."""
     fused = shape.layer_spec == "transformer_engine"
     norm = _before_mlp("mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight")
     return (*attention_entries(shape), norm, *_mlp("mlp", ""))
 
 
 def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of the tensors of layers of both kinds, except norms over the hidden state."""
+    """Return {Hugging Face name within the layer: shape} of the tensors of layers with and without a mixture.
+
+    Norms over the hidden state are left out. An expert's names begin with ``expert.``.
+    """
     hidden = shape.hidden_size
     widths = {
         "feed_forward.": shape.dense_ffn_hidden_size,
@@ -127,7 +138,10 @@ def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def layer_fields(shape: ModelShape) -> dict[str, Any]:
-    """Return TransformerConfig's fields: no angles from Megatron-Core (model/attention/chunked.py), and the mixture."""
+    """Return keyword arguments of Megatron-Core's TransformerConfig for the mixture, without a rotary embedding.
+
+    model/attention/chunked.py applies the rotary embedding instead.
+    """
     by_layer = [int(shape.has_mixture(layer)) for layer in range(shape.num_layers)]
     return dict(
         no_rope_freq=[1] * shape.num_layers,
@@ -147,18 +161,18 @@ def layer_fields(shape: ModelShape) -> dict[str, Any]:
 
 
 def engine_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vLLM's argument that turns the query's scale by position on or off, as config.json says.
+    """Return keyword arguments of vLLM's engine that turn attn_temperature_tuning on or off, as config.json says.
 
-    vLLM (0.32.0 ``models/llama4.py``) turns it on only for a max_model_len above 32,768, unless the
-    generation config says otherwise.
+    attn_temperature_tuning scales the query by position. vLLM (0.32.0 ``models/llama4.py``) turns
+    it on only for a max_model_len above 32,768, unless the generation config says otherwise.
     """
     return {"override_generation_config": {"attn_temperature_tuning": fields.get("attn_temperature_tuning", True)}}
 
 
 def counts_pads(hf_config: Any) -> bool:
-    """Return whether the query is scaled by position.
+    """Return whether padding before a prompt changes the result: whether the query is scaled by position.
 
-    The scale counts the tokens of the cache, whatever the mask and the positions given
+    The position is the number of tokens in the cache, whatever the mask and the positions given
     (transformers 5.19 ``Llama4TextAttention.forward``).
     """
     return bool(hf_config.attn_temperature_tuning)

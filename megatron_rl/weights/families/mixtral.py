@@ -15,7 +15,10 @@ EXPERTS = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 def refuse(hf_config: Any) -> None:
-    """Raise ConfigError for noise on the router or another kind of layer."""
+    """Raise ConfigError if the router has jitter noise, or an expert's activation is not silu.
+
+    ``features`` refuses layers with neither full nor sliding attention.
+    """
     refuse_other_layers(hf_config, windows=True)
     if hf_config.router_jitter_noise:
         raise ConfigError(
@@ -25,7 +28,7 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the ModelShape fields for the layers' windows and the sizes of the mixture."""
+    """Return keyword arguments of ModelShape for the layers' sliding windows and the sizes of the mixture."""
     return dict(
         windows=windows_of(hf_config),
         num_experts=hf_config.num_local_experts,

@@ -1,4 +1,4 @@
-"""A layer whose MLP is a mixture of experts under a softmax router: entries, sizes and Megatron-Core's fields."""
+"""A layer with a mixture of experts under a softmax router: mapping to Hugging Face, tensor shapes, and settings."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from megatron_rl.weights.model_shape import ModelShape
 
 
 def mixture_layer(names: ExpertNames, shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the entries of a layer with a router, without its experts (``expert_entries``).
+    """Return an ``Entry`` (mapping to Hugging Face) for each parameter of a layer with a mixture, except its experts'.
 
-    The router reads the normed state too, so Transformer Engine's spec fuses no norm into the
-    experts (0.16.1 ``gpt_layer_specs.py``).
+    The router reads the normed hidden state too, so Transformer Engine's spec fuses no norm into
+    the experts (0.16.1 ``gpt_layer_specs.py``).
+
+    names: the Hugging Face names of the family's experts.
     """
     return (
         *attention_entries(shape),
@@ -24,11 +26,14 @@ def mixture_layer(names: ExpertNames, shape: ModelShape) -> tuple[Entry, ...]:
 
 
 def expert_entries(names: ExpertNames, shape: ModelShape, expert: int) -> tuple[Entry, ...]:
-    """Return the entries of one of this rank's experts, with names as in ``mixture_layer``.
+    """Return an ``Entry`` (mapping to Hugging Face) for each parameter of one of this rank's experts.
 
-    The torch spec makes each expert an MLP (0.16.1 and 0.19.2 ``moe/experts.py`` SequentialMLP).
-    Transformer Engine's spec makes one grouped linear of all experts, with a weight per expert
-    (TEGroupedMLP; run on a stand-in, not on a GPU).
+    Names are relative to the layer. The torch spec makes each expert an MLP (0.16.1 and 0.19.2
+    ``moe/experts.py`` SequentialMLP). Transformer Engine's spec makes one grouped linear of all
+    experts, with a weight per expert (TEGroupedMLP; run on a stand-in, not on a GPU).
+
+    names: the Hugging Face names of the family's experts.
+    expert: the expert's number among this rank's experts.
     """
     within = f"{names.block}.experts.{{expert}}"
     grouped = shape.layer_spec == "transformer_engine"
@@ -44,7 +49,10 @@ def expert_entries(names: ExpertNames, shape: ModelShape, expert: int) -> tuple[
 
 
 def mixture_sizes(names: ExpertNames, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of a layer's tensors, except norms over the hidden state."""
+    """Return {Hugging Face name within the layer: shape} of a layer's tensors, without norms over the hidden state.
+
+    An expert's names begin with ``expert.``.
+    """
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     return attention_sizes(shape) | {
         f"{names.block}.gate.weight": (shape.num_experts, hidden),
@@ -55,7 +63,10 @@ def mixture_sizes(names: ExpertNames, shape: ModelShape) -> dict[str, tuple[int,
 
 
 def softmax_router(shape: ModelShape) -> dict[str, Any]:
-    """Return TransformerConfig's fields of a mixture whose router takes the k highest of a softmax."""
+    """Return keyword arguments of Megatron-Core's TransformerConfig for a mixture with a softmax router.
+
+    The router takes the k experts of highest probability.
+    """
     return dict(
         num_moe_experts=shape.num_experts,
         moe_ffn_hidden_size=shape.ffn_hidden_size,

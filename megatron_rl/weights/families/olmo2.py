@@ -20,25 +20,28 @@ _NORMS = {
 
 
 def refuse(hf_config: Any) -> None:
-    """Raise ConfigError for biases of attention or another kind of layer."""
+    """Raise ConfigError if attention has biases, the activation is not silu, or a layer lacks full attention."""
     refuse_other_layers(hf_config)
     refuse_attention_bias(hf_config)
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the ModelShape fields for norms after attention and MLP."""
+    """Return keyword arguments of ModelShape for norms after attention and MLP."""
     return dict(post_norms=True)
 
 
 def post_norm_layer(shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the entries of a layer: a Llama layer's matrices, and OLMo 2's norms."""
+    """Return an ``Entry`` (mapping to Hugging Face) for each parameter of an OLMo 2 layer.
+
+    They are a Llama layer's matrices, and the norms after attention and MLP and over q and k.
+    """
     matrices = (entry for entry in dense_layer(shape) if entry.layout is not Layout.REPLICATED)
     norms = (Entry(megatron=name, hf=(hf,), layout=layout) for name, (hf, layout) in _NORMS.items())
     return (*matrices, *norms)
 
 
 def post_norm_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of a layer's tensors, except norms over the hidden state."""
+    """Return {Hugging Face name within the layer: shape} of a layer's tensors, without norms over the hidden state."""
     return dense_sizes(shape) | {
         "self_attn.q_norm.weight": (shape.num_heads * shape.head_dim,),
         "self_attn.k_norm.weight": (shape.num_kv_heads * shape.head_dim,),

@@ -11,13 +11,16 @@ from megatron_rl.weights.families.windows import windows_of
 
 
 def refuse(hf_config: Any) -> None:
-    """Raise ConfigError for biases of attention or another kind of layer."""
+    """Raise ConfigError if attention has biases, or the MLP's activation is not silu.
+
+    ``features`` refuses layers with neither full nor sliding attention.
+    """
     refuse_other_layers(hf_config, windows=True)
     refuse_attention_bias(hf_config)
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the ModelShape fields for norms after attention and MLP, and for the layers' windows."""
+    """Return keyword arguments of ModelShape for norms after attention and MLP, and for the layers' sliding windows."""
     return dict(post_norms=True, windows=windows_of(hf_config))
 
 

@@ -17,7 +17,10 @@ _JOINED = {Layout.QKV: "self_attn.qkv_proj.weight", Layout.GATE_UP: "mlp.gate_up
 
 
 def refuse(hf_config: Any) -> None:
-    """Raise ConfigError for dropout or another kind of layer."""
+    """Raise ConfigError if a config has dropout, or an activation other than silu.
+
+    ``features`` refuses layers with neither full nor sliding attention.
+    """
     refuse_other_layers(hf_config, windows=True)
     for name in ("resid_pdrop", "embd_pdrop"):
         if hf_config.to_dict()[name]:
@@ -25,12 +28,15 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the ModelShape fields for the layers' windows."""
+    """Return keyword arguments of ModelShape for the layers' sliding windows."""
     return dict(windows=windows_of(hf_config))
 
 
 def joined_layer(shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the entries of a Llama layer whose q, k, v are one tensor, and whose gate, up are another."""
+    """Return an ``Entry`` (mapping to Hugging Face) for each parameter of a Phi-3 layer.
+
+    It is a Llama layer whose files hold q, k, v in one tensor, and gate, up in another.
+    """
     return tuple(
         dataclasses.replace(entry, hf=(_JOINED[entry.layout],), joined=True) if entry.layout in _JOINED else entry
         for entry in dense_layer(shape)
@@ -38,7 +44,7 @@ def joined_layer(shape: ModelShape) -> tuple[Entry, ...]:
 
 
 def joined_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of a layer's tensors, except norms over the hidden state."""
+    """Return {Hugging Face name within the layer: shape} of a layer's tensors, without norms over the hidden state."""
     return dense_sizes(shape) | {
         _JOINED[Layout.QKV]: ((shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, shape.hidden_size),
         _JOINED[Layout.GATE_UP]: (2 * shape.ffn_hidden_size, shape.hidden_size),

@@ -10,12 +10,15 @@ from megatron_rl.weights.families.windows import windows_of
 
 
 def refuse(hf_config: Any) -> None:
-    """Raise ConfigError for another kind of layer."""
+    """Raise ConfigError if the MLP's activation is not silu.
+
+    ``features`` refuses layers with neither full nor sliding attention.
+    """
     refuse_other_layers(hf_config, windows=True)
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the ModelShape fields for biases on q, k and v, and the layers' windows."""
+    """Return keyword arguments of ModelShape for biases on q, k and v, and for the layers' sliding windows."""
     return dict(qkv_bias=True, windows=windows_of(hf_config))
 
 

@@ -15,7 +15,10 @@ EXPERTS = ExpertNames(block="mlp", gate="gate_proj", up="up_proj", down="down_pr
 
 
 def refuse(hf_config: Any) -> None:
-    """Raise ConfigError for dense layers between the mixtures, biases or another kind of layer."""
+    """Raise ConfigError for dense layers between the mixtures, attention biases, or an activation other than silu.
+
+    ``features`` refuses layers with neither full nor sliding attention.
+    """
     refuse_other_layers(hf_config, windows=True)
     refuse_attention_bias(hf_config)
     if hf_config.decoder_sparse_step != 1 or hf_config.mlp_only_layers:
@@ -27,9 +30,9 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the ModelShape fields for norms of q and k, windows, and the mixture's sizes and weights.
+    """Return keyword arguments of ModelShape for norms of q and k, sliding windows, and the mixture.
 
-    ``router_pre_softmax``: whether the experts' weights are left unnormalised.
+    ``router_pre_softmax`` is True if the chosen experts' weights are not normalised to a sum of 1.
     """
     return dict(
         qk_norm=True,

@@ -1,4 +1,4 @@
-"""The refusals that several families share: features that a layer built here lacks, by the config's field."""
+"""The refusals that several families share: checks of a config for features that a layer built here lacks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megatron_rl.errors import ConfigError, quoted
 
 
 def refuse_other_layers(hf_config: Any, *, windows: bool = False) -> None:
-    """Raise ConfigError unless every layer has full attention and silu in its MLP.
+    """Raise ConfigError unless the MLP's activation is silu and every layer has full attention.
 
-    windows: whether layers may have a sliding window; ``windows.windows_of`` then checks the
-        layers' kinds.
+    windows: True if layers may have a sliding window; the kinds of attention are then left to
+        ``windows.windows_of``.
     """
     family, fields = hf_config.model_type, hf_config.to_dict()
     if hf_config.hidden_act != "silu":
@@ -21,7 +21,7 @@ def refuse_other_layers(hf_config: Any, *, windows: bool = False) -> None:
 
 
 def refuse_other_masks(hf_config: Any) -> None:
-    """Raise ConfigError unless attention is causal; transformers' masks read this field in every family."""
+    """Raise ConfigError unless attention is causal (``is_causal``, which transformers' masks read in every family)."""
     if (causal := hf_config.to_dict().get("is_causal", True)) is not True:
         raise ConfigError(
             f"is_causal={quoted(causal)} of {hf_config.model_type} is not supported; only causal attention is"
@@ -29,7 +29,7 @@ def refuse_other_masks(hf_config: Any) -> None:
 
 
 def refuse_attention_bias(hf_config: Any) -> None:
-    """Raise ConfigError if the projections of attention, including the output's, have biases."""
+    """Raise ConfigError if attention's projections, the output projection among them, have biases."""
     if hf_config.attention_bias:
         raise ConfigError(
             f"a {hf_config.model_type} model with attention_bias is not supported: its output projection carries a "

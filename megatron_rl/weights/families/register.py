@@ -1,4 +1,4 @@
-"""The families by name, each imported only for a model of it, and the parts that other families would need."""
+"""The families of models by name, each imported only if it is needed, and what is missing for other families."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ BUILT = (
 
 
 def import_family(model_type: str) -> Family:
-    """Import the module of a family in ``BUILT``, and no other family's; raise KeyError for another name."""
+    """Return the family named ``model_type``, one of ``BUILT``; only the module of this family is imported.
+
+    Raises KeyError for a name outside ``BUILT``.
+    """
     match model_type:
         case "qwen2":
             from megatron_rl.weights.families.qwen2 import QWEN2 as family
@@ -52,17 +55,17 @@ def import_family(model_type: str) -> Family:
 
 
 class Families(Mapping[str, Family]):
-    """Maps names to the families built here, importing each on demand, and finds described families by name.
+    """Maps each ``model_type`` to the family built here, which is imported on demand.
 
-    A described family (``describe``) is not among the items: listing, counting and ``in`` cover
-    only the families built here.
+    Families that Megatron-Bridge describes are added by ``describe`` and found by name only.
+    Listing, counting and ``in`` cover only the families built here.
     """
 
     def __init__(self) -> None:
         self._described: dict[str, Family] = {}
 
     def describe(self, family: Family) -> None:
-        """Keep a family that Megatron-Bridge describes, under its name with ``PREFIX``; the last description counts."""
+        """Keep a family that Megatron-Bridge describes, under its name with ``PREFIX``, in place of an earlier one."""
         assert family.model_type.startswith(PREFIX), family.model_type
         self._described[family.model_type] = family
 
@@ -108,7 +111,7 @@ MISSING = {
 
 
 def family_of(model_type: object) -> Family | None:
-    """Return the family that is built here for a config's ``model_type``, or None for another name."""
+    """Return the family that is built here for a config's ``model_type``; None for any other name."""
     name = ALIASES.get(str(model_type), str(model_type))
     if name not in FAMILIES:
         return None
@@ -116,13 +119,19 @@ def family_of(model_type: object) -> Family | None:
 
 
 def stacking(family: object) -> ExpertNames | None:
-    """Return the names of a mixture whose files stack its experts (weights/stacked.py); None for any other family."""
+    """Return the names of a family's experts if its files stack them (weights/stacked.py); None for any other family.
+
+    family: a config's ``model_type``.
+    """
     names = FAMILIES[family].experts if isinstance(family, str) and family in FAMILIES else None
     return names if names is not None and names.stacked else None
 
 
 def check_family(family: object, where: str) -> None:
-    """Raise ConfigError, naming the missing parts, if ``family`` (a config's ``model_type``) is not in FAMILIES."""
+    """Raise ConfigError if ``family``, a config's ``model_type``, is not built here. The message names what is missing.
+
+    where: the name of config.json, for the message.
+    """
     if ALIASES.get(str(family), str(family)) not in FAMILIES:
         missing = f"; missing for {family}: {MISSING[family]}" if str(family) in MISSING else ""
         raise ConfigError(f"{where} holds a {quoted(family)} model; this version builds {', '.join(FAMILIES)}{missing}")

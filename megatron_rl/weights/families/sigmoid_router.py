@@ -1,9 +1,10 @@
-"""A mixture under a sigmoid router with a correction bias, with shared experts, and with dense layers before it.
+"""A mixture of experts under a sigmoid router with a correction bias, with shared experts and first layers of one MLP.
 
 The router is DeepSeek-V3's (arXiv 2412.19437, eq. 12 to 16); GLM-4.5 has it too. An expert's score
 is the sigmoid of its logit in float32. The experts with the k highest values of score + bias are
-chosen; with groups of experts, only from the highest groups. A chosen expert's weight is its score
-without the bias, divided by the sum of the chosen scores and multiplied by a factor.
+chosen. If experts are in groups, they are chosen from the highest groups only. A chosen expert's
+weight is its score without the bias, divided by the sum of the chosen scores and multiplied by a
+factor.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ EXPERTS = ExpertNames(block="mlp", gate="gate_proj", up="up_proj", down="down_pr
 
 
 def refuse_other_routers(hf_config: Any) -> None:
-    """Raise ConfigError for a choice or a weighting of experts that Megatron-Core's router does not compute.
+    """Raise ConfigError if a config chooses or weights experts in a way that Megatron-Core's router does not compute.
 
     0.16.1 ``moe/moe_utils.py``: ``topk_routing_with_score_function`` divides the weights by their
-    sum if there are several. ``group_limited_topk`` ranks a group by its k // groups best experts;
-    transformers ranks it by its two best.
+    sum if a token has several experts. ``group_limited_topk`` ranks a group by its k // groups best
+    experts; transformers ranks a group by its two best experts.
+
+    A config without shared experts is an error too.
     """
     family, chosen = hf_config.model_type, hf_config.num_experts_per_tok
     if hf_config.norm_topk_prob != (chosen > 1):
@@ -44,7 +47,7 @@ def refuse_other_routers(hf_config: Any) -> None:
 
 
 def sigmoid_features(hf_config: Any) -> dict[str, Any]:
-    """Return the fields of ModelShape of such a mixture."""
+    """Return keyword arguments of ModelShape for a mixture under a sigmoid router, from its Hugging Face config."""
     limited = hf_config.topk_group < hf_config.n_group
     dense = min(hf_config.first_k_dense_replace, hf_config.num_hidden_layers)
     return dict(
@@ -61,7 +64,10 @@ def sigmoid_features(hf_config: Any) -> dict[str, Any]:
 
 
 def router_entries() -> tuple[Entry, ...]:
-    """Return the entries of the norm before the mixture, its router and its shared expert."""
+    """Return an ``Entry`` (mapping to Hugging Face) for each parameter of the router and the shared expert.
+
+    The norm before them is included, and the router's correction bias, which is a frozen buffer.
+    """
     return (
         Entry(megatron="pre_mlp_layernorm.weight", hf=("post_attention_layernorm.weight",), layout=Layout.REPLICATED),
         Entry(megatron="mlp.router.weight", hf=("mlp.gate.weight",), layout=Layout.REPLICATED),
@@ -80,7 +86,10 @@ def router_entries() -> tuple[Entry, ...]:
 
 
 def sigmoid_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of the tensors of both kinds of MLP."""
+    """Return {Hugging Face name within the layer: shape} of the tensors of mixtures and of first layers with one MLP.
+
+    An expert's names begin with ``expert.``.
+    """
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     shared, dense = shape.shared_ffn_hidden_size, shape.dense_ffn_hidden_size
     return {
@@ -99,9 +108,10 @@ def sigmoid_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def sigmoid_router(shape: ModelShape) -> dict[str, Any]:
-    """Return TransformerConfig's fields of such a mixture.
+    """Return keyword arguments of Megatron-Core's TransformerConfig for a mixture under a sigmoid router.
 
-    The bias is Megatron-Core's buffer; model/build.py keeps the checkpoint's value in it.
+    The correction bias is a buffer of Megatron-Core's router. model/build.py keeps the checkpoint's
+    value in it.
     """
     by_layer = [int(layer >= shape.num_dense_layers) for layer in range(shape.num_layers)]
     return dict(

@@ -1,4 +1,4 @@
-"""The sliding windows of a config's ``sliding_window`` and ``layer_types``, as transformers' masks have them."""
+"""The width of each layer's sliding window, by a config's ``sliding_window`` and ``layer_types``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def windows_of(hf_config: Any) -> tuple[int, ...]:
-    """Return ModelShape's ``windows``: by ``layer_types``, or the same for all layers of a config without it.
+    """Return ``ModelShape.windows``, the number of tokens that a token attends to in each layer; 0 for all.
 
-    A window at least as wide as ``max_position_embeddings`` hides nothing: such a model has none.
-    Raises ConfigError for another kind of layer, or a window below one token.
+    The result is () if no layer has a window. ``layer_types`` says which layers have the window. In
+    a config class without this field all layers have it.
+
+    A window at least as wide as ``max_position_embeddings`` hides nothing, and the result is ().
+    Raises ConfigError for a layer that has neither full nor sliding attention, or a window below
+    one token.
 
     Example: sliding_window 4, layer_types sliding, full: (4, 0).
     """

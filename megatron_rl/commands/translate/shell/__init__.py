@@ -1,5 +1,5 @@
-"""The reader of launch scripts in bash, without running them: it finds commands' arguments as far as they are known.
+"""A reader of bash launch scripts that runs nothing: it finds the commands' arguments as far as they are known.
 
-No library does so: bashlex (GPL, last release 2023) and tree-sitter's grammar parse, but do not
-expand.
+No library does this: bashlex (GPL, last release 2023) and tree-sitter's grammar parse scripts, but
+do not expand variables.
 """

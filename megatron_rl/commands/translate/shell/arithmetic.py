@@ -1,4 +1,4 @@
-"""The arithmetic of bash: 64-bit whole numbers, C's operators, and division towards zero."""
+"""The evaluation of bash's arithmetic: 64-bit whole numbers, C's operators, and division that rounds towards zero."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ _LEVELS = ("||", "&&", "|", "^", "&", "== !=", "< > <= >=", "<< >>", "+ -", "* /
 
 
 class NotComputed(Exception):
-    """Says that an expression is unsupported, divides by zero or needs a value that is not known."""
+    """Reports an arithmetic expression that is unsupported, divides by zero, or needs a value that is not known."""
 
 
 def computed(text: str, value_of: Callable[[str], int]) -> int:
-    """Return the value of an expression without assignments.
+    """Return the value of an arithmetic expression that assigns no variable.
 
-    value_of: returns the number of a variable; raises NotComputed if it is not known.
+    value_of: a function that returns the number that a variable holds, and raises NotComputed if it
+        is not known.
+
+    Raises NotComputed also for an expression that is unsupported or divides by zero.
 
     Example: ``1024 * (2 + k)`` with k = 6 is 8192.
     """
@@ -150,7 +153,7 @@ class _Parser:
 
 
 def number(text: str) -> int:
-    """Return bash's whole number: decimal, hexadecimal after 0x, octal after 0, or base#digits."""
+    """Return the whole number that bash reads: decimal, hexadecimal after 0x, octal after 0, or base#digits."""
     text = text.strip()
     sign = -1 if text[:1] == "-" else 1
     digits = text.lstrip("+-") if text[1:2] not in ("+", "-") else ""

@@ -1,4 +1,7 @@
-"""The decision of ``[ … ]``, ``[[ … ]]``, ``((…))`` and ``case`` if their values are known; files are never read."""
+"""The evaluation of the conditions ``[ … ]`` and ``[[ … ]]``, and of ``case`` patterns, for known values.
+
+A condition that depends on a file is never decided, since no file is read.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,11 @@ _OF_FILES = tuple(f"-{letter}" for letter in "abcdefghkprstuwxGLNOSt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """Holds a word of a condition.
+    """Holds one word of a condition.
 
-    pattern: the word as a pattern of ``fnmatch``, used if the operator takes a pattern.
-    operator: whether the word is an unquoted operator.
+    value: the word's expanded text.
+    pattern: the word as a pattern of ``fnmatch``, used if the operator before it takes a pattern.
+    operator: whether the word is unquoted, so that it may be an operator.
     """
 
     value: Value
@@ -36,14 +40,14 @@ class Term:
 
 
 def decided(terms: Sequence[Term]) -> bool | None:
-    """Return whether a condition holds; None if it depends on unknown values, or on files."""
+    """Return whether the condition of these terms holds; None if it depends on unknown values or on files."""
     parser = _Parser(terms)
     found = parser.any_of()
     return found if parser.at == len(terms) and parser.depth < MOST_NESTED else None
 
 
 def matches(value: Value, pattern: Value) -> bool | None:
-    """Return whether a text matches a pattern; None if one of them is not known."""
+    """Return whether a text matches a pattern of ``fnmatch``; None if one of the two is not known."""
     return None if value.depends or pattern.depends else fnmatch.fnmatchcase(value.text, pattern.text)
 
 

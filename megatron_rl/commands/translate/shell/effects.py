@@ -1,4 +1,4 @@
-"""The assignments that statements would make, found without following the statements."""
+"""The settings and variables that a script's statements would change, found without executing the statements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CALCULATED = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)|(?:\+\+|-
 
 
 def effects_of(body: made.Body) -> list[str]:
-    """Return the assignments and settings of a body in their source form, those of inner bodies too."""
+    """Return the assignments and settings in statements, nested ones included, as they stand in the script."""
     settings: list[str] = []
     for statement in _all(body):
         if not isinstance(statement, made.Command):
@@ -28,7 +28,7 @@ def effects_of(body: made.Body) -> list[str]:
 
 
 def names_set(body: made.Body) -> set[str]:
-    """Return the variables that a body may change."""
+    """Return the names of the variables that statements may change, nested statements included."""
     names: set[str] = set()
     for statement in _all(body):
         if isinstance(statement, made.Calculation):

@@ -1,8 +1,8 @@
-"""The expansion of words as bash does it: variables, defaults, arithmetic, arrays, splitting; unknown parts stay named.
+"""The expansion of words as bash does it: variables, defaults, arithmetic, arrays and word splitting.
 
-A variable that the script does not set is the environment's, and not known, except HOME and PWD.
-``${name:-default}`` of such a variable is the default, since the script itself gives it. Files are
-never looked at.
+A part whose value is not known stays in the text as it stands in the script. A variable that the
+script does not set comes from the environment, so it is not known. HOME and PWD are known. For
+``${name:-default}`` of an unset variable, the default is taken. No file is read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _BRACES = re.compile(r"\{([^{},]*(?:,[^{},]*)+)\}")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Holds an expanded text, and those expansions in it whose values are not known and which stay unexpanded.
+    """Holds an expanded text, and the expansions in it whose values are not known.
+
+    depends: those expansions, as they stand unexpanded in the text; () if the text is known.
 
     Example: ``run-$(date)`` is Value("run-$(date)", ("$(date)",)).
     """
@@ -53,10 +55,10 @@ def unknown(source: str) -> Value:
 
 @dataclass(slots=True)
 class Variables:
-    """Holds the variables that are known while a script is read.
+    """Holds the variables and arguments that are known while a script is read.
 
-    positions: ``$1`` and further ones; ``num_positions`` is None if the script's own arguments are
-        not known.
+    positions: the arguments ``$1``, ``$2``, … by number.
+    num_positions: the number of arguments, ``$#``; None if it is not known.
     """
 
     values: dict[str, Held | None] = field(default_factory=dict)  # None: unset by the script
@@ -64,11 +66,11 @@ class Variables:
     num_positions: int | None = None
 
     def of(self, name: str) -> Held | None:
-        """Return a value; None if nothing sets it."""
+        """Return the value of the variable or argument ``name``; None if it is not known or is unset."""
         return self.positions.get(name) if name.isdigit() and name != "0" else self.values.get(name)
 
     def is_unset_here(self, name: str) -> bool:
-        """Return whether a variable is known to have no value."""
+        """Return True if a variable or argument certainly has no value; an environment variable may have one."""
         if name.isdigit() and name != "0":
             return self.num_positions is not None and name not in self.positions
         return name in self.values and self.values[name] is None
@@ -78,7 +80,10 @@ class Variables:
 class Expander:
     """Expands the words of one script.
 
-    substitute: returns the output of ``$(…)``, by its text; None if it is not known.
+    variables: the known variables, which ``${name:=word}`` changes.
+    substitute: a function that takes the command in ``$(…)`` and returns its output; None if that
+        is not known.
+    depth: the number of nested expansions at the moment.
     """
 
     variables: Variables
@@ -86,7 +91,7 @@ class Expander:
     depth: int = 0
 
     def single(self, word: Sequence[Piece]) -> Value:
-        """Return a word's value in a context in which bash does not split it, such as an assignment."""
+        """Return a word's expansion as one text, without word splitting, as in an assignment."""
         whole = Value("")
         for i, piece in enumerate(word):
             held = self.piece(piece, begins=i == 0)
@@ -94,7 +99,7 @@ class Expander:
         return whole
 
     def pattern(self, word: Sequence[Piece]) -> Value:
-        """Return a word as a pattern of ``fnmatch``, in which quoted characters match themselves."""
+        """Return a word's expansion as a pattern of ``fnmatch``, in which quoted wildcards match only themselves."""
         whole = Value("")
         for piece in word:
             value = self.single([piece])
@@ -103,7 +108,10 @@ class Expander:
         return whole
 
     def fields(self, word: Sequence[Piece]) -> list[Value]:
-        """Return the words that a word expands to: none for an unquoted empty text, several for ``${a[@]}``."""
+        """Return the fields that a word expands to, after brace expansion and word splitting.
+
+        An unquoted empty expansion gives no field, and ``"${a[@]}"`` gives one for each element.
+        """
         done: list[Value] = []
         for alternative in _without_braces(tuple(word)):
             current: Value | None = None
@@ -146,7 +154,11 @@ class Expander:
             self.depth -= 1
 
     def arithmetic(self, text: str, source: str) -> Value:
-        """Return the value of ``$((text))``."""
+        """Return the value of the arithmetic expansion ``$((text))``.
+
+        source: the expansion as it stands in the script, which is returned if the value is not
+            known.
+        """
         expanded = self.single(word_of(text, quoted=True))
         if expanded.depends:
             return Value(source, expanded.depends)
@@ -177,7 +189,7 @@ class Expander:
             self.depth -= 1
 
     def parameter(self, piece: Piece) -> Held:
-        """Return the value of ``${…}``, its operator applied; a list for an array, such as ``${a[@]}``."""
+        """Return the value of a parameter expansion ``${…}``, after its operator; a list for an array's elements."""
         text = piece.text
         if len(text) > 1 and text[0] == "#":
             return self._length(piece)
@@ -207,7 +219,10 @@ class Expander:
         return self._changed(held, rest, piece)
 
     def _held(self, name: str, index: str | None, piece: Piece) -> Held | None:
-        """Return the value of a parameter; None if it is not set or not known."""
+        """Return the value of a parameter before any operator; None if it is unset or not known.
+
+        index: the text in ``[…]``; None without one.
+        """
         variables = self.variables
         if name in ("@", "*"):
             positions = [variables.positions[key] for key in sorted(variables.positions, key=int)]
@@ -252,11 +267,12 @@ class Expander:
         return found
 
     def _changed(self, value: Value, rest: str, piece: Piece) -> Value:
-        """Return a variable's value, changed by the operator of its ``${…}``.
+        """Return a variable's value after the operator of its ``${…}``.
 
-        rest: the operator and its argument: in ``${name%.txt}`` it is ``%.txt``, which removes a suffix.
+        rest: the operator and its argument: in ``${name%.txt}`` it is ``%.txt``, which removes a
+            suffix.
 
-        Other operators remove a prefix, change case, replace a part or cut a part out.
+        Other operators remove a prefix, change case, replace a part, or take a substring.
         """
         if value.depends or len(value.text) > MOST_MATCHED:
             return Value(piece.source, value.depends or (piece.source,))
@@ -293,11 +309,12 @@ def joined(values: Sequence[Value]) -> Value:
 
 
 def _split(current: Value | None, text: str) -> list[Value | None]:
-    """Split a text at spaces, as bash does; return its words, the last of which later text may extend.
+    """Return the words of ``text``, split at white space, where ``current`` is an unfinished word before it.
 
-    current: the unfinished word before the text, to which its first word belongs; None if absent.
+    current: the first word of ``text`` continues it; None if there is no unfinished word.
 
-    The last element is None if the text ends in a space.
+    Text that follows may continue the last word. The last element is None if ``text`` ends in white
+    space.
     """
     parts = text.split()
     if not parts:
@@ -312,7 +329,10 @@ def _split(current: Value | None, text: str) -> list[Value | None]:
 
 
 def _without_braces(word: tuple[Piece, ...]) -> list[tuple[Piece, ...]]:
-    """Return the words of ``a{b,c}``; the braces must lie in one unquoted part."""
+    """Return the words that brace expansion makes of a word: ``a{b,c}`` becomes ``ab`` and ``ac``.
+
+    Braces are expanded only if both lie in the same unquoted piece.
+    """
     done, waiting = [], [word]
     while waiting:
         each = waiting.pop(0)
@@ -353,7 +373,10 @@ def _replaced(text: str, operator: str, pattern: str, new: str) -> str:
 
 
 def path_of(program: str, argument: str, folder: str) -> str | None:
-    """Return the path that ``dirname``, ``basename``, ``realpath`` or ``cd`` gives; None for another program."""
+    """Return the path that the command ``dirname``, ``basename``, ``realpath`` or ``cd`` gives; None for any other.
+
+    folder: the working directory.
+    """
     match program:
         case "dirname":
             return os.path.dirname(argument.rstrip("/")) or "."

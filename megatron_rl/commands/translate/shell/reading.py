@@ -1,8 +1,8 @@
-"""The reading of a script from its first line: variables are kept, conditions decided, and nothing is run.
+"""The reading of a script statement by statement: it tracks variables and decides conditions, but runs no program.
 
-A branch is followed if its condition is known. Otherwise its settings are named in a ``Branch``,
-and earlier values stay, unless each side of the branch would change them. A program is taken to
-succeed.
+A branch is read if its condition is known to hold. If the condition is not known, the branch's
+settings are recorded in a ``Branch``. Variables then keep their earlier values, unless every branch
+would change them. Every program is assumed to succeed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ MOST_CALLS = 20  # the most function calls within one another
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Names a branch whose condition is not known. ``holds``: its settings, in their source form."""
+    """Names a branch that was not read, since its condition is not known.
+
+    condition: the condition, as it stands in the script.
+    holds: the settings and assignments in the branch, as they stand in the script.
+    """
 
     condition: str
     line: int
@@ -41,7 +45,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Holds a program's command line, expanded."""
+    """Holds the expanded command line of a program that the script starts."""
 
     words: tuple[Value, ...]
     line: int
@@ -49,7 +53,7 @@ class Call:
 
 @dataclass(slots=True, kw_only=True)
 class Script:
-    """Holds the known parts of a script: the programs that it calls, in order, and the branches that were not taken."""
+    """Holds what is known of a script: the programs that it starts, in order, and the branches that were not read."""
 
     calls: list[Call] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
@@ -61,7 +65,7 @@ class _Status(enum.Enum):
 
 
 class _End(Exception):
-    """Leaves the script, a function or a loop."""
+    """Ends the reading of the script; the subclasses end a function or a loop."""
 
 
 class _Return(_End): ...
@@ -71,10 +75,13 @@ class _Break(_End): ...
 
 
 def read_script(text: str, path: str, values: Mapping[str, str]) -> Script:
-    """Return the calls of a script. Raises ScriptError for an unreadable script, TooLong for a value that would grow.
+    """Return the programs that a script starts, and the parts of it that were not read.
 
     path: the script's path, for ``$0``.
-    values: of variables, and of ``1`` and further arguments, by name.
+    values: {name: value} of variables; the script's arguments are named "1", "2" and so on.
+
+    Raises ScriptError for a script that cannot be read, and TooLong if a value grows beyond its
+    limit.
     """
     variables = Variables(positions={name: Value(value) for name, value in values.items() if name.isdigit()})
     fixed = {"HOME": os.path.expanduser("~"), "PWD": os.getcwd(), "0": path, "BASH_SOURCE": path}
@@ -204,7 +211,12 @@ class _Reader:
         return _Status.YES
 
     def leave(self, condition: str, line: int, bodies: Sequence[made.Body], *, exhaustive: bool) -> None:
-        """Record the settings of bodies that are not followed; forget the variables that all of them change."""
+        """Record the settings of branches that are not read, and mark variables that they change as not known.
+
+        bodies: the statements of each branch.
+        exhaustive: whether one of the branches surely runs. Then only variables that all branches
+            change are marked, else only variables that had no value.
+        """
         holds = tuple(dict.fromkeys(each for body in bodies for each in effects_of(body)))
         if holds:
             self.script.branches.append(Branch(condition=condition, line=line, holds=holds))
@@ -293,7 +305,10 @@ class _Reader:
             variables.num_positions = max(0, variables.num_positions - by)
 
     def terms(self, tokens: Sequence[Token]) -> list[Term]:
-        """Return the words of ``[ … ]``: unquoted variables are split, and texts are no patterns."""
+        """Return the terms of the condition ``[ … ]``.
+
+        Unquoted variables are split into words. Wildcards match only themselves.
+        """
         terms = []
         for token in tokens:
             plain = all(piece.kind == "text" for piece in token.pieces)
@@ -324,7 +339,7 @@ class _Reader:
             variables.positions, variables.num_positions = before
 
     def output_of(self, text: str) -> Value | None:
-        """Return the output of ``$(…)`` if it only handles paths or is an ``echo``; None for any other command."""
+        """Return the output of the command in ``$(…)`` if it is ``echo``, ``pwd`` or works on paths; None otherwise."""
         try:
             body = made.statements_of(text)
         except ScriptError:

@@ -1,4 +1,7 @@
-"""The statements made of a script's tokens: commands, lists, branches, loops, functions. Nothing is followed here."""
+"""The parser of a script's tokens into statements: commands, lists, branches, loops and functions.
+
+Nothing is expanded or executed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,12 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """Holds ``name=value``, ``name+=value``, ``name[index]=value`` or ``name=(items)``."""
+    """Holds an assignment: ``name=value``, ``name+=value``, ``name[index]=value`` or ``name=(items)``.
+
+    appends: whether it is ``+=``.
+    items: the elements of an array; None for a single value.
+    source: the assignment as it stands in the script.
+    """
 
     name: str
     appends: bool
@@ -27,7 +35,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Holds a simple command; a command without words sets variables."""
+    """Holds a simple command; one without words only sets the variables in ``assignments``."""
 
     assignments: tuple[Assignment, ...]
     words: tuple[Token, ...]
@@ -36,7 +44,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Test:
-    """Holds ``[[ … ]]`` as words and operators."""
+    """Holds the words and operators of a condition ``[[ … ]]``."""
 
     tokens: tuple[Token, ...]
     line: int
@@ -44,7 +52,7 @@ class Test:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calculation:
-    """Holds ``((…))``."""
+    """Holds the text of an arithmetic statement ``((…))``."""
 
     text: str
     line: int
@@ -52,7 +60,10 @@ class Calculation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Holds commands joined by ``&&``, ``||`` or a pipe; each part has the operator before it, "" for the first."""
+    """Holds statements joined by ``&&``, ``||`` or a pipe.
+
+    parts: (operator before the statement, statement); the first operator is "".
+    """
 
     parts: tuple[tuple[str, Statement], ...]
     line: int
@@ -66,7 +77,10 @@ class Negated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Holds ``{ …; }``, or ``( … )``, whose variables end with it."""
+    """Holds the statements of ``{ …; }`` or ``( … )``.
+
+    own_variables: True for ``( … )``, whose changes of variables are undone at its end.
+    """
 
     body: Body
     own_variables: bool
@@ -75,7 +89,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class If:
-    """Holds conditions with their bodies; a last body without a condition is ``else``."""
+    """Holds an ``if`` statement.
+
+    branches: (condition, statements) in order; the condition of ``else`` is None.
+    sources: the conditions as they stand in the script.
+    """
 
     branches: tuple[tuple[Body | None, Body], ...]
     sources: tuple[str, ...]
@@ -91,7 +109,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """Holds a loop. ``words``: of ``for name in words``; None for any other loop, whose head is ``source``."""
+    """Holds a loop.
+
+    name: the loop variable of a ``for`` loop.
+    words: the words after ``in``; None for any other loop.
+    source: the head of the loop, as it stands in the script.
+    """
 
     name: str
     words: tuple[Token, ...] | None
@@ -112,7 +135,7 @@ Body = tuple[Statement, ...]
 
 
 def statements_of(script: str) -> Body:
-    """Return the statements of a script. Raises ScriptError for text that is no bash, or not of these forms."""
+    """Return the statements of a script; raise ScriptError if a part of it is no bash or is not supported."""
     parser = _Parser(tokens_of(script))
     body = parser.body(())
     if parser.token.kind != "end":
@@ -121,7 +144,7 @@ def statements_of(script: str) -> Body:
 
 
 def declared(token: Token) -> Assignment | None:
-    """Return the assignment in a word of ``export``; None for a bare name or an option."""
+    """Return the assignment in an argument of ``export`` or ``declare``; None for a bare name or an option."""
     found = _ASSIGNMENT.match(token.text) if token.kind in ("word", "array") else None
     return _assignment(token, found) if found else None
 
@@ -165,7 +188,7 @@ class _Parser:
             self.take()
 
     def body(self, ends: Sequence[str]) -> Body:
-        """Return the statements up to a word of ``ends``, or up to a token that begins no statement."""
+        """Return the statements up to a word of ``ends``, or up to a token that cannot begin a statement."""
         statements: list[Statement] = []
         while True:
             while self.is_operator("\n", ";", "&"):

@@ -1,7 +1,7 @@
-"""The tokens of a script: words with their quotes and expansions, operators, arrays. Nothing is expanded here.
+"""The tokenizer of a script: words with their quotes and expansions, operators, and arrays. Nothing is expanded here.
 
-The grammar is bash's, as launch scripts use it. Texts of here-documents are left out. An unclosed
-construct, or one longer than MOST_WORD, is a ScriptError with its line.
+The grammar is bash's, as launch scripts use it. The text of a here-document is skipped. An unclosed
+construct raises ScriptError with its line, and a word longer than MOST_WORD raises TooLong.
 """
 
 from __future__ import annotations
@@ -45,22 +45,24 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "e": "\x1b", "a": "\a", "b": "\b", 
 
 
 class ScriptError(ConfigError):
-    """Says which part of a script cannot be read, and in which line."""
+    """Reports which part of a script cannot be read, and on which line."""
 
     def __init__(self, line: int, why: str) -> None:
         super().__init__(f"line {line}: {why}")
 
 
 class TooLong(Exception):
-    """Carries the beginning of a word that is too long."""
+    """Reports a word, list or value that exceeds its limit of length; the message holds its beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Holds a part of a word.
+    """Holds a piece of a word: literal text or one expansion.
 
-    kind: ``text``; ``parameter``, the content of ``${…}``; ``arithmetic``, of ``$((…))``;
-        ``command``, of ``$(…)``.
+    kind: ``text``, ``parameter`` for ``${…}``, ``arithmetic`` for ``$((…))``, or ``command`` for
+        ``$(…)``.
+    text: the literal text, or what stands within the brackets of the expansion.
+    quoted: whether the piece stands within quotes.
 
     Example: ``a="$b"`` is Piece("text", "a=", False), Piece("parameter", "b", True).
     """
@@ -84,13 +86,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """Holds a word, an operator, an array's assignment or ``((…))``; a line's end is the operator ``\\n``.
+    """Holds a word, an operator, an array's assignment or ``((…))``; the end of a line is the operator ``\\n``.
 
     kind: ``word``, ``operator``, ``array``, ``arithmetic`` or ``end``.
-    text: the source of a word; the operator; ``name=`` or ``name+=`` of an array; what ``((…))``
-        holds.
-    pieces: of a word.
-    items: of an array.
+    text: a word as it stands in the script, the operator, ``name=`` or ``name+=`` of an array, or
+        the text within ``((…))``.
+    pieces: the pieces of a word; () for other kinds.
+    items: the elements of an array; () for other kinds.
     """
 
     kind: str
@@ -101,9 +103,11 @@ class Token:
 
 
 def closing(text: str, start: int, closer: str) -> int:
-    """Return where ``closer`` closes the construct opened before ``start``; -1 if it never does.
+    """Return the position in ``text`` at which a construct is closed; -1 if it is not closed.
 
-    Quotes are respected.
+    start: the position at which the construct's content begins.
+    closer: the text that closes the construct. Within quotes or nested constructs it does not
+        count.
     """
     stack, at = [closer], start
     while at < len(text):
@@ -131,12 +135,15 @@ def closing(text: str, start: int, closer: str) -> int:
 
 
 def tokens_of(script: str) -> list[Token]:
-    """Return the tokens of a script, the last one of the kind ``end``. Raises ScriptError or TooLong."""
+    """Return the tokens of a script; the last one has the kind ``end``. Raises ScriptError or TooLong."""
     return _Lexer(script).all()
 
 
 def word_of(text: str, quoted: bool) -> tuple[Piece, ...]:
-    """Return the pieces of a text in the place of a word's part, such as after ``:-``."""
+    """Return the pieces of a text that stands within an expansion, such as the default after ``:-``.
+
+    quoted: whether the expansion stands within double quotes.
+    """
     lexer = _Lexer(text)
     pieces: list[Piece] = []
     while lexer.at < len(text):
@@ -179,7 +186,10 @@ class _Lexer:
                 return
 
     def next(self, last: Token | None) -> Token | None:
-        """Return the next token, None at the end; ``last`` decides whether a command may begin here."""
+        """Return the next token; None at the end of the script.
+
+        last: the token before it, by which ``((`` is known to begin a statement or not.
+        """
         self.skip_blanks()
         while opening := re.compile(r"<<-?(?![<])").match(self.script, self.at):
             self.at = opening.end()
@@ -259,7 +269,7 @@ class _Lexer:
             pieces.append(Piece("text", text, quoted))
 
     def part(self, pieces: list[Piece]) -> None:
-        """Read a word's next part outside double quotes."""
+        """Read the next part of a word, outside double quotes, and append its pieces to ``pieces``."""
         script, at = self.script, self.at
         match script[at]:
             case "\\":
@@ -309,7 +319,11 @@ class _Lexer:
             self.text(pieces, text, len(text), quoted=True)
 
     def expansion(self, pieces: list[Piece], *, quoted: bool) -> None:
-        """Read ``$name``, ``${…}``, ``$((…))``, ``$(…)``, a command in backquotes or ``<(…)``."""
+        """Read one expansion and append it to ``pieces``.
+
+        It is ``$name``, ``${…}``, ``$((…))``, ``$(…)``, ``<(…)``, ``>(…)`` or a command in
+        backquotes. A ``$`` that begins none is text.
+        """
         script, at = self.script, self.at
         opened = script[at : at + 2]
         if script.startswith("$((", at) and (end := closing(script, at + 3, "))")) >= 0:
