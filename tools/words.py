@@ -47,15 +47,29 @@ class Figures:
     that: float
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of each docstring: of modules, classes, functions, and of fields, right below them."""
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    """Yield (line, signature, text) of each docstring of modules, classes and functions, and of fields above them."""
     owners = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for node in (x for x in ast.walk(tree) if isinstance(x, owners)):
         for number, inner in enumerate(node.body):
             of_field = number and isinstance(node, ast.ClassDef) and isinstance(node.body[number - 1], ast.AnnAssign)
             match inner:
                 case ast.Expr(value=ast.Constant(value=str() as text)) if number == 0 or of_field:
-                    yield inner.lineno, text
+                    yield inner.lineno, signature(node.body[number - 1] if of_field else node), text
+
+
+def signature(owner: ast.AST) -> str:
+    """Return what `help` shows above a docstring: a function's or field's line, a class with its fields; "" for a file."""
+    match owner:
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            returns = f" -> {ast.unparse(owner.returns)}" if owner.returns else ""
+            return f"def {owner.name}({ast.unparse(owner.args)}){returns}"
+        case ast.ClassDef():
+            fields = (ast.unparse(x) for x in owner.body if isinstance(x, ast.AnnAssign))
+            return f"class {owner.name}({', '.join(fields)})"
+        case ast.AnnAssign():
+            return ast.unparse(owner)
+    return ""
 
 
 def comments(text: str) -> Iterator[str]:
@@ -113,7 +127,7 @@ def texts_of(path: pathlib.Path) -> Iterator[str]:
         return
     try:
         tree = ast.parse(text)
-        yield from (found for _, found in docstrings(tree))
+        yield from (found for *_, found in docstrings(tree))
         yield from comments(text)
         yield from messages(tree)
     except (SyntaxError, tokenize.TokenError):
@@ -179,17 +193,17 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def drawn(root: pathlib.Path, count: int, seed: int) -> list[tuple[str, str]]:
-    """Return ``count`` docstrings of the package as (file:line, text); another seed draws others.
+def drawn(root: pathlib.Path, count: int, seed: int) -> list[tuple[str, str, str]]:
+    """Return ``count`` docstrings of the package as (file:line, signature, text); another seed draws others.
 
     The order is that of a digest over seed, file and text. So a change elsewhere moves no other docstring.
     """
     found = []
     for path in sorted((root / "megatron_rl").rglob("*.py")):
         name = path.relative_to(root)
-        for line, text in docstrings(ast.parse(path.read_text(encoding="utf-8"))):
-            found.append((digest(f"{seed} {name} {text}"), f"{name}:{line}", text))
-    return [(place, text) for _, place, text in sorted(found)[:count]]
+        for line, owner, text in docstrings(ast.parse(path.read_text(encoding="utf-8"))):
+            found.append((digest(f"{seed} {name} {text}"), f"{name}:{line}", owner, text))
+    return [each[1:] for each in sorted(found)[:count]]
 
 
 def row(name: str, found: Figures) -> str:
@@ -212,8 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--beside", nargs="*", default=BESIDE, metavar="PACKAGE", help="packages to measure beside")
     given = parser.parse_args(arguments)
     if given.draw is not None:
-        for number, (place, text) in enumerate(drawn(ROOT, given.draw, given.seed), 1):
-            print(f"{number}. {place}\n{text.rstrip()}\n")
+        for number, (place, owner, text) in enumerate(drawn(ROOT, given.draw, given.seed), 1):
+            print(f"{number}. {place}\n" + (f"{owner}\n    " if owner else "") + f"{text.rstrip()}\n")
         return 0
     print(f"{HEAD}\n{'':<26}{'':>9}{'words':>9}{'words':>8}{'  in 1,000 words':<45}")
     ours: list[str] = []

@@ -48,6 +48,17 @@ def test_texts_are_docstrings_comments_and_messages(file) -> None:
     ])  # fmt: skip
 
 
+def test_a_docstring_is_drawn_with_what_help_shows_above_it() -> None:
+    tree = words.ast.parse(
+        '"""A file."""\nclass Box(Base):\n    """Hold a box."""\n    size: int = 1\n    """In metres."""\n'
+        '    def open(self, *, far: bool = False) -> str:\n        """Open it."""\n'
+    )
+    assert [each[1:] for each in sorted(words.docstrings(tree))] == [
+        ("", "A file."), ("class Box(size: int = 1)", "Hold a box."), ("size: int = 1", "In metres."),
+        ("def open(self, *, far: bool=False) -> str", "Open it."),
+    ]  # fmt: skip
+
+
 def test_a_pages_prose_has_no_code_table_or_heading(tmp_path) -> None:
     page = tmp_path / "page.md"
     table, code = "| a | b |\n|---|---|\n\n", "    code\n\n```\nmore\n```\n"
@@ -73,10 +84,10 @@ def test_a_draw_is_the_same_again_and_no_change_elsewhere_moves_it(tmp_path) -> 
         (room / f"f{number}.py").write_text(text)
     first = words.drawn(tmp_path, 10, 1)
     assert first == words.drawn(tmp_path, 10, 1) and len(first) == 10
-    assert {text for _, text in first} != {text for _, text in words.drawn(tmp_path, 10, 2)}
-    kept = {text for _, text in first}
+    assert {text for *_, text in first} != {text for *_, text in words.drawn(tmp_path, 10, 2)}
+    kept = {text for *_, text in first}
     (room / "f40.py").write_text(textwrap.dedent('"""Say something else."""\n'))
-    assert len({text for _, text in words.drawn(tmp_path, 10, 1)} & kept) >= 9
+    assert len({text for *_, text in words.drawn(tmp_path, 10, 1)} & kept) >= 9
 
 
 def test_every_docstring_that_ast_knows_is_found() -> None:
@@ -84,7 +95,7 @@ def test_every_docstring_that_ast_knows_is_found() -> None:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         owners = [x for x in ast.walk(tree) if isinstance(x, ast.Module | ast.ClassDef | ast.FunctionDef)]
         known = {ast.get_docstring(x, clean=False) for x in owners} - {None}
-        assert known <= {text for _, text in words.docstrings(tree)}, path
+        assert known <= {text for *_, text in words.docstrings(tree)}, path
 
 
 def test_the_command_prints_every_room(capsys, monkeypatch) -> None:
