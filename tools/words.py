@@ -59,7 +59,7 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 
 def signature(owner: ast.AST) -> str:
-    """Return what `help` shows above a docstring: a function's or field's line, a class with its fields; "" for a file."""
+    """Return what `help` shows above a docstring: a function, a field, a class with its fields; "" for a file."""
     match owner:
         case ast.FunctionDef() | ast.AsyncFunctionDef():
             returns = f" -> {ast.unparse(owner.returns)}" if owner.returns else ""
