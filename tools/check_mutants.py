@@ -281,10 +281,9 @@ def markdown(rows: Sequence[dict], seconds: float, given: argparse.Namespace) ->
         f"**{killed} of {len(rows)} killed**, in {seconds / 60:.0f} minutes: `{command_line(given)}`, {machine()}.",
         "",
         "Each row is one line of the package as a tired engineer might have written it: nothing crashes at the start, "
-        "and what comes out is wrong. The tests of `make test` must see it. `tools/check_mutants.py` plants the "
-        "faults one at a time in a copy of the tree, after the tests named have passed there without one; only the "
-        "failure of a test counts as a kill. The lines themselves are in "
-        "`tools/mutants/*.py`. It is no part of CI.",
+        "and what comes out is wrong. The tests of `make test` must see it. `tools/check_mutants.py` works in a "
+        "copy of the tree, in which the tests named have passed first. It plants one fault at a time. Only the "
+        "failure of a test counts as a kill. The lines themselves are in `tools/mutants/*.py`. It is no part of CI.",
         "",
         "| name | file | fault | killed by |",
         "|---|---|---|---|",
