@@ -1,3 +1,3 @@
-"""RL post-training of language models on Megatron-Core, which spends no compute on samples without a gradient."""
+"""RL post-training of language models on Megatron-Core, without compute for samples that give no gradient."""
 
 __version__ = "0.4.0"

@@ -36,8 +36,8 @@ class Program:
     """Describes a program that reads a configuration from its command line.
 
     name, description, example: texts for ``--help``.
-    checks: whether the configuration is checked as for a training run, and ``--dry-run`` offered. If
-        not, the program checks it itself.
+    checks: whether ``main`` offers ``--dry-run``, and checks the configuration before it calls
+        ``train``. If False, ``train`` checks the configuration itself.
     """
 
     name: str
@@ -110,8 +110,8 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
 def _ended(train: Callable[[], bool]) -> bool:
     """Call ``train`` and return its result, True if the run came to its end.
 
-    Raises RunError if code within the run asks to exit, with whatever exit code. Raises PeerError
-    if ``train`` fails because another rank has ended.
+    Raises RunError if code within ``train`` raises SystemExit, whatever the exit code. Raises
+    PeerError if ``train`` fails because another rank has ended.
     """
     from megatron_rl.distributed.lost_rank import losses_named  # torch is imported by now
 
@@ -224,7 +224,10 @@ def _no_option(name: str, known: Sequence[str]) -> ConfigError:
 
 
 def _has_other_options(arguments: Sequence[str] | None) -> bool:
-    """Return whether a command line has any option but --config and --run-dir, such as an option of a forecast."""
+    """Return whether a command line has any option but --config and --run-dir, such as --dry-run.
+
+    arguments: the words of the command line; None: ``sys.argv``.
+    """
     words = sys.argv[1:] if arguments is None else arguments
     return any(word.startswith("-") and word.partition("=")[0] not in ("--config", "--run-dir") for word in words)
 
@@ -281,7 +284,10 @@ def _stages_import(is_main: bool) -> bool:
 
 
 def set_up_logging(is_main: bool) -> None:
-    """Make logging write to stderr: INFO and above on the main rank, errors alone on other ranks and of libraries."""
+    """Make logging write to stderr: from level INFO on the main rank, and only errors on other ranks.
+
+    Third-party libraries log only errors on every rank.
+    """
     logging.basicConfig(
         level=logging.INFO if is_main else logging.ERROR, format="%(message)s", handlers=[_StderrHandler()]
     )
@@ -291,7 +297,7 @@ def set_up_logging(is_main: bool) -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes log records to sys.stderr as it is at each call.
+    """Writes each log record to the stream that ``sys.stderr`` is at that moment.
 
     While the progress bar is shown, rich replaces sys.stderr by a stream that prints above the bar.
     """

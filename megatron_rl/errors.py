@@ -41,7 +41,7 @@ class NonFiniteGradient(RunError):
 
 
 class NonFiniteAdvantage(RunError, ValueError):
-    """Reports a NaN, an infinity or an overflow in a reward, an advantage or a number between the two.
+    """Reports a NaN, an infinity or an overflow in a reward, an advantage or a value computed on the way.
 
     The message names the sample and the settings to look at. Raised on every rank, because all
     ranks compute advantages from the same numbers.
@@ -69,7 +69,7 @@ class PeerError(RunError):
 
 
 class EngineError(RunError):
-    """Reports a failure of an inference engine, or an answer of it that cannot be right; the message says which."""
+    """Reports that an inference engine failed, or gave an answer that cannot be right; the message names the fault."""
 
 
 class NoSignalError(RunError):

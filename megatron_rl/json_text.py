@@ -1,7 +1,7 @@
 """A strict reader of JSON from outside this program: an error is one sentence with file and field.
 
 It refuses text that is not UTF-8 or not JSON. It refuses NaN, infinity (``1e999`` too), numbers of
-more than MOST_DIGITS digits, a key that an object has twice and halves of surrogate pairs. It
+more than MOST_DIGITS digits, half a surrogate pair, and an object in which a key occurs twice. It
 refuses more than MOST_LEVELS levels of brackets. The memory that it takes is bounded.
 """
 
@@ -77,7 +77,7 @@ def parse_json(text: str | bytes, where: str, *, error: type[Exception] = Config
 
 
 def first_double(names: Iterable[str]) -> str | None:
-    """Return the first name that occurred before; None if all names differ."""
+    """Return the first name that repeats an earlier one; None if all names differ."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -87,7 +87,7 @@ def first_double(names: Iterable[str]) -> str | None:
 
 
 class _Refused(Exception):
-    """Carries the reason why a text is refused from a hook within ``json.loads`` to ``parse_json``."""
+    """Carries the reason why a text is refused; hooks of ``json.loads`` raise it, and ``parse_json`` catches it."""
 
 
 def _number(digits: str, kind: type, refuse: Callable[[str], None]) -> int | float:
@@ -109,7 +109,7 @@ def levels(value: object) -> int:
 
 
 def walk(value: object) -> Iterator[tuple[str, object]]:
-    """Yield (path, part) for a JSON value itself, for every value within it and for every key, without recursion.
+    """Yield (path, x) for every x that is the JSON value, a value within it or a key, without recursion.
 
     Example: {"a": [1]} gives ("", {...}), ("a", "a"), ("a", [1]) and ("a[0]", 1), in some order.
     """

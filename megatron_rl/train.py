@@ -1,5 +1,7 @@
 """The training loop: prompts → rollout → rewards → advantages → drop → plan → forward, backward → optimizer step.
 
+"drop" removes samples that give no gradient, and "plan" divides the others into micro-batches.
+
 Start it by: torchrun --nproc_per_node 2 -m megatron_rl.train --config FILE [--run-dir DIR]
 [section.key=value ...]
 """
@@ -44,7 +46,9 @@ def train(config: Config) -> bool:
 
 
 def train_on_rollout(run: Run, index: int) -> None:
-    """Train on one rollout: wait for its scored groups, compute advantages, drop, and take the optimizer steps.
+    """Train on one rollout: wait for its scored groups, compute advantages, and take the optimizer steps.
+
+    Samples that give no gradient are dropped before the steps.
 
     index: the rollout's number in the run, from 0.
     """
@@ -64,12 +68,12 @@ def train_on_rollout(run: Run, index: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code (cli.main)."""
+    """Run the command line of training, by ``cli.main``, and return its exit code."""
     return cli.main(train, arguments)
 
 
 def command_line() -> NoReturn:
-    """Run the command line and end the process with its exit code."""
+    """Run the command line of training and end the process with its exit code."""
     cli.end_process(main)
 
 

@@ -76,7 +76,7 @@ class Rollout:
                     environment's. None: all tokens carry loss.
     environment_reward: the sum of the environment's rewards; None without an environment, or if it
                     failed.
-    excluded:       the environment's error, for which the completion does not count in its group
+    excluded:       the environment's error, because of which the completion does not count in its group
                     (``environment.on_error=drop``); None without an error.
     routed_experts: [prompt + T, layers, top_k] int16, as in Sample; None if they are not recorded.
     context_ids:    the tokens before the response, if an agent made them (docs/agents.md); None: the
@@ -177,7 +177,7 @@ class BatchFacts:
     loss_tokens:     int64, numbers of response tokens that carry loss. A sample with 0 counts in no
                      denominator of the loss.
     owners, owner_rows: int64, the global rank that holds the sample's tokens, and the sample's index
-        in the rank's list.
+        in the rank's list of samples.
     places:          int64, ascending, each sample's number in the rollout; None in batches that were
                      not gathered from ranks.
     weight_versions: int64, the version of the oldest weights that sampled a token; None if
@@ -217,7 +217,7 @@ class BatchFacts:
 
     @property
     def response_offsets(self) -> np.ndarray:
-        """Return int64 [S + 1]: the index of each response's start among all response tokens, then their number."""
+        """Return int64 [S + 1]: the index of each response's start among all response tokens; last, their number."""
         return np.concatenate([[0], np.cumsum(self.response_tokens)])
 
 
@@ -275,9 +275,9 @@ class LossInputs:
     measured: np.ndarray | None = None
 
     def gather(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray | float]:
-        """Return {name: input [N]} at N loss tokens, without the inputs that are None.
+        """Return {name: input [N]} at N loss tokens; an input that is None is left out.
 
-        ``kl_coefficient``, if given, is a number. Importance weights are multiplied into
+        ``kl_coefficient``, if given, is a single number. Importance weights are multiplied into
         ``advantages``.
 
         samples: [N], the sample of each token.
@@ -314,7 +314,7 @@ class ValueInputs:
 class MicroBatch:
     """Holds the samples that one forward pass runs, packed one after the other without padding between (THD).
 
-    samples: int64 [K], indices into the batch's facts.
+    samples: int64 [K], indices into the arrays [S] of BatchFacts.
     filler:  True if the micro-batch trains nothing, and only gives its rank as many micro-batches as
              other ranks have. It holds one sample of the mini-batch, with every loss weight 0.
     """
@@ -363,7 +363,7 @@ class StepPlan:
 
     @property
     def ran(self) -> np.ndarray:
-        """Return the members that run with a loss, int64 indices; a sample that runs only in a filler has none."""
+        """Return int64 indices of the mini-batch's samples that are not dropped; each of them runs with a loss."""
         return np.setdiff1d(self.members, self.dropped)
 
     @property
@@ -376,7 +376,7 @@ class StepPlan:
 
     @property
     def num_fillers(self) -> int:
-        """Return the number of fillers over all ranks: micro-batches without a loss that even the ranks' numbers."""
+        """Return the number of fillers (micro-batches without a loss, added so that all ranks run equally many)."""
         return int(self.filler_microbatches.sum())
 
     def microbatches(self, data_parallel_rank: int) -> Iterator[MicroBatch]:
@@ -385,7 +385,7 @@ class StepPlan:
             yield MicroBatch(samples=self.order[start:stop], filler=bool(self.filler_microbatches[m]))
 
     def rank_samples(self, data_parallel_rank: int) -> np.ndarray:
-        """Return the samples that a data-parallel rank runs, int64 indices in order, with the fillers' samples."""
+        """Return int64 indices of the samples that a data-parallel rank runs, in order, fillers' samples included."""
         first, last = self.rank_offsets[data_parallel_rank : data_parallel_rank + 2]
         return self.order[self.microbatch_offsets[first] : self.microbatch_offsets[last]]
 
@@ -399,7 +399,7 @@ class BatchPlan:
 
     purpose: "train" or "logprob"; the digests depend on it.
     mini_batches: one plan per optimizer step.
-    details: further values for the JSON form; the digests do not depend on them.
+    details: JSON-able values that are kept in the JSON form; the digests do not depend on them.
     """
 
     purpose: str

@@ -28,9 +28,9 @@ _real_exit: Callable[[int], None] = os._exit
 
 
 class _Here(threading.local):
-    """Holds, for each thread, the id of the process within ``exit_is_an_error``, which the thread may not end.
+    """Holds, for each thread, the id of the process that the thread may not end by ``os._exit``.
 
-    None outside ``exit_is_an_error``.
+    ``exit_is_an_error`` sets it; None outside that block, where the thread may end any process.
     """
 
     process: int | None = None
@@ -81,7 +81,7 @@ def resolve(name: str, built_in: Mapping[str, str], *, what: str, form: str, als
     built_in: {built-in name: its ``module:attribute``}.
     what: the setting and its value, for messages.
     form: the form of a user's own name, for messages.
-    also: further valid names, which the caller handles, for messages.
+    also: further valid names, which the caller resolves itself; the error's message lists them.
 
     Raises ConfigError if the name, its module or its attribute is not found, with the nearest name.
     Raises ConfigError also if the import fails, with the import's error in the message.

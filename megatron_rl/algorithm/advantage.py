@@ -1,4 +1,4 @@
-"""Advantages from rewards, and the reduction's weights that multiply them in the loss. Pure functions of numbers.
+"""Advantages from rewards, and each sample's weight in the loss by ``loss.reduction``. Pure functions of numbers.
 
 Invariants (``assert_invariants`` in tests/unit/algorithm/test_advantage.py):
 
@@ -62,7 +62,8 @@ def advantages(
     estimator: the name of a function of algorithm/estimators.py, or the user's own
         ``module:function`` (algorithm/own_estimator.py).
     epsilon: ε, added to standard deviations before a division.
-    whiten: the mode of ``estimators.whitened``; only two estimators read it.
+    whiten: ``scale``, ``center_and_scale`` or ``none`` (``estimators.whitened``); read by
+        ``reinforce_plus_plus`` and ``gdpo`` alone.
     arguments: keyword arguments of a user's own estimator; the built-in ones read none.
     moves_equal_rewards: whether a user's own estimator may give a group of equal rewards advantages
         other than 0.
@@ -114,7 +115,11 @@ def _estimate(rewards: GroupRewards, estimator: str, epsilon: float, whiten: str
 
 
 def _columns(seen: Rewards, rewards: GroupRewards) -> tuple[Rewards, ...]:
-    """Return one Rewards for each reward function, which includes only samples that the function applied to."""
+    """Return one Rewards for each reward function, which includes only samples that the function applied to.
+
+    seen: the total rewards of the batch, whose groups and included samples are taken over.
+    rewards: holds the rewards of each function (``by_function``).
+    """
     if rewards.by_function is None:
         raise ValueError("advantage.estimator=gdpo needs the rewards of each function")
     columns = []
@@ -133,17 +138,18 @@ def may_have_advantage(
     whiten: str = "scale",
     moves_equal_rewards: bool = False,
 ) -> np.ndarray:
-    """Return bool [S]: whether a sample's advantage can be other than 0, whatever batch its group is in.
+    """Return bool [S], False for samples whose advantage is 0 whatever other groups the batch has.
 
-    Most estimators only divide by statistics of the batch, and subtract none. So the answer for a
-    group needs no other group. Under three settings the answer is True for every included sample:
+    The arguments are those of ``advantages``. Most estimators give False if the reward equals its
+    group's mean (``gdpo``: if the weighted sum of standardised rewards is 0). They take at most a
+    divisor from other groups. Under three settings every included sample gets True:
 
     - ``center_and_scale`` subtracts a mean over the batch from every sample;
     - ``gae`` (algorithm/gae.py) compares each sample with a critic;
     - ``distillation`` compares each sample with a teacher.
 
-    For a user's own estimator the answer is True for every included sample of a group of unequal
-    rewards. Under ``moves_equal_rewards`` it is True for every included sample.
+    Under a user's own estimator every included sample of a group of unequal rewards gets True. Under
+    ``moves_equal_rewards`` every included sample does.
     """
     if is_own(estimator):
         return rewards.included & (moves_equal_rewards | in_unequal_groups(rewards))
@@ -159,12 +165,13 @@ def reduction_weights(
 ) -> np.ndarray:
     """Return float64 [S]: the factor on each sample's loss tokens in the loss; 0 for samples not counted.
 
-    docs/semantics.md §1 has the formula of each reduction. Samples without a loss token count
-    nowhere.
+    docs/semantics.md §1 has the formula of each reduction. A sample without a loss token gets 0, and
+    no denominator counts it.
 
-    counted: int64, indices of the samples that the denominators count. They are the mini-batch
-             before samples are dropped, or under ``loss.denominator=kept`` the samples that stay.
-    max_response_tokens: the divisor of ``sequence_sum_norm``.
+    reduction: ``loss.reduction``, such as ``token_mean``.
+    counted: int64, indices of the samples that the denominators count: the mini-batch before
+             samples are dropped, or under ``loss.denominator=kept`` after.
+    max_response_tokens: ``rollout.max_response_tokens``, by which ``sequence_sum_norm`` divides.
 
     Example: two samples of 100 and 900 loss tokens, ``token_mean`` → 1/1000 each; ``sequence_mean``
     → 1/200 and 1/1800.
@@ -206,14 +213,14 @@ def loss_inputs(
     drops: bool,
     max_response_tokens: int,
 ) -> LossInputs:
-    """Return the inputs of one mini-batch's loss: the reduction's weights, and the advantages times these weights.
+    """Return the inputs of one mini-batch's loss: ``reduction_weights``, and the advantages times these weights.
 
-    signal: bool [S], True for samples that may have a gradient (algorithm/signal.py). Under
-            ``loss.denominator=kept`` the denominators count only these. The metrics measure only
-            these, even if other samples run beside them (``plan.repack=false``).
+    signal: bool [S], True for samples that may have a gradient (algorithm/signal.py). The metrics
+            are over these samples alone, even if a micro-batch runs others too
+            (``plan.repack=false``). Under ``loss.denominator=kept`` so are the denominators.
     drops: whether samples without signal are dropped. False under ``skip.mode=off``: then the
            denominators and the metrics count every sample.
-    max_response_tokens: the divisor of ``sequence_sum_norm`` (``reduction_weights``).
+    max_response_tokens: see ``reduction_weights``.
     """
     members = mini_batch.members
     counts_all = loss.denominator == "original" or not drops

@@ -17,7 +17,7 @@ def require_equal(
     response_tokens: np.ndarray,
     sample_ids: Sequence[str],
 ) -> float:
-    """Return 0.0, the largest |log π_old − log μ| over loss tokens, or raise EngineError if one is not 0.
+    """Raise EngineError if log π_old and log μ differ at a loss token; else return 0.0, their largest difference.
 
     The error names the first loss token whose log-probs differ.
 

@@ -21,14 +21,15 @@ READINGS: tuple[Callable[[float], Fraction], ...] = (Fraction, lambda value: Fra
 
 
 class RootSums:
-    """Holds n sums Σ_i q_i · √v_i with rational q_i and v_i > 0, and tells exactly which of the sums are 0.
+    """Holds n sums of terms q · √v with rational q and v > 0, and tells exactly which of the sums are 0.
 
     Two square roots are in one class if their ratio is rational. Roots of different classes are
     linearly independent over the rational numbers (Besicovitch 1940, doi:10.1112/jlms/s1-15.1.3).
     So a sum is 0 if and only if its terms of each class add up to 0.
 
-    Example: √2 + √3 − √8/2 − √27/3 is 0: (1, 2) and (−1/2, 8) are one class, (1, 3) and (−1/3, 27)
-    another.
+    count: n, the number of sums.
+
+    Example: √2 + √3 − √8/2 − √27/3 is 0. √2 and √8 are of one class, √3 and √27 of another.
     """
 
     def __init__(self, count: int) -> None:
@@ -36,7 +37,7 @@ class RootSums:
         self._count = count
 
     def add(self, factor: Fraction, multiples: np.ndarray, square: Fraction) -> None:
-        """Add factor · multiples[i] · √square to each sum i.
+        """Add the term factor · multiples[i] · √square to sum i, for each of the n sums.
 
         multiples: [n] Python integers in an array of dtype object.
         """

@@ -29,8 +29,8 @@ def distillation_advantages(
     response_tokens: int64 [S], the number of response tokens of each sample.
     discount: γ in [0, 1]; at 0 a token's advantage is its own gap alone.
 
-    Raises NonFiniteAdvantage, naming the sample, for a gap that is not finite: the teacher gives
-    the token probability 0.
+    Raises NonFiniteAdvantage, naming the sample, for a gap log π_T − log π_S that is not finite, such
+    as at a token to which the teacher gives probability 0.
 
     Example: student (−1, −2), teacher (−1.5, −1), γ = 0 → (−0.5, 1.0); γ = 1 → (0.5, 1.0).
     """

@@ -119,13 +119,14 @@ def dr_grpo(rewards: Rewards) -> np.ndarray:
 
 
 def _without_rounding(rewards: Rewards, centred: np.ndarray, suspects: np.ndarray) -> np.ndarray:
-    """Return ``centred`` [S], set to 0.0 for ``suspects`` whose n_g · r_i equals Σ_j r_j in rational numbers.
+    """Return ``centred`` with 0.0 for those suspects whose reward equals its group's mean in rational numbers.
 
     A reward is read in two ways: as the binary number that it is, and as the decimal that it prints
     as. With (0.2, 0.4, 0.6) the reward function meant the mean 0.4, though no binary number is
     exactly 0.2, 0.4 or 0.6.
 
-    suspects: bool [S], the samples whose distance to their group's mean may be rounding alone.
+    centred: float64 [S], each reward less its group's mean, with rounding.
+    suspects: bool [S], True for samples whose ``centred`` may be rounding alone.
     """
     if not suspects.any():
         return centred
@@ -230,11 +231,12 @@ def gdpo(
 def whitened(
     values: np.ndarray, included: np.ndarray, tokens: np.ndarray | None, mode: str, epsilon: float
 ) -> np.ndarray:
-    """Return ``values`` [S] / (σ + ε), where σ is their standard deviation over the batch's loss tokens.
+    """Return float64 [S], ``values`` / (σ + ε), where σ is their standard deviation over the batch's loss tokens.
+
+    Every loss token has its sample's value.
 
     included: bool [S], False for a sample that does not count in σ.
-    tokens: [S], the number of loss tokens of each sample, as often as its value counts in σ. None:
-        each sample counts once.
+    tokens: [S], the number of loss tokens of each sample. None: each sample counts as one token.
     mode: ``scale`` does not subtract the mean, so that zeros stay zeros. ``center_and_scale``
           subtracts it first. ``none`` changes nothing.
     """

@@ -1,4 +1,4 @@
-"""Arrays that lie flat over a batch's response tokens, sample after sample (``BatchFacts.response_offsets``)."""
+"""Functions on arrays [T] with one number per response token of a batch, sample after sample."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import numpy as np
 
 
 def token_owner(response_tokens: np.ndarray) -> np.ndarray:
-    """Return [T] int64: the index of each response token's sample. response_tokens: int64 [S]."""
+    """Return int64 [T], the index of each response token's sample.
+
+    response_tokens: int64 [S], the number of response tokens of each sample.
+    """
     return np.repeat(np.arange(len(response_tokens)), response_tokens)
 
 
 def sum_per_sample(values: np.ndarray, response_tokens: np.ndarray) -> np.ndarray:
-    """Return [S] float64: the sum of each sample's tokens.
+    """Return float64 [S], the sum of ``values`` over each sample's response tokens.
 
-    values: [T] flat.
+    values: [T], one number per response token.
     response_tokens: int64 [S], the number of response tokens of each sample.
 
     Example: values (1, 2, 4) of samples of 2 and 1 tokens → (3, 4).

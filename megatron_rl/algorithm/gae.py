@@ -34,10 +34,9 @@ from megatron_rl.errors import NonFiniteAdvantage
 def token_rewards(
     totals: np.ndarray, loss_mask: np.ndarray, response_tokens: np.ndarray, token_penalties: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return float64 [T], the reward of each token: minus its penalty, and on a sample's last loss token the total.
+    """Return float64 [T], each token's reward: minus its penalty, plus at a sample's last loss token the total reward.
 
-    totals: [S], the total reward of each sample; NaN for a sample that is taken out, which has no
-        loss token.
+    totals: [S], the total reward of each sample; may be NaN for a sample without a loss token.
     loss_mask: bool [T], True at loss tokens; the result is 0 elsewhere.
     response_tokens: int64 [S], the number of response tokens of each sample.
     token_penalties: [T], **subtracted**: β·kl_t for a KL in the reward (Ziegler et al. 2019,
@@ -133,26 +132,24 @@ def whiten_tokens(advantages: np.ndarray, loss_mask: np.ndarray, mode: str, epsi
 
 
 def _loss_tokens(loss_mask: np.ndarray, response_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions [L] of the loss tokens in the flat array, and their number [S] in each sample."""
+    """Return (positions, counts): [L], each loss token's index in the flat array; [S], their number in each sample."""
     owner = token_owner(response_tokens)
     return np.flatnonzero(loss_mask), np.bincount(owner[loss_mask], minlength=len(response_tokens))
 
 
 def _discounted_sums(terms: np.ndarray, counts: np.ndarray, factor: float) -> np.ndarray:
-    """Return [L] float64: Σ_l factor^l · terms[t + l], to the last term of t's sample.
+    """Return float64 [L], for each term t: Σ_k factor^k · terms[t + k], from k = 0 to the last term of t's sample.
 
-    terms: [L], flat over the samples.
+    terms: [L], the samples' terms, sample after sample.
     counts: int64 [S], the number of each sample's terms.
-
-    The loop counts k from the samples' ends. Step k computes the sum that starts k terms before the
-    last, in all samples of more than k terms at once. Samples are sorted by length, longest first,
-    so that these samples come first.
     """
     sums = terms.copy()
     order = np.argsort(-counts, kind="stable")
     ends = (np.cumsum(counts) - 1)[order]
     # alive[k]: the number of samples with more than k terms
     alive = len(counts) - np.searchsorted(np.sort(counts), np.arange(counts.max(initial=0)), side="right")
+    # Step k computes the sums that start k terms before a sample's last, in all samples of more than k
+    # terms at once. Samples are in the order of their lengths, longest first, so these come first.
     for k in range(1, len(alive)):
         positions = ends[: alive[k]] - k
         sums[positions] += factor * sums[positions + 1]

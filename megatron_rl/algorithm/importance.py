@@ -3,7 +3,8 @@
 π_old (trainer) and μ (rollout engine) are one model at equal parameters, computed by different
 kernels. Let d_t = log π_old(t) − log μ(t) at a sample's loss tokens. The raw weight ρ is e^{d_t}
 (``token_*``), e^{Σ d_t} (``sequence_*``) or e^{mean d_t} (``geometric_*``). The last two are equal
-for all tokens of a sample. A weight within [floor, cap] is kept. For a weight outside of it,
+for all tokens of a sample. A weight within [``correction.floor``, ``correction.cap``] is kept. For
+one beyond a bound, here the cap C, the mode decides:
 
 - ``*_truncate`` moves ρ to the bound, min(ρ, C): truncated importance sampling. Yao et al. 2025,
   "Your efficient RL framework secretly brings you off-policy RL training"; Espeholt et al.,
@@ -13,8 +14,9 @@ for all tokens of a sample. A weight within [floor, cap] is kept. For a weight o
   kills stability").
 
 Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, eq. 9) drops sample i if and only if
-A_i < 0 and mean_t(log μ − log π_old) > δ, in nats. Here π_old replaces the paper's π_θ, so that the
-mask is known before the forward pass. The two are equal at the first step of a rollout.
+A_i < 0 and mean_t(log μ − log π_old) > δ, in nats (``correction.off_policy_delta``). Here π_old
+replaces the paper's π_θ, so that the mask is known before the forward pass. The two are equal at the
+first step of a rollout.
 
 The weights multiply the advantage alone, not the KL or the entropy
 (``loss.kl_estimator=unbiased`` brings its own ratio). Pure numpy: equal arrays give equal weights.
@@ -41,7 +43,7 @@ class Correction:
         whose π_old is not known.
     capped: bool [T], True at tokens whose weight was moved to a bound.
 
-    Example: ``token_mask`` at C = 2, ratios (1.5, 3.0) → weights (1.5, 0.0); ``token_truncate`` →
+    Example: ``token_mask`` with cap 2, ratios (1.5, 3.0) → weights (1.5, 0.0); ``token_truncate`` →
     (1.5, 2.0), capped (F, T).
     """
 
@@ -120,12 +122,12 @@ def off_policy(advantages: np.ndarray, mean_gap: np.ndarray, delta: float) -> np
 def correction_metrics(
     correction: Correction, loss_mask: np.ndarray, response_tokens: np.ndarray, signal: np.ndarray
 ) -> dict[str, float]:
-    """Return {name: mean over loss tokens} of the metrics ``correction/*``; {} if no token is measured.
+    """Return {metric name: mean over loss tokens} for ``correction/*``; {} if ``signal`` marks no loss token.
 
     ``weight_mean`` counts masked tokens as 0.
 
-    signal: bool [S], the samples that are measured: those whose advantage, before importance
-        weights, is not 0.
+    signal: bool [S], True for the samples whose loss tokens are averaged. Their advantage, before
+        importance weights, is not 0.
     """
     measured = loss_mask & np.repeat(signal, response_tokens)
     count = int(measured.sum())

@@ -1,15 +1,16 @@
 """A loss that is linear in the tokens' log-probs and has the gradient of any loss over samples' summed log-probs.
 
 Let L be any differentiable function of the sums s_i = Σ_t log π(t) over each sample's loss tokens.
-By the chain rule, at the weights that gave s,
+At the model weights that gave s, by the chain rule,
 
     ∇L = Σ_i ∂L/∂s_i · Σ_t ∇log π(t) = ∇ Σ_i Σ_t −c_i · log π(t)        with c_i = −∂L/∂s_i, a constant.
 
-So a forward-only pass gives s, and L is evaluated on all samples at once. Then Megatron's schedule
-trains the token sum −Σ c_i log π, in which no sample depends on another. Its samples may be divided
-over micro-batches and ranks in any way: the two responses of a pair need not share a micro-batch or
-a rank. The same holds if s_i is a value head's score in place of summed log-probs. c_i acts as the
-sample's advantage: a sample with c_i = 0 has no gradient, and may be dropped (docs/semantics.md §2).
+So a forward-only pass gives s, and L is evaluated on all samples at once. Then a training pass takes
+the gradient of the token sum −Σ c_i log π, in which no sample depends on another. Its samples may be
+divided over micro-batches and ranks in any way: the two responses of a pair need not share a
+micro-batch or a rank. The same holds if s_i is a value head's score in place of summed log-probs. c_i
+acts as the sample's advantage: a sample with c_i = 0 has no gradient, and may be dropped
+(docs/semantics.md §2).
 """
 
 from __future__ import annotations

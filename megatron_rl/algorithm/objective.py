@@ -26,14 +26,14 @@ class Objective:
     Both methods take a micro-batch's N loss tokens, their log-probs [N] and entropies [N]. They
     return the loss, a scalar with gradient, and nine numbers for the metrics, float64 [9]:
 
-    - the loss and the number of measured tokens;
-    - the sums of entropy, kl, clipped, ratio, |g| and e^−g + g − 1 over the measured tokens;
-    - the maximum of |g|, where g = log π − log μ and μ is the rollout engine's policy.
+    - the loss and the number of tokens that ``LossTokens.measured`` marks;
+    - over these tokens the sums of entropy, KL, clip mark, ratio π_θ/π_old, |g| and e^−g + g − 1;
+    - over these tokens the maximum of |g|, where g = log π − log μ, and μ is the engine's policy.
 
     whole: a function that adds per-sequence sums over the ranks that hold parts of the sequences
         (context parallelism).
-    enter_own: a function from the name "loss" to a context manager, which bounds the time of each
-        call of a user's policy loss.
+    enter_own: a function that is called with "loss" before each call of a user's policy loss. The
+        context manager that it returns surrounds the call, and bounds its time.
     """
 
     def __init__(self, config: LossConfig, whole: CompleteSums = identity, *, term: OwnPolicy | None = None) -> None:

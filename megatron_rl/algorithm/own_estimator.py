@@ -75,7 +75,7 @@ def own_advantages(
 
 
 def require(config: AdvantageConfig) -> None:
-    """Raise ConfigError if ``advantage.estimator`` cannot be called, or for the first property that it lacks."""
+    """Raise ConfigError if ``advantage.estimator`` cannot be called, or lacks a property of its contract."""
     resolve(config.estimator, config.arguments)
     for finding in check(config):
         if not finding.holds:

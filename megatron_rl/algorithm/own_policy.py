@@ -66,7 +66,7 @@ class OwnTerm:
     whole: CompleteSums
 
     def __call__(self, tokens: LossTokens, logprobs: torch.Tensor, old: torch.Tensor) -> PolicyTerm:
-        """Return the loss, the ratio and the clip mark of each loss token.
+        """Return the loss, the ratio π_θ/π_old and the clip mark (True if clipped) of each loss token.
 
         logprobs, old: float32 [N], log π_θ and log π_old.
         """

@@ -21,8 +21,8 @@ SPLITS = "a sample's losses do not depend on how its tokens are split over ranks
 def require(config: LossConfig) -> None:
     """Raise ConfigError for the first property of the contract that ``loss.policy`` lacks.
 
-    The property ZERO is not demanded. A loss without it is refused by ``skip.mode=exact`` alone
-    (algorithm/signal.py).
+    One property is not demanded: that a zero advantage gives a zero loss and gradient. Only
+    ``skip.mode=exact`` refuses a loss without it (algorithm/signal.py).
     """
     for finding in check(config):
         if not finding.holds and finding.name != ZERO:

@@ -1,8 +1,8 @@
 """Policy terms: functions that return one loss per loss token; the sum of these is a micro-batch's policy loss.
 
-Advantages arrive multiplied by the reduction's weight w. That is exact, since for w > 0
-w·min(rA, clip(r)A) = min(r(wA), clip(r)(wA)). The same holds for the dual clip. The quadratic term
-of ``dro`` has no factor A, so it is multiplied by w itself.
+Advantages arrive multiplied by w, a token's weight by ``loss.reduction``. That is exact, since for
+w > 0 w·min(rA, clip(r)A) = min(r(wA), clip(r)(wA)). The same holds for the dual clip. The quadratic
+term of ``dro`` has no factor A, so it is multiplied by w itself.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class LossTokens(Protocol):
     """Describes the fields of a packed micro-batch that the loss reads, over the micro-batch's N loss tokens.
 
     sequences: int64 [N], the sequence of each token, counted from 0 to num_sequences − 1.
-    advantages, weights: [N], w·A and w, with w the reduction's weight.
-    old_logprobs, rollout_logprobs, reference_logprobs: [N], by the trainer before the update, the
-        engine and the reference policy. None: no pass computed them.
+    advantages, weights: [N], w·A and w, where w is the token's weight by ``loss.reduction``.
+    old_logprobs, rollout_logprobs, reference_logprobs: [N], log-probs by the trainer before the
+        update, by the engine and by the reference policy. None: no pass computed them.
     kl_coefficient: β; None: ``loss.kl_coefficient``.
     measured: [N], 1 at tokens that the sums for the metrics count and 0 at others; None: all count.
     """
@@ -78,7 +78,8 @@ def policy_term(
     advantages: [T], w·A of each token.
     weights: [T], w of each token.
     sequences: [T] int64, the sequence of each token within the micro-batch (``gspo``).
-    whole: makes per-sequence sums complete if ranks hold parts of sequences (``gspo``).
+    whole: a function that adds sums [..., num_sequences] over the ranks that hold parts of the
+        sequences (``gspo``).
     """
     low, high = 1 - config.clip_low, 1 + config.clip_high
     match config.policy:
@@ -131,8 +132,9 @@ def gspo(
 ) -> PolicyTerm:
     """Compute −min(sA, clip(s, low, high)·A), with s the geometric mean of a sequence's ratios ρ_t.
 
-    GSPO-token, Zheng et al. 2025, arXiv:2507.18071, eq. 13 and 14: s_t = sg[s]·π_θ(t)/sg[π_θ(t)]
-    with s = (Π ρ_t)^(1/|y|), so that each token carries its own gradient. sg stops the gradient.
+    GSPO-token, Zheng et al. 2025, arXiv:2507.18071, eq. 13 and 14. The value of s is (Π ρ_t)^(1/|y|)
+    over a sequence of |y| tokens. Token t has sg[s]·π_θ(t)/sg[π_θ(t)] in its place, and so a gradient
+    of its own; sg stops the gradient.
 
     sequences, whole: see ``policy_term``.
     counted: [T], 1 at tokens that the geometric mean is taken over, 0 at others; None: all tokens.

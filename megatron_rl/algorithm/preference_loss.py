@@ -10,7 +10,8 @@ and the rejected response l:
     simpo           β · log π(y) / |y|                             −(1 − ε) log σ(m − γ) − ε log σ(γ − m)
     bradley_terry   the value head's number                        −log σ(m − γ)
 
-log π(y) is the sum over the response's loss tokens, |y| their number.
+log π(y) is the sum over the response's loss tokens, |y| their number. Of the section ``preference``,
+``beta`` is β and τ, ``margin`` is γ and ``label_smoothing`` is ε.
 
 - dpo: Rafailov et al. 2023, arXiv:2305.18290, eq. 7. Its ε: Mitchell 2023, "A note on DPO with
   noisy preferences". Its γ: Amini et al. 2024, arXiv:2402.10571.

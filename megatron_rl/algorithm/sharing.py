@@ -1,4 +1,4 @@
-"""The settings under which a micro-batch's samples of one prompt may run it once, without changing any result."""
+"""The settings under which a micro-batch may run a prompt once for all its samples, without changing any result."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which samples have signal, and the settings under which dropping all other samples is exact (docs/semantics.md §2).
 
-A sample has signal if a loss token of it has a non-zero coefficient, so that the sample may have a
-gradient.
+A sample has signal, and so may have a gradient, if one of its loss tokens has a non-zero advantage
+(times its importance weight, if there is one).
 
 Invariants (``assert_invariants`` in tests/unit/algorithm/test_signal.py):
 
@@ -93,7 +93,10 @@ class SignalRule:
 
 
 def refuse_uncounted_losses(megatron: MegatronConfig, skip: SkipConfig) -> None:
-    """Raise ConfigError if a field of UNCOUNTED_FIELDS is switched on, whatever ``skip.mode`` is."""
+    """Raise ConfigError if a field of UNCOUNTED_FIELDS is switched on, whatever ``skip.mode`` is.
+
+    These fields of Megatron-Core add losses or updates that are no sum over loss tokens.
+    """
     for field, reason in UNCOUNTED_FIELDS.items():
         value = megatron.transformer.get(field)
         if not (any(value) if isinstance(value, list | tuple) else value):
@@ -135,7 +138,10 @@ def _trains_without_advantage(loss: LossConfig) -> bool:
 
 
 def _neutral(term: str) -> str:
-    """Return what to set in place of a ``key=value`` of ``coupling_terms``, in the words of a message."""
+    """Return the advice for a ``key=value`` of ``coupling_terms``: what to set instead.
+
+    Example: ``loss.denominator=kept`` → ``loss.denominator=original``.
+    """
     key = term.split("=")[0]
     match key:
         case "loss.policy" | "megatron.transformer.moe_router_load_balancing_type":
@@ -148,8 +154,9 @@ def _neutral(term: str) -> str:
 def signal_rule(config: Config) -> SignalRule:
     """Return the run's rule for dropping samples.
 
-    Raises ConfigError if ``skip.mode=exact`` cannot hold, naming the setting and both ways out.
-    Raises ConfigError also for the settings that ``refuse_uncounted_losses`` refuses.
+    Raises ConfigError under ``skip.mode=exact`` if a dropped sample may change the result. The message
+    names the settings that cause this and the ways out. Raises ConfigError also for the settings that
+    ``refuse_uncounted_losses`` refuses.
     """
     refuse_uncounted_losses(config.megatron, config.skip)
     terms = coupling_terms(config)

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueTerm:
-    """Holds the critic's loss over N loss tokens, and which tokens entered it with their clipped error.
+    """Holds the critic's loss over N loss tokens, and marks the tokens whose clipped error it counts.
 
     loss: scalar, the sum over tokens.
     clipped: bool [N], True at tokens whose clipped error is larger than the unclipped one.
@@ -32,7 +32,7 @@ def value_loss(
     values: [N], V, with gradient.
     old_values: [N], V_old, the values at the rollout's weights, without gradient.
     returns: [N], R (algorithm/gae.py), without gradient.
-    weights: [N], the reduction's w_t, 0 in fillers.
+    weights: [N], w_t by ``loss.reduction``; 0 in fillers, which are micro-batches without a loss.
     clip: c; None: Σ_t w_t · ½ · (V − R)².
 
     Example: V = 1, V_old = 0, w = 1, c = 0.5. R = 2 → max(1, 2.25)/2 = 1.125, clipped. R = −1 →

@@ -1,14 +1,17 @@
 """MegatronBackend, the library's main class: forward, forward_backward, optim_step and export.
 
-train.py uses it. Other programs can, too; examples/library/one_step.py is a whole one:
+train.py uses it, and other programs can. In this sketch ``samples`` are this rank's samples,
+``groups`` their prompts' numbers and ``order`` their positions in the batch. ``signal`` marks the
+samples to train on. examples/library/one_step.py is a whole program:
 
     backend = MegatronBackend(config, total_steps=100)
-    batch = backend.gather(samples, groups, order)          # facts to everyone
-    plan = backend.plan_training(batch, signal, drops=True) # the same on every rank
-    batch = backend.fetch_rows(batch, plan)                 # rows where they are needed
-    for mini_batch in plan.mini_batches:
-        backend.forward_backward(batch, mini_batch, inputs) # as often as you like: gradients add
-        result = backend.optim_step(mini_batch.kind)        # one reduction, one step
+    batch = backend.gather(samples, groups, order)          # every rank gets the lengths of all samples
+    plan = backend.plan_training(batch, signal, drops=True) # the same plan on every rank
+    batch = backend.fetch_rows(batch, plan)                 # each rank gets the tokens that it will run
+    for mini_batch, digest in zip(plan.mini_batches, plan.fingerprints()):
+        inputs = LossInputs(advantages=..., weights=...)    # the loss reads these numbers
+        backend.forward_backward(batch, mini_batch, inputs, fingerprint=digest)  # gradients add up
+        result = backend.optim_step(mini_batch.kind)        # one reduction over ranks, one step
 """
 
 from __future__ import annotations
@@ -63,8 +66,8 @@ class LogProbs:
         was in no pass.
     sums: sums over the loss tokens of the pass: ``tokens`` (their count), ``logprob_gap_abs`` (sum
         of |gap|), ``logprob_gap_k3`` (sum of k3 estimates) and ``logprob_gap_max`` (largest |gap|).
-    recorded: what each optional part (backend/part.py) recorded in the pass, for the batch that is
-        trained.
+    recorded: the data that optional features (backend/part.py) recorded in the pass, such as routed
+        experts. The optimizer steps read it.
     """
 
     flat: np.ndarray
@@ -104,7 +107,11 @@ class MegatronBackend(TrainableModel):
         return self._accumulated
 
     def objective_of(self, term: OwnPolicy) -> Objective:
-        """Return a loss that sums ``term`` over tokens, to be given to ``forward_backward``. Not a collective."""
+        """Return a loss that sums ``term`` over tokens, to be given to ``forward_backward``. Not a collective.
+
+        term: a function that takes a micro-batch's PolicyTokens and returns each token's loss
+            (algorithm/own_policy.py).
+        """
         return Objective(LossConfig(), self._sum_over_context, term=term)
 
     def _sum_over_context(self, sums: torch.Tensor) -> torch.Tensor:
@@ -161,9 +168,9 @@ class MegatronBackend(TrainableModel):
         return LogProbs(flat=flat, sums=sums, recorded=recorded)
 
     def check_samples(self, batch: Batch) -> None:
-        """Raise ValueError, on every rank alike, if a sample of a rollout cannot be used by an optional part.
+        """Raise ValueError, on every rank alike, if a sample of a rollout lacks data that a feature in use needs.
 
-        For example, it lacks the routed experts that are to be replayed.
+        Under ``rollout.routing_replay=rollout``, for example, a sample must have routed experts.
         """
         for part in self.parts:
             part.check(batch.facts)
@@ -212,8 +219,8 @@ class MegatronBackend(TrainableModel):
             (algorithm/linear_loss.py).
         objective: the loss of this call; None takes the run's loss.
 
-        Raises ValueError within ``reference_weights`` if ``reference.placement=device``: the second
-        model has no gradient.
+        Raises ValueError within ``reference_weights`` if ``reference.placement=device``: there the
+        reference policy is a model of its own, without gradients.
         """
         chosen = objective or self.objective
         self._add_gradient(batch, mini_batch, inputs, fingerprint, chosen, supervised=supervised, reads=False)
@@ -262,8 +269,8 @@ class MegatronBackend(TrainableModel):
         All ranks must run the iterator to its end. A tensor is valid until the next one is asked
         for; copy it out before.
 
-        bucket_bytes: bounds the memory (weights/export.py); with adapters, one parameter's shard
-            comes on top.
+        bucket_bytes: the most bytes that are gathered at once (weights/export.py). Merging adapters
+            takes the memory of one parameter's shard more.
         merges: False leaves the adapters out and gives the frozen weights.
         """
         parameters = self._exported(merges=merges)
@@ -382,7 +389,10 @@ class MegatronBackend(TrainableModel):
             _run_through(self.export_adapters())
 
     def close(self, *, leave_world: bool = True) -> None:
-        """Destroy all process groups, a critic's too; the process may build another backend afterwards."""
+        """Destroy all process groups, a critic's too; the process may build another backend afterwards.
+
+        leave_world: whether the default process group is destroyed too.
+        """
         self.retire()
         topology.destroy(leave_world=leave_world)
 

@@ -15,7 +15,7 @@ from megatron_rl.types import BatchFacts, Sample
 class Batch:
     """Holds a batch of all ranks' samples.
 
-    facts: the lengths, groups and owners of every sample, on every rank.
+    facts: the lengths, groups and owning ranks of every sample; each rank holds them.
     local: the samples that this rank produced.
     rows:  sample index → sample, for those that this rank's micro-batches of a plan need
            (``TrainableModel.fetch_rows``).
@@ -44,7 +44,7 @@ class TargetSample(Sample):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TargetFacts(BatchFacts):
-    """Holds the facts of a batch in which some samples are TargetSamples.
+    """Holds the BatchFacts (lengths, groups, owners) of a batch in which some samples are TargetSamples.
 
     targets_per_token: int64 [S], each sample's K. In arrays over all response tokens, a token's K
         targets are adjacent.

@@ -56,7 +56,7 @@ def replicated_facts(samples: Sequence[Sample]) -> BatchFacts:
 def _facts_of(parts: Sequence[dict[str, list]]) -> BatchFacts:
     """Return the facts of a batch, sorted by the samples' positions in it.
 
-    parts: each rank's ``_own_facts``.
+    parts: the result of ``_own_facts`` on each rank.
     """
     columns = {name: [x for part in parts for x in part[name]] for name in parts[0]}
     columns["owners"] = [rank for rank, part in enumerate(parts) for _ in part["places"]]
@@ -309,7 +309,7 @@ def gather_scores(
 
 
 def _score_fault(score: Score, name: str) -> str | None:
-    """Return a message if one of the rewards in ``score`` is not finite; None if all are."""
+    """Return a message if a reward in ``score`` of the sample ``name`` is not finite; None if all are finite."""
     if all(value is None or math.isfinite(value) for value in (score.total, *score.by_function)):
         return None
     values = ", ".join("none" if value is None else f"{value:g}" for value in score.by_function)

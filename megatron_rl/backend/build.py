@@ -21,9 +21,9 @@ def build_parts(model: TrainableModel) -> tuple[BackendPart, ...]:
 
 
 def build_reference(model: TrainableModel) -> ReferenceWeights:
-    """Return the keeper of a policy's reference weights by ``reference.placement``.
+    """Return the object that keeps a policy's reference weights, on the host or on the device.
 
-    It holds no weights before ``keep``.
+    ``reference.placement`` says where. The object holds no weights before its ``keep``.
     """
     from megatron_rl.backend.reference_weights import DeviceCopy, HostCopy
 

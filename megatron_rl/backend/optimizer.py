@@ -213,9 +213,9 @@ class Optimizer:
     def offload(self) -> OffloadedBytes:
         """Free the device memory of gradients and of AdamW's state until ``restore``; return the freed bytes.
 
-        Gradients are zeros between steps, so they are dropped. AdamW's moments and masters are
-        copied to the host. Parameters stay. Masters of float32 parameters stay too, since they are
-        views of DDP's parameter buffer. Not a collective.
+        Gradients are zeros between steps, so they are dropped. AdamW's moments and master weights
+        are copied to the host. Parameters stay. Master weights of float32 parameters stay too,
+        since they are views of DDP's parameter buffer. Not a collective.
         """
         if any(chunk.ddp_config.nccl_ub for chunk in self.chunks):
             raise ValueError("offload() would release buffers that NCCL has registered; set megatron.ddp.nccl_ub=false")

@@ -1,7 +1,8 @@
 """The packing of a micro-batch into tensors: sequences end to end (THD), padded, and the inputs of the loss.
 
-Each sequence is padded to a multiple. Under context parallelism a rank holds its own chunks of
-every sequence. It holds a loss token if the position that predicts it lies in these chunks.
+Each sequence is padded to a multiple of ``PlanRules.pad_multiple`` tokens. Under context
+parallelism a rank holds its own chunks of every sequence. It holds a loss token if these chunks
+contain the position that predicts the token.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ class PackedMicroBatch:
     sequences: [N], the index of the loss token's sample in the micro-batch.
     rollout_logprobs: [N], the engine's log-probs.
 
-    Inputs of the loss, None in a pass without a loss:
-    advantages, weights, old_logprobs, reference_logprobs, measured: [N]; with kl_coefficient the
-        inputs of a policy's loss.
-    weights, returns, old_values: [N], the inputs of a critic's loss.
+    Inputs of the loss, each [N], None in a pass without a loss:
+    weights: the factor on each token's loss.
+    advantages, old_logprobs, reference_logprobs: inputs of a policy's loss, as is the number
+        ``kl_coefficient``.
+    measured: above 0 for a token that the step's metrics count; None: they count all.
+    returns, old_values: inputs of a critic's loss.
     """
 
     packed: PackedSequences
@@ -265,10 +268,10 @@ def _loss_fields(
 class PackedAhead(Sequence[PackedMicroBatch]):
     """Packs each micro-batch of a step, and sends it to the device, while the previous one runs.
 
-    The one worker thread of ``thread`` packs and sends, on the CUDA stream ``stream``. That stream
-    first waits for all work that was launched before. Every packed micro-batch is kept as long as
+    ``self[i]`` returns micro-batch i, or raises the error that packing it raised. The executor
+    ``thread`` has one worker thread, which packs and sends on the CUDA stream ``stream``. That
+    stream first waits for all work launched before. Every packed micro-batch is kept as long as
     this object lives, so that its memory is not reused while the device may still read it.
-    ``__getitem__`` raises the error of packing that micro-batch.
     """
 
     def __init__(

@@ -19,21 +19,21 @@ from megatron_rl.types import BatchFacts, BatchPlan
 
 
 class Recorded(Protocol):
-    """Holds what a part recorded in a log-prob pass, on the ranks that own the samples, for the later updates."""
+    """Holds the data that a BackendPart recorded in a log-prob pass, for the samples that this rank owns."""
 
     def given_to(self, batch: Batch) -> Batch:
-        """Return ``batch`` with the records put into its samples."""
+        """Return ``batch`` with the recorded data put into its samples, where optimizer steps read it."""
 
 
 class Recording(Protocol):
-    """Holds what a part recorded in one log-prob pass on this rank."""
+    """Holds the data that a BackendPart recorded in one log-prob pass, for the tokens that this rank ran."""
 
     def gather(self, batch: Batch, plan: BatchPlan) -> Recorded:
         """Send every rank's records to the ranks that own the samples, and return them. A collective."""
 
 
 class BackendPart(PackingPart, Protocol):
-    """Adds an optional feature to a model: it packs data with each micro-batch, wraps passes, records and sums.
+    """Adds an optional feature to a model: packs data with micro-batches, wraps passes, records data, sums metrics.
 
     No method is a collective unless its docstring says so.
 
@@ -59,7 +59,7 @@ class BackendPart(PackingPart, Protocol):
         """
 
     def recording(self) -> AbstractContextManager[Recording]:
-        """Return the context that stays open during a log-prob pass; it gives the pass's records."""
+        """Return the context that stays open during a log-prob pass; entering it gives the pass's Recording."""
 
     def take_sums(self) -> dict[str, float]:
         """Return {metric: sum over all ranks} of the current optimizer step, and set the sums to zero. A collective."""

@@ -67,7 +67,7 @@ def token_places(layout: Layout, slot: int, prompt: int, read: int) -> np.ndarra
 def lay_experts(
     layout: Layout, samples: Sequence[Sample], read: np.ndarray, positions: np.ndarray, rows: RouterRows
 ) -> np.ndarray | None:
-    """Return the table of a packed micro-batch's experts, int16 [layers of this rank, rows, top_k].
+    """Return the table of a packed micro-batch's experts, int16 [this rank's routers, tokens that they see, top_k].
 
     Returns None if no sample has experts.
 
@@ -101,7 +101,7 @@ def read_experts(
 
     The tokens are those of ``places``; −1 stands for tokens and layers of other ranks.
 
-    recorded: index in ``rows.layers`` → experts, int64 [rows, top_k].
+    recorded: index in ``rows.layers`` → experts, int64 [tokens that the router saw, top_k].
     places: each sample's token positions in the packed micro-batch (``token_places``).
     positions: int64, the positions in the micro-batch that this context rank holds.
     """
@@ -167,8 +167,11 @@ def gather_recorded(
 
 
 def _chunks(samples: np.ndarray, tokens: np.ndarray, bytes_per_token: int) -> Iterator[np.ndarray]:
-    """Yield the samples in order, in arrays of about ``REDUCED_BYTES`` of experts, at least one sample each.
+    """Yield arrays of consecutive entries of ``samples``, whose experts take about ``REDUCED_BYTES`` together.
 
+    Each array has at least one sample.
+
+    samples: the samples' indices in the batch.
     tokens: [S], the number of tokens of every sample of the batch.
     """
     part = np.cumsum(tokens[samples] * bytes_per_token) // REDUCED_BYTES

@@ -133,9 +133,9 @@ def build_replayed_experts(model: TrainableModel) -> ReplayedExperts:
 
 
 def require_routed(facts: BatchFacts, shape: tuple[int, int]) -> None:
-    """Raise ValueError, on every rank alike, if a sample has no experts or has another model's number of them.
+    """Raise ValueError, on every rank alike, if a sample has no routed experts or a number that does not fit.
 
-    shape: (layers, top_k) of the model.
+    shape: (layers, experts per token) of the policy, which every sample must have.
     """
     shapes = np.zeros((facts.num_samples, 2), dtype=np.int64) if facts.routed_shapes is None else facts.routed_shapes
     wrong = np.flatnonzero((shapes != shape).any(axis=1))

@@ -10,7 +10,7 @@ forward_step_calc_loss, ``distributed/finalize_model_grads.py``):
   So any number of calls may precede one optimizer step. backend/optimizer.py starts and finishes
   the one reduction.
 - A rank without micro-batches (a silent rank) does not call the schedule. Without a pipeline,
-  Megatron-Core would run one micro-batch even for M = 0.
+  Megatron-Core would run one micro-batch even if told to run none.
 - Under ``overlap_param_gather`` the forward pass gathers the parameters. In a step with a silent
   rank, all ranks gather before the schedule, in one order. Otherwise the other ranks would wait for
   a collective that the silent rank never issues.
@@ -91,7 +91,10 @@ class _Laps:
 
 
 def _seconds(marks: Sequence[tuple]) -> np.ndarray:
-    """Return the seconds of each timed piece of work, float64; the device must have finished them."""
+    """Return the seconds between each pair of marks, float64; the device must have finished the work between them.
+
+    marks: (start, end) pairs: CUDA events on a GPU, else seconds of the host's clock.
+    """
     if HOST.is_cuda:
         return np.array([begun.elapsed_time(ended) / 1000 for begun, ended in marks])
     return np.array([ended - begun for begun, ended in marks], dtype=np.float64)
@@ -186,7 +189,7 @@ class _Run:
 class Schedule:
     """Runs packed micro-batches through this rank's pipeline stage, forward and, in training, backward.
 
-    windows: the sizes of the model's attention windows, for the measured micro-batches' Σ l².
+    windows: the sizes of the model's attention windows, by which ``StageLaps.squares`` is computed.
     parts: the backend's optional parts, whose contexts are entered around every pass.
     watches: observers, whose contexts are entered around every pass too.
     """
@@ -315,18 +318,18 @@ class Schedule:
     def take_laps(self) -> list[StageLaps]:
         """Return the times of each training ``run`` since the last call.
 
-        Call it after an optimizer step: the step reads the gradient norm, so the device has
-        finished them.
+        Call it after an optimizer step. The step reads the gradient norm, so the device has finished
+        the timed passes.
         """
         runs, self._runs = self._runs, []
         return [run.laps(self.topology, self.windows) for run in runs]
 
 
 def measured_sums(runs: Sequence[StageLaps]) -> np.ndarray:
-    """Return the sums to which the cost model is fitted, float64 [cost.NUM_SUMS].
+    """Return sums over this rank's micro-batches, to which the cost model is fitted, float64 [cost.NUM_SUMS].
 
-    They run over the micro-batches of this rank's stage; the times of its model chunks are added
-    up.
+    A micro-batch's time is the sum over the rank's model chunks. ``planning.cost.measured`` gives
+    the sums' order.
     """
     if not runs:
         return np.zeros(NUM_SUMS)

@@ -67,7 +67,7 @@ P2PCommunicator._communicate_shapes = _from_plan
 def planned(
     topology: Topology, num_microbatches: int, shape_of: Callable[[int], Shape], *, forward_only: bool
 ) -> Iterator[None]:
-    """Make the schedule take shapes from the plan within the block, which holds one run. Not a collective.
+    """Make the schedule take shapes from the plan within the block, which runs it once. Not a collective.
 
     shape_of: a function from a micro-batch's number to the shape of its tensor between two stages.
     forward_only: whether the run has no backward passes.

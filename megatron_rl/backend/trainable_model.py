@@ -1,4 +1,4 @@
-"""A model that this rank trains: its chunks, schedule and optimizer, and the plans and rows of its batches.
+"""A model that this rank trains: its chunks, schedule and optimizer, and the planning and exchange of its batches.
 
 The policy (backend/backend.py), the critic and the reward model (critic/) are subclasses. Each adds
 the numbers that it computes from the hidden states, log-probs or values, and its loss.
@@ -250,7 +250,7 @@ class TrainableModel:
 
         Returns the numbers, float32 [T] over response tokens, sample after sample, on every rank; 0
         stands for a token that was not read. Returns also the dicts of this rank's micro-batches,
-        [] unless this rank reports the loss.
+        [] except on the last pipeline stage's first tensor rank.
         """
         (mini_batch,) = plan.mini_batches
         check_lockstep(self.step_index, mini_batch.kind, plan.fingerprints()[0], self.topology)
@@ -268,10 +268,12 @@ class TrainableModel:
         return self._spread(batch, mini_batch, reported), reported
 
     def _spread(self, batch: Batch, mini_batch: StepPlan, reported: Sequence[Mapping]) -> np.ndarray:
-        """Return the reported numbers on every rank, float32 [T] over response tokens; 0 for the other tokens.
+        """Return the numbers that all ranks computed, on every rank: float32 [T], one for each response token.
 
-        reported: this rank's reports; each has ``numbers`` and, in ``flat``, their positions in the
-            result.
+        A token without a number has 0.
+
+        reported: one mapping for each micro-batch of this rank. It has ``numbers`` and, in ``flat``,
+            their positions in the result.
         """
         flat = torch.zeros(int(batch.facts.response_offsets[-1]), dtype=torch.float32, device=HOST.device)
         for report in reported:
@@ -288,7 +290,9 @@ class TrainableModel:
         fingerprint: bytes,
         loss: Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, dict]],
     ) -> list[dict]:
-        """Add the mini-batch's gradient; return the dicts of ``loss``, [] on a rank that does not report the loss.
+        """Add the mini-batch's gradient; return the dict that ``loss`` returned for each micro-batch.
+
+        Returns [] except on the last pipeline stage's first tensor rank.
 
         loss: a function of a micro-batch and the hidden states at its loss positions. It returns a
             scalar sum, and a dict whose ``sums`` are float64 [len(sum_names)].
@@ -357,9 +361,9 @@ class TrainableModel:
         return sums
 
     def _time_step(self, started: float) -> None:
-        """Record an optimizer step's seconds, measured since ``started``.
+        """Record an optimizer step's seconds, the least of all ranks: that rank waited least for others.
 
-        The least of all ranks counts, since that rank waited least for others.
+        started: the value of ``time.perf_counter`` at the step's start.
         """
         HOST.synchronize()
         spent_s = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
@@ -418,7 +422,7 @@ class TrainableModel:
 
     @property
     def trained_entries(self) -> StageEntries:
-        """Return the table of the trained weights' names: of the adapters if there are any, else of the whole model."""
+        """Return the function that lists the trained weights: the adapters if there are any, else all weights."""
         return adapter_entries if self.shape.lora_rank else trained_entries
 
     def retire(self) -> None:

@@ -61,9 +61,9 @@ Progress = Callable[[int], None]
 class Cut:
     """Holds the degrees of parallelism by which an imported checkpoint is divided into chunks and files.
 
-    It is divided as ranks of this topology would save it. A run of any topology loads it, whatever
-    its division. Each tensor-parallel rank's shard is one chunk, so that a rank of the same
-    topology reads its own chunks only. There are tensor · expert · pipeline files.
+    The files are those that ranks of this topology would save; a run of any topology can load them.
+    Each tensor-parallel rank's shard is one chunk, so that a rank of the same topology reads only
+    its own chunks. There are tensor · expert · pipeline files.
     """
 
     tensor: int = 1
@@ -71,7 +71,11 @@ class Cut:
     expert: int = 1
 
     def check(self, shape: ModelShape) -> None:
-        """Raise ConfigError if a degree does not divide the count that it splits, or if stages outnumber layers."""
+        """Raise ConfigError if the model cannot be divided by these degrees.
+
+        ``tensor`` must divide the numbers of heads and the MLP's sizes, ``expert`` the number of
+        experts. ``pipeline`` may be at most the number of layers.
+        """
         heads = {
             "num_attention_heads": shape.num_heads,
             "num_key_value_heads": shape.num_kv_heads,
@@ -105,8 +109,8 @@ class Cut:
 def appearing(path: pathlib.Path | RemotePath, *, overwrite: bool) -> Iterator[pathlib.Path | RemotePath]:
     """Yield a new folder that replaces ``path`` when the block ends. If the block raises, the new folder is removed.
 
-    In an object store the folder is ``path`` itself, which is complete once it has a config.json.
-    Raises ConfigError if ``path`` exists and ``overwrite`` is False.
+    In an object store the new folder is ``path`` itself, and counts as complete once it has a
+    config.json. Raises ConfigError if ``path`` exists and ``overwrite`` is False.
     """
     if path.exists() and not overwrite:
         raise ConfigError(f"{path} exists; name another folder, or pass --overwrite")
@@ -137,7 +141,7 @@ def side_folder(partial: pathlib.Path | RemotePath) -> Iterator[pathlib.Path]:
 
 
 def check_source(reader: HuggingFaceReader, shape: ModelShape) -> None:
-    """Raise ConfigError unless a Hugging Face folder holds the tensors that its config describes (``check_tensors``).
+    """Raise ConfigError unless a Hugging Face folder holds the tensors that its config.json describes.
 
     The same error is raised for a tied model whose files hold an output matrix that differs from
     the embedding.
@@ -167,15 +171,17 @@ def import_weights(
     iteration: int | None,
     progress: Progress,
 ) -> int:
-    """Fill ``folder`` with a torch_dist checkpoint of the model's weights; return the bytes of its tensors.
+    """Fill ``folder`` with a torch_dist checkpoint of the model's weights; return the number of bytes written.
 
-    Raises ConfigError if a tensor is missing, has another shape than the config's or numbers that
-    are not finite. The same error is raised if files hold tensors that weights/mapping.py does not
-    name.
+    Raises ConfigError if a tensor is missing, has a shape other than the config's, or holds numbers
+    that are not finite. The same error is raised for a tensor that weights/mapping.py does not name.
 
+    reader: the reader of the Hugging Face files.
     shape: the model's shape, whose ``padded_vocab_size`` must be a multiple of ``cut.tensor``.
+    cut: how the checkpoint is divided into chunks and files.
     dtype: the dtype of the written parameters; None keeps the dtypes of the files.
     iteration: the iteration that the checkpoint states; None states 0.
+    progress: a function that is called after each tensor with the number of its bytes.
     """
     cut.check(shape)
     check_source(reader, shape)
@@ -200,7 +206,7 @@ def _import_one(
     cut: Cut,
     dtype: torch.dtype | None,
 ) -> int:
-    """Write one Megatron tensor, a shard for each tensor-parallel rank of ``cut``; return the shards' bytes."""
+    """Write one Megatron tensor, a shard for each tensor-parallel rank of ``cut``; return the shards' size in bytes."""
     entry, dtype = stored.entry, stored.dtype(dtype)
     dtypes = {reader.dtype(name) for name in entry.hf}
     if len(dtypes) > 1 and dtype is None:
@@ -245,8 +251,11 @@ def import_folder(
 ) -> pathlib.Path:
     """Convert a Hugging Face directory into a checkpoint in a Megatron-LM folder; return the checkpoint's own folder.
 
-    The target's other iterations stay. Its ``hf/`` is replaced by this model's, and
-    ``latest_checkpointed_iteration.txt`` names the new checkpoint.
+    Other iterations in ``target`` stay. ``target/hf`` is replaced by this model's config and
+    tokenizer, and ``latest_checkpointed_iteration.txt`` names the new checkpoint.
+
+    iteration: the new checkpoint's number; None names its folder ``release``.
+    cut, dtype, progress: as for ``import_weights``.
     """
     reader = HuggingFaceReader(source)
     path = target / iteration_name(iteration)
@@ -264,8 +273,8 @@ def plan_export(reader: TorchDistReader, shape: ModelShape, dtype: torch.dtype |
 
     dtype: the dtype of the written parameters; None keeps the checkpoint's dtypes.
 
-    Raises ConfigError if the checkpoint lacks a tensor or has it in another size, or if its model
-    has parts that the config's model lacks.
+    Raises ConfigError if the checkpoint lacks a tensor, has it in another size, or holds a tensor
+    that a model of this config does not have.
     """
     adapters = sorted(key for key in reader.tensors if key.startswith(MODEL_KEYS) and f"{ADAPTER}." in key)
     if adapters:
@@ -309,7 +318,9 @@ def export_folder(
     Optimizer states and everything else in the checkpoint are left out. Raises ConfigError, and
     leaves no folder, if a tensor holds numbers that are not finite.
 
-    hf: a directory with the model's config and tokenizer.
+    hf: a directory, whose config and tokenizer are copied.
+    shard_bytes: the most bytes of a file of weights; a larger tensor has a file of its own.
+    progress: a function that is called after each tensor with the number of its bytes.
     """
     reader = TorchDistReader(source.path)
     planned = plan_export(reader, shape, dtype)
@@ -338,7 +349,10 @@ def export_folder(
 
 
 def _say_dtype(config: pathlib.Path, kinds: set[torch.dtype]) -> None:
-    """Write the weights' dtype into config.json: as ``dtype``, or ``torch_dtype`` before transformers 5."""
+    """Write the weights' dtype into config.json: as ``dtype``, or ``torch_dtype`` before transformers 5.
+
+    kinds: the dtypes of the written weights. If there are several, nothing is changed.
+    """
     fields = read_object(config)
     for key in ("dtype", "torch_dtype"):
         if key in fields and len(kinds) == 1 and fields[key] != (name := str(next(iter(kinds))).removeprefix("torch.")):

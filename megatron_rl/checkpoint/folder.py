@@ -113,8 +113,8 @@ def begin(root: pathlib.Path, iteration: int) -> pathlib.Path:
 def complete(folder: pathlib.Path, files: Mapping[str, Mapping[str, object]]) -> pathlib.Path:
     """Write the manifest of a ``.partial`` folder, rename the folder to its final name and return its new path.
 
-    files: name → ``digest`` of the files that were digested when they were written. All other files
-        are digested here.
+    files: file's name → its ``digest``, for each file whose digest is known already. All other
+        files are digested here.
     """
     iteration = int(folder.name.removeprefix("iter_").removesuffix(".partial"))
     digests = {name: files.get(name) or digest(folder / name) for name in _files_in(folder) if name != MANIFEST}
@@ -142,7 +142,7 @@ def read_manifest(folder: pathlib.Path | RemotePath) -> dict:
 
     Raises DamagedCheckpoint for a manifest that cannot be read, was changed or has invalid fields.
     Raises CheckpointError for an intact manifest of a format or version that this code does not
-    know. In another format the manifest may lack a SHA-256 of itself.
+    know. A manifest of such a format counts as intact if it has no SHA-256 of itself.
     """
     path = folder / MANIFEST
     content = read_object(path, most_bytes=MANIFEST_BYTES, error=DamagedCheckpoint)

@@ -39,8 +39,9 @@ class CheckpointLoader:
     ) -> ResumePoint:
         """Load model and critic from the first good checkpoint of ``folders``, newest first; return that checkpoint.
 
-        Raises CheckpointError if a checkpoint is damaged under ``checkpoint.on_damage=fail``, if
-        all are damaged, for an unknown format and for another model.
+        Raises CheckpointError if a checkpoint is damaged under ``checkpoint.on_damage=fail``, or if
+        all are damaged. The same error is raised if a checkpoint has an unknown format or is of
+        another model.
 
         prepare: a function that is called before each load with the checkpoint and a bool. The bool
             is True if an earlier load of this call failed halfway.
@@ -97,7 +98,12 @@ class CheckpointLoader:
         return state
 
     def _own_files(self, folder: pathlib.Path, state: Mapping) -> list[pathlib.Path]:
-        """Return the paths of the saved ranks' ``rollouts_<rank>.npz`` files that this rank takes over."""
+        """Return the paths of the checkpoint's ``rollouts_<rank>.npz`` files that this rank reads.
+
+        Rank r of n ranks reads the files r, r + n, r + 2n, …: the saving run may have had more ranks.
+
+        state: the content of the checkpoint's state.json.
+        """
         topology = self.backend.topology
         return [folder / own_file(rank) for rank in range(topology.rank, state["world_size"], topology.world_size)]
 
@@ -115,7 +121,8 @@ class CheckpointLoader:
     def restore(self, point: ResumePoint, config: Mapping[str, object]) -> RestoredRun:
         """Set the random generators to the loaded checkpoint's states; return the run's other saved state.
 
-        config: this run's settings, as ``config_to_dict`` gives them.
+        config: this run's settings, as ``config_to_dict`` gives them. Each setting that differs from
+            the checkpoint's is logged.
         """
         state = point.state
         self._restore_random(state)

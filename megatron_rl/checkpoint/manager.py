@@ -5,7 +5,7 @@ It resumes from the newest good checkpoint. A checkpoint is taken between rollou
 half done: no gradient is accumulated, and rollouts generated ahead are complete. Its iteration is
 the number of rollouts trained so far; 0 is the state after the supervised start. ``state.json``
 holds the state that every rank knows and that is not a tensor. ``rollouts_<rank>.npz`` holds the
-rollouts that a rank has not trained yet, and its replayed ones.
+rollouts that a rank has not trained yet, and those that it keeps to train again (replay).
 
 A critic has its own checkpoints, of the same iterations, under ``critic/``. The critic's checkpoint
 is completed before the policy's of the same iteration. A run never resumes from a policy's
@@ -64,12 +64,13 @@ class CheckpointManager:
         saves: bool,
         written_config: Mapping[str, object],
     ) -> None:
-        """Install handlers for SIGTERM, SIGUSR1 and SIGINT if the run saves checkpoints.
+        """Keep the arguments; if the run saves checkpoints, install handlers for SIGTERM, SIGUSR1 and SIGINT.
 
+        critic: the critic, which is saved and loaded too; None without one.
         hf_path: ``model.hf_path``.
         supervised_every: ``sft.save_every_steps``.
         saves: whether the run saves checkpoints.
-        written_config: the run's configuration in the form that checkpoints hold.
+        written_config: the run's settings, as ``config_to_dict`` gives them.
         """
         self.backend, self.critic, self.settings = backend, critic, settings
         self.run_path, self.hf_path, self.supervised_every = run_path, hf_path, supervised_every
@@ -155,9 +156,10 @@ class CheckpointManager:
         return resumable(self.root, iterations, None if self.critic is None else of_critic, supervised)
 
     def cut_back(self, point: ResumePoint | None) -> None:
-        """Truncate the run's files in APPENDED to their sizes in the checkpoint, and rename the exports of later steps.
+        """Truncate the run's log files to their sizes in the checkpoint, and rename the exports of later steps.
 
-        Only the main rank does so.
+        The files are metrics.jsonl, trace.jsonl and completions.jsonl. Ranks other than the main
+        rank do nothing.
 
         point: the checkpoint from which the run resumes; None does nothing.
         """
@@ -183,7 +185,11 @@ class CheckpointManager:
                     file.truncate(size)
 
     def _fetched(self, folder: pathlib.Path | RemotePath, name: str, path: pathlib.Path) -> bool:
-        """Replace a file of the run by its copy in an object store's checkpoint; return False if there is no copy."""
+        """Replace a file of the run by its copy in an object store's checkpoint; return False if there is no copy.
+
+        folder: the checkpoint's folder.
+        name, path: the file's name, and its path in the run's folder.
+        """
         if isinstance(folder, pathlib.Path) or not (folder / name).is_file():
             return False
         unfinished = path.with_name(f"{name}.tmp")

@@ -9,11 +9,11 @@ iteration > 0 or release"). It starts a ``release`` at iteration 0 with a fresh 
 
 The keys are the keys of ``GPTModel.sharded_state_dict`` (Megatron-Core 0.16.1 and 0.19.2, read and
 run). The same parameter of all layers is one stacked tensor, with the layer as first index. For a
-mixture's experts the second index is the expert. A norm has its name inside Transformer Engine's
-fused linear, whichever layer spec wrote it. The exception is the norm before a mixture of experts,
-which only the torch spec names as if it were fused. Every stored tensor is whole, so that any
-topology loads it. Its rows lie as on a single tensor-parallel rank: q, k, v by query group, gate's
-rows before up's.
+mixture's experts the second index is the expert. A norm before a linear layer has a key of
+Transformer Engine's fused layer, such as ``linear_qkv.layer_norm_weight``, under both layer specs.
+The norm before a mixture of experts is ``pre_mlp_layernorm.weight``, and in the torch layer spec
+``mlp.linear_fc1.layer_norm_weight``. Every stored tensor is whole, so that any topology loads it.
+Rows lie as on a single tensor-parallel rank: q, k, v by query group, gate's rows before up's.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """Holds an entry of weights/mapping.py for one tensor, and the tensor's name in a checkpoint.
+    """Holds one tensor's description (an Entry of weights/mapping.py), and its name in a checkpoint.
 
-    entry: the entry, with the numbers of layer and expert filled in, so that Hugging Face names are
-        whole.
+    entry: the description: the tensor's Hugging Face names, with the numbers of layer and expert,
+        its name in Megatron-Core, and how its rows are laid out.
     name: the part of the key after ``decoder.layers.`` if ``layer`` is set, else the whole key. An
         expert's name lacks the expert's number.
-    aliases: other names that a layer spec gives to the same tensor.
+    aliases: other names of the same tensor, as Megatron-Core's layer specs differ in some names.
     layer, expert: the tensor's numbers; None if it belongs to no layer, or to no expert.
-    by_layer: whether each layer's tensor has its own key, as in a model with dense and mixture
-        layers.
+    by_layer: whether each layer's tensor has its own key, as in a model with both dense layers and
+        mixtures of experts.
     """
 
     entry: Entry
@@ -90,7 +90,7 @@ class Stored:
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Return the tensor's indices (layer, expert) in the stacked tensor of a checkpoint written here."""
+        """Return the tensor's indices (layer, expert) in a stacked tensor that this package writes."""
         return tuple(x for x in (None if self.by_layer else self.layer, self.expert) if x is not None)
 
     def stack(self, shape: ModelShape) -> tuple[int, ...]:
@@ -102,9 +102,9 @@ class Stored:
         return tuple(count for number, count in counts if number is not None)
 
     def keys(self) -> tuple[str, ...]:
-        """Return the keys of the tensor, or of the stacked tensor that holds it, in a checkpoint written here.
+        """Return the keys under which this package writes the tensor, or the stacked tensor that holds it.
 
-        The first key is the tensor's name, the others are its aliases.
+        The first key is made from ``name``, the others from ``aliases``.
         """
         prefix = "" if self.layer is None else f"{LAYERS}{self.layer}." if self.by_layer else LAYERS
         return tuple(prefix + x for x in (self.name, *self.aliases))
@@ -180,7 +180,10 @@ def _of_layer(entry: Entry, layer: int) -> Entry:
 
 
 def whole_size(entry: Entry, shape: ModelShape) -> tuple[int, ...]:
-    """Return the shape of an entry's Megatron parameter before it is split over tensor-parallel ranks."""
+    """Return the shape of a Megatron parameter before it is split over tensor-parallel ranks.
+
+    entry: the parameter's description by weights/mapping.py.
+    """
     return shard_size(entry, shape, 1)
 
 
@@ -222,10 +225,10 @@ def extra_state_keys(shape: ModelShape) -> list[str]:
 
 
 def find(stored: Stored, shape: ModelShape, keys: Collection[str], where: str) -> list[Place]:
-    """Return where a checkpoint holds ``stored``: one Place (key and indices), or two if gate and up lie apart.
+    """Return where a checkpoint holds ``stored``: one Place (key and indices), or one each for gate and up.
 
-    ``singleton_local_shards`` stores them apart. Raises ConfigError naming the tensor if the
-    checkpoint has it in no form.
+    Gate and up have keys of their own under Megatron-Core's ``singleton_local_shards``. Raises
+    ConfigError, naming the tensor, if the checkpoint lacks it.
 
     keys: the keys of the checkpoint's tensors.
     where: the checkpoint's name for messages.

@@ -46,10 +46,11 @@ def identity(backend: TrainableModel) -> dict[str, object]:
 
 
 def numbers(backend: TrainableModel) -> dict[str, object]:
-    """Return the backend's counters and sums on which later steps depend, as JSON-able values by name.
+    """Return the backend's state that is not a tensor: name → JSON-able value.
 
-    ``optimizer_steps``, AdamW's step count, is read from the scheduler: both increase with every
-    applied step.
+    These are counters, settings of optimizer and pipeline, and ``cost_sums``: sums of measured
+    times, to which the planner fits its cost model. ``optimizer_steps``, AdamW's step count, is read
+    from the scheduler: both increase with every applied step.
     """
     return {
         "step_index": backend.step_index,
@@ -151,9 +152,10 @@ def _put(backend: TrainableModel, values: Mapping[int, torch.Tensor]) -> None:
 
 
 def _restore_fit(backend: TrainableModel, sums: np.ndarray) -> None:
-    """Restore the sums from which the planner's cost model is fitted, if their shape is this pipeline's.
+    """Restore the sums of measured times to which the planner's cost model is fitted.
 
-    Under ``plan.calibrate`` the planner then uses a cost model fitted to them.
+    There is a row of sums for each pipeline stage. If the number of stages has changed, nothing is
+    restored. Under ``plan.calibrate`` the planner then uses the fitted model.
     """
     if sums.shape == backend.fit.sums.shape:
         backend.fit.sums = sums

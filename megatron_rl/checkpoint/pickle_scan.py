@@ -6,8 +6,8 @@ million bytes can nest so deep that the interpreter crashes. Hence four rules:
 
 1. Only the opcodes that an index of tensors needs are accepted.
 2. The memo grows by one entry at a time.
-3. A value cannot be changed any more once it was fetched from the memo, and a global never can. So
-   no class gets an attribute. The counts of rule 4 are exact, since no value grows inside another.
+3. Once a value was fetched from the memo, it cannot be changed. A class or function can never be
+   changed. So the counts of rule 4 are exact: no value grows after it became a part of another.
 4. The number of a value's parts is bounded, with a shared part counted at each reference. The depth
    of nesting is bounded too.
 """
@@ -46,7 +46,7 @@ ADDED_TO_MARK = {"APPENDS", "SETITEMS", "ADDITEMS"}
 class _Value:
     """Holds the size of a value that the pickle would build, in place of the value.
 
-    parts: the number of its parts, including their own parts.
+    parts: the number of its parts at all levels.
     depth: how many levels deep its parts nest.
     grows: whether later opcodes may add parts to it.
     """

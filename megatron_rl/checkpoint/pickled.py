@@ -113,7 +113,10 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class PlanUnpickler(MetadataUnpickler):
-    """Unpickles the plans that ranks send one another before a save or a load; BETWEEN_RANKS lists further classes."""
+    """Unpickles the plans that ranks send one another before a save or a load.
+
+    It allows the classes of MetadataUnpickler, and those in BETWEEN_RANKS.
+    """
 
     def allows(self, module: str, name: str) -> bool:
         return name in BETWEEN_RANKS.get(module, ()) or super().allows(module, name)
@@ -266,8 +269,8 @@ def guarded() -> Iterator[None]:
 
     ``weights_only`` is forced by torch's environment variable, which overrules the caller's
     argument. This is needed since ``DefaultLoadPlanner.load_bytes`` asks for
-    ``weights_only=False``. A ``.metadata`` with only allowed classes could still send a tensor
-    there.
+    ``weights_only=False``. A forged ``.metadata`` of allowed classes could make it unpickle any
+    bytes of a file.
     """
     loads = SimpleNamespace(**{**vars(pickle), "load": lambda file: MetadataUnpickler(file).load()})
     with (

@@ -13,9 +13,9 @@ Invariants (tests/unit/checkpoint/test_remote_folder.py, tests/s3/test_checkpoin
    it becomes incomplete.
 3. A folder without a manifest is never read; the next save removes it.
 
-A run that passed over a damaged checkpoint reaches the damaged one's number again. The damaged
-checkpoint is removed before the new one is written. Until the new one is complete, a resume uses
-the checkpoint before.
+A run that skipped a damaged checkpoint comes to the same iteration again. It then removes the
+damaged checkpoint before it writes the new one. Until the new one is complete, a resume uses the
+checkpoint of an earlier iteration.
 """
 
 from __future__ import annotations
@@ -72,11 +72,10 @@ class RemotePlace:
     def write_bucket(self, transforms: Sequence, _: int, bucket: tuple) -> tuple[list, str, dict[str, object]]:
         """Upload one file of tensors; return (torch's WriteResult of each tensor, the file's name, its digest).
 
-        Each tensor is written by the same function of torch as in Megatron-Core's
-        ``FileSystemWriterAsync.write_preloaded_data`` (0.16.1 and 0.19.2), which writes to a file
-        on a disk.
+        Each tensor is written by torch's ``_write_item``, as in Megatron-Core's
+        ``FileSystemWriterAsync.write_preloaded_data`` (0.16.1 and 0.19.2), which writes to a disk.
 
-        transforms: the first arguments of that function.
+        transforms: the first arguments of ``_write_item``.
         bucket: Megatron-Core's triple (path, file name, (objects, tensors)).
         """
         _, name, (raw, tensors) = bucket
@@ -118,7 +117,7 @@ class RemotePlace:
         (self.root / LATEST).write_text(f"{self.iteration}")
 
     def free(self, names: Sequence[str]) -> None:
-        """Do nothing: the objects of a failed rank fill no disk, and ``abandon`` removes them."""
+        """Do nothing: a failed save's objects take no room on this host's disk, and ``abandon`` removes them."""
 
     def close(self) -> None:
         shutil.rmtree(self.scratch, ignore_errors=True)

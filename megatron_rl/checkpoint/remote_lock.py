@@ -44,7 +44,10 @@ class RemoteLock(RunLock):
         self.path.write_bytes(json.dumps(json.loads(self._content()) | {"number": self.number}).encode())
 
     def _read(self) -> tuple[dict | None, int | None]:
-        """Return (holder, number); (None, None) if there is no lock, (None, 0) if the file holds another text."""
+        """Return (fields that name the holder, the number that the holder raises) from the lock's file.
+
+        They are (None, None) if there is no lock, and (None, 0) if the file holds another text.
+        """
         try:
             with self.path.open("rb") as file:
                 content = file.read(MOST_BYTES)

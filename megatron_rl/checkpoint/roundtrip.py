@@ -30,7 +30,10 @@ SEQUENCES, MOST_TOKENS = 4, 64
 
 
 def compare_folders(source: pathlib.Path, back: pathlib.Path, dtype: torch.dtype | None, shape: ModelShape) -> dict:
-    """Return a dict: numbers of tensors, of other files and of equal ones of both, and the names of those that differ.
+    """Compare two Hugging Face folders; return counts, and the names of tensors and files that differ.
+
+    Returns the numbers of all and of equal tensors (``tensors``, ``equal``), of all and of equal
+    other files (``files``, ``equal_files``), and a list of names (``different``).
 
     source: the original Hugging Face folder.
     back: the folder that was converted to Megatron-LM and back.

@@ -1,4 +1,4 @@
-"""The records of a run's state in a checkpoint: to be saved, found at a start, and restored. They hold no tensors."""
+"""The records of a run's state that is no tensor: RunState is saved in a checkpoint, RestoredRun is read from it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class RunState:
     """Holds what a checkpoint keeps of a run, apart from the model, the critic and the random states.
 
     queue: the part of the rollout queue's state that is the same on every rank.
-    queue_rows: the content of this rank's ``rollouts_<rank>.npz``: its untrained and replayed
-        rollouts.
+    queue_rows: the content of this rank's ``rollouts_<rank>.npz``: rollouts that are not trained
+        yet, and those kept to be trained again (replay).
     prompts, reference, metrics: JSON-able states of the data set's cursor, the reference policy and
         the metrics.
     trace_rollouts: the number of rollouts in trace.jsonl.
@@ -61,8 +61,8 @@ class RestoredRun:
     rollouts: the number of rollouts trained so far; None within the supervised start, before the
         first rollout.
     supervised_steps: the number of supervised steps taken; None after the supervised start.
-    queue_rows: the contents of those ``rollouts_<rank>.npz`` of the saved run that this rank takes
-        over.
+    queue_rows: the contents of the checkpoint's ``rollouts_<rank>.npz`` files that this rank reads.
+        There are several if more ranks have saved.
     """
 
     rollouts: int | None

@@ -105,20 +105,21 @@ class CheckpointSaver:
         self.waited_s = time.perf_counter() - started
 
     def _appended(self) -> dict[str, int]:
-        """Return {name: bytes} of the run's files in APPENDED on the main rank, and {} on the others.
+        """Return {name: size in bytes} of the run's log files on the main rank, and {} on the others.
 
-        A missing file has the size 0. So a resume also removes the lines that are written to it
-        later.
+        The files are metrics.jsonl, trace.jsonl and completions.jsonl. A missing file has the size
+        0. If the run writes it later, a resume empties it.
         """
         paths = [self.run_path / name for name in APPENDED if self.is_main]
         return {path.name: path.stat().st_size if path.exists() else 0 for path in paths}
 
     def _records(self, sizes: Mapping[str, int]) -> dict[str, tuple[pathlib.Path, int]]:
-        """Return {name: (path, bytes to copy)} of the run's files that go into a checkpoint in an object store.
+        """Return {name: (path, bytes to copy)} of the run's log files that go into a checkpoint in an object store.
 
-        They are copied since the run may resume on another host. On a disk the result is {}.
+        They are copied since the run may resume on another host. For a checkpoint on a disk the
+        result is {}.
 
-        sizes: the main rank's files, name → bytes.
+        sizes: name → size in bytes, as ``_appended`` returns it.
         """
         if isinstance(self.root, pathlib.Path):
             return {}

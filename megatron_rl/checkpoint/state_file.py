@@ -92,7 +92,10 @@ def _check_key(value: object, where: str) -> None:
 
 
 def _check_places(asked: object, where: str) -> None:
-    """Raise DamagedCheckpoint unless each item of ``asked`` is [group's index in its rollout, prompt id, attempt]."""
+    """Raise DamagedCheckpoint unless ``asked`` is a list of [group's index in its rollout, prompt id, attempt].
+
+    where: the list's place in state.json, for messages.
+    """
     for i, entry in enumerate(check(asked, where, list)):
         if len(check(entry, f"{where}[{i}]", list)) != 3:
             raise DamagedCheckpoint(f"{where}[{i}] must be a place, a prompt's id and its attempt")

@@ -64,7 +64,7 @@ def weight_entries(chunks: Sequence[DistributedDataParallel]) -> list[ShardedBas
 
 
 def _bytes_of(data: object) -> int:
-    """Return the size of a ShardedObject's data; 0 if they are empty.
+    """Return the number of bytes of a ShardedObject's ``data``; 0 if it is empty.
 
     Transformer Engine's ``_extra_state`` is an empty buffer without FP8.
     """
@@ -175,13 +175,13 @@ def adam_to_save(entries: Sequence[ShardedBase], states: AdamStates) -> list[Sha
 def _gathered(
     entry: ShardedBase, state: ParameterState, kind: str, number: int
 ) -> tuple[torch.Tensor | None, tuple | int]:
-    """Return (whole state, replica id) of a parameter on the rank that will write it, and (None, ()) on the others.
+    """Return (whole state, its replica id) on the rank that will write the state, and (None, ()) on the others.
 
-    Without a distributed optimizer every rank gets the state.
+    A replica id is Megatron-Core's mark of which ranks hold the same tensor. Without a distributed
+    optimizer every rank gets the state.
 
-    kind: the kind of state, such as "exp_avg".
-    number: the parameter's index in the list to save. The ranks of the group take turns by it as
-        writers.
+    kind: the kind of AdamW's state, such as "exp_avg".
+    number: the parameter's index in the list to save; the ranks of the group take turns as writers.
     """
     if state.group is None:
         return state.tensors[kind].detach().view(entry.data.shape), entry.replica_id

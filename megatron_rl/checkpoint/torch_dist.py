@@ -181,8 +181,8 @@ class TorchDistReader:
 class TorchDistWriter:
     """Writes a torch_dist folder chunk by chunk. A chunk is in its file when ``add_chunk`` returns.
 
-    Each call states the whole tensor's size, so that nothing about a tensor needs to be known
-    before. ``finish`` completes the checkpoint.
+    Each call of ``add_chunk`` states the whole tensor's size, so no tensor is declared beforehand.
+    ``finish`` completes the checkpoint.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -205,8 +205,9 @@ class TorchDistWriter:
     def add_chunk(
         self, rank: int, keys: Sequence[str], size: tuple[int, ...], offsets: tuple[int, ...], chunk: torch.Tensor
     ) -> None:
-        """Write a chunk of the tensor ``keys[0]`` into rank's file. Raises ConfigError if chunks differ in dtype.
+        """Write a chunk of the tensor ``keys[0]`` into a file. Raises ConfigError if chunks differ in dtype.
 
+        rank: the number of the file.
         keys: the tensor's key, and further keys under which the same bytes are found.
         size: the whole tensor's shape.
         offsets: the indices of the chunk's first element in the whole tensor.

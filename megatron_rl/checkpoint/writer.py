@@ -1,10 +1,10 @@
 """The writer of a checkpoint while the run goes on: tensors are copied to the host, then a thread writes them to disk.
 
-Megatron-Core plans the write by collectives, in ``dist_checkpointing.save`` with
-``async_sharded_save``. It ends the write by the request's finalize functions, which write
-``.metadata``. Between the two it would fork processes. Here a thread calls the same per-bucket
-function (``FileSystemWriterAsync.write_preloaded_data``, 0.16.1 and 0.19.2). So each rank knows
-whether its own write succeeded before any collective.
+Megatron-Core (``dist_checkpointing.save`` with ``async_sharded_save``) plans the write by
+collectives. Then it would fork processes that write the tensors. At the end its finalize functions,
+which are collectives too, write ``.metadata``. Here a thread takes the place of the processes, and
+calls the same function for each file (``FileSystemWriterAsync.write_preloaded_data``, 0.16.1 and
+0.19.2). So each rank knows whether its own write succeeded before the last collectives.
 
 The main rank alone writes ``common.pt``, ``.metadata`` and ``metadata.json``, in the middle of
 Megatron-Core's collectives. If one of these writes fails, the error is kept until the collectives
@@ -100,7 +100,7 @@ class DiskPlace:
             (self.folder / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Do nothing: the folder is the checkpoint, or is removed."""
+        """Do nothing: unlike RemotePlace, this object has no temporary folder to remove."""
 
     def abandon(self) -> None:
         """Remove the unfinished folder, on the main rank."""

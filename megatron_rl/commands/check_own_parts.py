@@ -24,7 +24,10 @@ from megatron_rl.errors import ConfigError
 
 
 def print_findings(name: str, findings: list[Finding]) -> bool:
-    """Print each checked property with its result; return whether all of them hold."""
+    """Print ``name`` and each checked property with its result; return whether all properties hold.
+
+    name: the checked loss or estimator, as the user named it.
+    """
     print(name)
     for finding in findings:
         print(f"  {'holds' if finding.holds else 'FAILS'}  {finding.name}: {finding.detail}")
@@ -32,9 +35,9 @@ def print_findings(name: str, findings: list[Finding]) -> bool:
 
 
 def print_gradient(config: LossConfig) -> None:
-    """Print the loss's gradient at six tokens beside its central differences, and say whether the two are equal.
+    """Print autograd's gradient of the loss at six tokens beside central differences; print whether they are equal.
 
-    All tokens are compared, to 1e-6. The two also differ if the loss stops a gradient on purpose.
+    All tokens are compared, to 1e-6. They also differ if the loss detaches a tensor on purpose.
     """
     gradient, numeric = own_policy_check.finite_differences(config)
     print("  d loss / d log-prob of the first tokens, and by central differences of the loss:")

@@ -1,4 +1,4 @@
-"""The dispatch of `megatron-rl`: the first argument names a command, which is started or run in this process."""
+"""The dispatch of `megatron-rl`: it starts the command that the first argument names, or runs it in this process."""
 
 from __future__ import annotations
 
@@ -79,6 +79,8 @@ def usage() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line of `megatron-rl`: replace this process by the named program, or do the work here.
+
+    arguments: the words after `megatron-rl`; None for those of ``sys.argv``.
 
     Returns 0 if this process has done the work. Returns 2, with the reason on stderr, if an
     argument is wrong.

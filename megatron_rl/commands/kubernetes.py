@@ -31,7 +31,8 @@ CPUS_A_GPU, MEMORY_GIB_A_GPU = 8, 128
 class Cluster:
     """Describes the pods that a run is given on Kubernetes.
 
-    kind: one of KINDS; ``vllm`` is a Job for the trainer and a set of vLLM servers beside it.
+    kind: ``job``, ``pytorchjob`` or ``trainjob``; or ``vllm``, a Job for the trainer with a set of
+        vLLM servers beside it.
     image: the container image, with a tag or a digest.
     nodes: the number of trainer pods, each on a node of its own.
     gpus: the number of GPUs, and of ranks, in each pod.
@@ -112,8 +113,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def cluster_of(options: argparse.Namespace) -> Cluster | None:
     """Return the cluster that the options describe; None without ``--kubernetes``.
 
-    Raises ConfigError for an option that needs a missing one, and for a run's name that no
-    Kubernetes job can have.
+    Raises ConfigError if an option is given without another that it needs, or if no Kubernetes job
+    can have the run's name.
     """
     fields = {
         "image": options.image,
@@ -205,7 +206,10 @@ def manifests(folder: str, run: str, model: str, cluster: Cluster, *, own_prompt
 
 
 def _pod_values(name: str, cluster: Cluster) -> dict[str, object]:
-    """Return {template field: value} for the fields that differ between the kinds of job (KINDS)."""
+    """Return {template field: value} for the fields that differ between the kinds of job (KINDS).
+
+    name: the run's name as a Kubernetes label.
+    """
     port, place = PORT, []
     match cluster.kind:
         case "pytorchjob":
@@ -232,7 +236,10 @@ def _pod_values(name: str, cluster: Cluster) -> dict[str, object]:
 
 
 def _server_arguments(name: str, cluster: Cluster) -> list[str]:
-    """Return the trainer's command-line settings that name the vLLM servers and their API key."""
+    """Return the trainer's command-line settings that name the vLLM servers and their API key.
+
+    name: the run's name as a Kubernetes label, with which the servers' host names begin.
+    """
     replicas = cluster.gpus // cluster.vllm_tp
     servers = [
         f"http://{name}-vllm-{pod}.{name}-vllm:{SERVER_PORT + replica}"

@@ -1,4 +1,4 @@
-"""The process that `megatron-rl` replaces itself by: one Python process, or torchrun with several ranks."""
+"""The start of a program in place of the `megatron-rl` process: one Python process, or torchrun with several ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TORCHRUN = (sys.executable, "-m", "megatron_rl.commands.ranks", "--standalone", 
 
 
 def take_processes(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
-    """Return the number that ``--nproc`` gives, None if it is absent, and the other arguments.
+    """Return (number that ``--nproc`` gives, other arguments); the number is None if ``--nproc`` is absent.
 
     Raises ConfigError if the value is no whole number of at least 1, or if ``--nproc`` is given
     twice.

@@ -44,7 +44,7 @@ TINY = {
 def new_command(arguments: Sequence[str]) -> int:
     """Write the folder of a new run, print the commands to start it, and return 0.
 
-    arguments: the command line behind `megatron-rl new`.
+    arguments: the words after `megatron-rl new` in the command line.
 
     Raises ConfigError if the folder exists, or if a path has characters that YAML, bash or SLURM
     would misread.
@@ -83,7 +83,10 @@ def new_command(arguments: Sequence[str]) -> int:
 
 
 def _say_what_is_next(options: argparse.Namespace, *, on_kubernetes: bool) -> None:
-    """Print which files were written and which commands start the run."""
+    """Print which files were written and which commands start the run.
+
+    on_kubernetes: whether Kubernetes manifests were written too.
+    """
     missing = "" if options.model or options.tiny else " model.hf_path=/path/to/a/hugging-face/model"
     made = ["run.yaml", "reward.py", "job.sbatch", "slurm"]
     made += [] if options.prompts else ["prompts.jsonl"]
@@ -173,5 +176,5 @@ def _sums() -> list[dict[str, str]]:
 
 
 def _environment() -> str:
-    """Return the virtual environment of this process; ".venv" if it has none."""
+    """Return the folder of this process's virtual environment; ".venv" if it runs in none."""
     return sys.prefix if sys.prefix != sys.base_prefix else os.environ.get("VIRTUAL_ENV", ".venv")

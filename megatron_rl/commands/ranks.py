@@ -1,4 +1,4 @@
-"""The start of the ranks of ``--nproc`` by torchrun's own code, without torchrun's report at the end.
+"""The start of ranks by torchrun's own code, without torchrun's report of a failure; ``--nproc`` uses it.
 
     python -m megatron_rl.commands.ranks --nproc-per-node 2 -m megatron_rl.train ...      # torchrun's arguments
 
@@ -53,9 +53,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _ended_by(number: signal.Signals, *, ranks_run: bool) -> int:
-    """Print which signal ended the job, except for a Ctrl-C that a rank has reported; return 128 + its number.
+    """Print which signal ended the job; return 128 + the signal's number.
 
-    number: the signal.
+    number: the signal. Nothing is printed for SIGINT (Ctrl-C) if ranks ran, since a rank reports it.
     ranks_run: whether ranks were already running.
     """
     if not (ranks_run and number == signal.SIGINT):
@@ -67,8 +67,8 @@ def _ended_by(number: signal.Signals, *, ranks_run: bool) -> int:
 def explain(error: ChildFailedError) -> int:
     """Print which rank failed first, unless that rank has printed the reason itself; return its exit code.
 
-    A rank that a signal ended is named before ranks that failed because of its loss. SIGTERM does
-    not count: torchrun sends it to the remaining ranks.
+    A rank that a signal ended counts as first, even if other ranks failed before: they fail when
+    they lose it. SIGTERM does not count, since torchrun sends it to the remaining ranks.
     """
     failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
     killed = [(rank, each) for rank, each in failures if each.exitcode < 0 and each.exitcode != -signal.SIGTERM]

@@ -20,10 +20,12 @@ CHARACTERS = "0123456789+-*= "
 def byte_level(model: models.BPE) -> Tokenizer:
     """Return a byte-level BPE tokenizer that splits text exactly as transformers' Qwen2Tokenizer does.
 
-    Beside a config.json of model_type qwen2, AutoTokenizer (transformers 5.19) always builds a
-    Qwen2Tokenizer. It takes vocabulary and merges from the files, and applies its own normalizer
-    and pre-tokenizer. If the split here were different, the same files would give other tokens in a
-    model directory than in a tokenizer's directory.
+    model: the vocabulary and merges.
+
+    In a folder whose config.json has model_type qwen2, AutoTokenizer (transformers 5.19) always
+    builds a Qwen2Tokenizer. That class reads only vocabulary and merges from the files, and splits
+    text its own way. With another split here, the same files would give other tokens beside a
+    config.json than without one.
     """
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.NFC()
@@ -42,7 +44,7 @@ def make_characters(characters: str) -> Tokenizer:
     """Return a BPE tokenizer without merges: one token for each of ``characters``, and the tokens EOS and PAD.
 
     Not covered: a character outside ``characters`` has no token. Encoding drops it silently, since
-    BPE has no unknown token here (see `byte_level`).
+    the tokenizer has no token for unknown text.
 
     Raises ConfigError if there is no character, or one that is not ASCII.
     """

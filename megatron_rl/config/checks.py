@@ -1,5 +1,7 @@
 """Checks of single settings: that a word is one of those allowed, and a number in the range of its field's type.
 
+A field's type states its range:
+
     tensor: Annotated[int, Range(1, 10**5)] = 1
 
 No range holds NaN, and none holds infinity, since each has an upper end. The upper end is the

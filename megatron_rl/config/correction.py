@@ -36,9 +36,9 @@ class CorrectionConfig:
     """
 
     old_logprobs: str = "auto"
-    """Source of π_old: `recompute`: a log-prob pass; `auto`: none for the first step; `rollout`: the engine."""
+    """Source of π_old: `recompute`: a pass; `auto`: none for a rollout's first step; `rollout`: the engine."""
     mode: str = "none"
-    """`none`, or the weight and what is done beyond the bounds: `{token,sequence,geometric}_{truncate,mask}`."""
+    """`none`, or kind of weight, then what is done beyond bounds: `{token,sequence,geometric}_{truncate,mask}`."""
     cap: Annotated[float, Range(1)] = 2.0
     """Upper bound of the weight; a token on which engine and trainer agree has weight 1."""
     floor: Annotated[float, Range(0, 1, open_low=True)] | None = None
@@ -72,5 +72,5 @@ class CorrectionConfig:
 
     @property
     def is_on(self) -> bool:
-        """Return whether samples are weighted or masked by their log-probs, which then decide which samples train."""
+        """Return whether importance weights or off-policy masking are on; log-probs then decide which samples train."""
         return self.mode != "none" or self.off_policy_delta is not None

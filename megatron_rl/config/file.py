@@ -35,8 +35,10 @@ def load_config(
     overrides: texts ``section.key=value``.
 
     Source and overrides may hold OmegaConf's interpolations, which refer to the merged settings
-    (megatron_rl/config/interpolation.py). Raises ConfigError for a setting that cannot work. If it
-    is a file's, the message begins with file and line.
+    (megatron_rl/config/interpolation.py).
+
+    Raises ConfigError for a setting that cannot work. If a file sets it, the message begins with the
+    file and the line.
     """
     # The layers, and the lines of settings that no override replaces.
     tree, lines = _read(source)
@@ -107,7 +109,7 @@ def _typed(settings: Tree) -> Config:
 
 @functools.cache
 def _structured(section: type) -> DictConfig:
-    """Return a section's defaults as OmegaConf's structured config; a merge copies it, so it may be cached."""
+    """Return a section's defaults as OmegaConf's structured config, which is cached: callers must not change it."""
     settings = OmegaConf.structured(section, flags={"no_deepcopy_set_nodes": True})  # its nodes are new
     inner = [settings[name] for name, hint in hints_of(section).items() if dataclasses.is_dataclass(hint)]
     for part in (settings, *inner):
@@ -171,7 +173,9 @@ def _parse_override(override: str) -> Tree:
 
 
 def _override_value(key: str, text: str, override: str) -> object:
-    """Return the value of an override, read as YAML, or unchanged if its field holds texts and it is no YAML.
+    """Return the value of an override, read as YAML.
+
+    If the field holds texts, a value that is a number, a mapping or no valid YAML stays as written.
 
     key: the override's dotted key.
     text: the value as written.
@@ -217,7 +221,7 @@ def _keys(tree: Tree, prefix: str = "") -> Iterator[str]:
 def _with_place(message: str, path: str, lines: Lines, overridden: Collection[str]) -> str:
     """Return a message preceded by where its keys were set: on lines of the file, or on the command line.
 
-    For a message about an unknown key, that key alone counts, not the nearest key that it advises.
+    In a message about an unknown key, only that key is looked up, not the known keys that are advised.
 
     lines: the line of each dotted key of the file.
     overridden: the dotted keys of the overrides.

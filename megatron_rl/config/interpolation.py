@@ -39,7 +39,7 @@ _PATCHED = threading.RLock()  # a resolver of the user's may load a configuratio
 
 
 class Interpolations:
-    """Replaces texts with interpolations in trees of settings by markers, and after the merge markers by values."""
+    """Puts markers in place of interpolations in trees of settings, and values in place of markers after a merge."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []  # text n has the marker of number n
@@ -84,7 +84,10 @@ class Interpolations:
         return tree
 
     def _settle(self, first: int, settings, tree: dict[str, object]) -> None:
-        """Evaluate text number ``first``, after every text that it needs, and replace their markers by the values."""
+        """Evaluate text number ``first``, after every text that it needs, and replace their markers by the values.
+
+        settings: OmegaConf's container of ``tree`` over the defaults, in which texts are evaluated.
+        """
         stack = [first] * (first in self.places)
         while stack:
             number = stack[-1]
@@ -101,7 +104,10 @@ class Interpolations:
                 stack.append(self.needed)
 
     def _evaluated(self, number: int, settings) -> object:
-        """Return the plain value of a text. If another text must be evaluated first, set ``needed`` and return None."""
+        """Return the plain value of text ``number``; None if another text must be evaluated first.
+
+        ``needed`` is then the number of that text, else None.
+        """
         path, self.needed, self.fault = self.places[number], None, ""
         parent = functools.reduce(lambda node, name: node[name], path[:-1], settings)
         try:
@@ -133,7 +139,8 @@ class Interpolations:
     def _guarded(self) -> Iterator[None]:
         """Wrap OmegaConf's resolvers within the block, and add one for markers.
 
-        A wrapped resolver counts its calls by this thread, and refuses some of them.
+        A wrapped resolver raises for a call by this thread that is refused: of oc.coerce, for a missing
+        environment variable, or beyond MOST_CALLS.
         """
         table = BaseContainer._resolvers  # OmegaConf's one table of resolvers, in 2.3 and 2.4
         with _PATCHED:
@@ -169,7 +176,7 @@ class Interpolations:
 
 
 def _reason(error: Exception) -> str:
-    """Return the end of an error message after key and text: what OmegaConf found at fault, and the way out."""
+    """Return the end of an error message: why OmegaConf could not evaluate a text, and the way out."""
     said = (str(error).splitlines() or [""])[0].strip()
     if unknown := re.search(r"Interpolation key '(.*?)' not found", said):
         return f": {quoted(unknown[1])} names no setting; write ${{section.key}} or ${{oc.env:VARIABLE}}"

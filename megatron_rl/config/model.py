@@ -53,7 +53,7 @@ class ParallelConfig:
     context: Annotated[int, Range(1, 10**5)] = 1
     """Context-parallel degree: ranks that split each sequence, two chunks each; token caps count all ranks' tokens."""
     expert: Annotated[int, Range(1, 10**5)] = 1
-    """Expert-parallel degree: ranks that divide a layer's experts; elsewhere they split tensors, sequences or data."""
+    """Expert-parallel degree: ranks that divide a layer's experts; for other layers they are TP, CP or DP ranks."""
     expert_tensor: Annotated[int, Range(1, 10**5)] | None = None
     """Tensor-parallel degree within each expert; null: as `parallel.tensor`."""
     sequence_parallel: bool = False

@@ -60,7 +60,9 @@ def name_elsewhere(key: str) -> str | None:
 
 
 def meant(root: type, cls: type, key: str, prefix: str = "") -> tuple[list[str], str]:
-    """Return (keys, note): the known keys that an unknown key may mean, [] if there are none, and a note or "".
+    """Return (keys, note): the known keys that an unknown key may mean, and a remark for the message.
+
+    Either may be empty: ``keys`` if no known key is meant, ``note`` if there is nothing to add.
 
     root: the class of the whole configuration.
     cls, prefix: the class of the innermost known section of the key, and the section's own key with

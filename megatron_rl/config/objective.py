@@ -100,7 +100,7 @@ class LossConfig:
     reduction: str = "token_mean"
     """`token_mean`, `token_sum`, `sequence_mean`, `sequence_sum_mean`, `sequence_sum_norm` or `prompt_mean`."""
     denominator: str = "original"
-    """What the reduction divides by is counted: `original`: before samples are dropped; `kept`: after."""
+    """Samples that count in the reduction's divisor: `original`: all before the drop; `kept`: those that stay."""
     clip_low: Annotated[float, Range(0, 1000)] = 0.2
     """Distance from 1 of the lower bound of the ratio π_θ/π_old."""
     clip_high: Annotated[float, Range(0, 1000)] = 0.2

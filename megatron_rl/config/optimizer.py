@@ -59,9 +59,9 @@ class PlanConfig:
     samples_per_microbatch: Annotated[int, Range(1)] | None = None
     """Fixed number of samples of a micro-batch, in place of the token cap; null: the token cap."""
     share_prompts: bool | None = None
-    """Whether a micro-batch runs the common prompt of several samples once; null: if that is exact and possible."""
+    """Whether a micro-batch runs the common prompt of several samples once; null: yes, if exact and possible."""
     repack: bool = True
-    """true: pack after samples are dropped; false: before, and drop whole micro-batches: bitwise as without drops."""
+    """true: pack the samples that stay; false: pack all, then drop micro-batches: bitwise as a run without drops."""
     microbatch_overhead_tokens: Annotated[int, Range(0)] = 256
     """Assumed fixed cost of a micro-batch, in tokens; it decides the number of micro-batches on a pipeline."""
     on_long_sample: str = "own_microbatch"

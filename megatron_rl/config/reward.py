@@ -24,7 +24,7 @@ class RewardConfig:
     functions: tuple[str, ...] = ()
     """Any of `arithmetic`, `math_verify`, `reward_model`, `environment`, `module:function`, `./file.py:function`."""
     completions: str = "text"
-    """Form in which your own functions of lists get completions: `text` or `messages`, as TRL (docs/coming-from.md)."""
+    """Form of completions for your own functions that take lists: `text` or `messages` (docs/coming-from.md)."""
     model_path: str | None = None
     """For `reward_model`: folder of a classifier with one label (docs/supervised.md#reward-models); null: none."""
     weights: tuple[Annotated[float, Range(-(10**6), 10**6)], ...] = ()

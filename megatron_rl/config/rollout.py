@@ -46,9 +46,9 @@ class ProducerConfig:
             )
 
     def num_stragglers(self, prompts_per_rollout: int) -> int:
-        """Return the number of groups that a rollout may leave unfinished: a fraction of them, rounded down.
+        """Return the number of groups that a rollout may leave unfinished, ``straggler_share`` of all, rounded down.
 
-        The fraction is ``straggler_share``. A group is the samples of one prompt.
+        A group is the samples of one prompt.
         """
         return int(self.straggler_share * prompts_per_rollout + 1e-9)
 
@@ -71,7 +71,7 @@ class DynamicSamplingConfig:
     on_exhausted: str = "skip"
     """If groups without signal are left after the last round: `skip`: drop them as usual; `fail`: end the run."""
     metric: str | None = None
-    """A reward function, `reward` or `shaped`: groups with equal values are replaced too; null: see docs/async.md."""
+    """Reward that must differ within a group: a function's name or `reward`; `shaped`: none; null: docs/async.md."""
 
     def __post_init__(self) -> None:
         choose("rollout.dynamic_sampling.on_exhausted", self.on_exhausted, ("skip", "fail"))
@@ -92,7 +92,7 @@ class RolloutConfig:
     max_response_tokens: Annotated[int, Range(1, 10**8)] = 256
     """Largest number of tokens of a response, over all turns, observations included."""
     start_order: str = "drawn"
-    """Order in which prompts start: `drawn`: the data's; `longest_first`: longest last responses first."""
+    """Order in which prompts start: `drawn`: the data's; `longest_first`: longest earlier responses first."""
     temperature: Annotated[float, Range(0.01, 100)] = 1.0
     """Sampling temperature; all log-probs, of engine and trainer, are taken at it."""
     bitwise: bool = False
@@ -161,7 +161,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncConfig:
-    """Sets how the policy's weights are sent to the engines, bucket by bucket.
+    """Sets how the policy's weights are sent to the engines, one bucket (some tensors) after another.
 
     Under `cuda_ipc` an engine reads each bucket from the memory of the GPU that it shares with its
     rank. This works for engines that the run started. PyTorch's expandable segments are then off in

@@ -29,7 +29,7 @@ class RunConfig:
     deadline_s: Annotated[float, Range(1, 10**6)] = 1800.0
     """Longest time, in seconds, of a collective, of an engine without progress, and of a user's function in a rank."""
     slow_stage_s: Annotated[float, Range(0, 10**6)] = 60.0
-    """Seconds in one stage after which the log names the stage of each rank, then at twice the time; 0: never."""
+    """Seconds in one stage after which the log names each rank's stage, then after 2, 4 ... times as long; 0: never."""
 
     @property
     def path(self) -> pathlib.Path:
@@ -120,7 +120,7 @@ class MetricsConfig:
     save_plans: bool = False
     """Whether each rollout's plan is written as JSON under `plans/` in the run's folder."""
     untrained_warning_steps: Annotated[int, Range(1)] | None = 20
-    """Number of optimizer steps in a row without training after which log and final table warn; null: never."""
+    """Number of steps in a row that train nothing after which the log and the final table warn; null: never."""
 
     def __post_init__(self) -> None:
         self._check_prometheus()

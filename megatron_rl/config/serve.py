@@ -33,7 +33,7 @@ class ServeConfig:
     max_models: Annotated[int, Range(1, 10**5)] = 16
     """Largest number of models in training whose states are kept in host memory."""
     max_samplers: Annotated[int, Range(1, 10**5)] = 32
-    """Largest number of copies of weights of unnamed samplers that are kept in host memory; older ones are removed."""
+    """Largest number of weight copies in host memory for samplers without a name; the oldest are removed."""
     max_body_mb: Annotated[float, Range(0, 10**6, open_low=True)] = 64.0
     """Largest body of a training request, in MiB; the SDK splits its requests at 5 MB."""
     max_queue_mb: Annotated[float, Range(0, 10**7, open_low=True)] = 4096.0

@@ -98,7 +98,10 @@ def hint_at(cls: type, key: str) -> object | None:
 
 
 def holds_text(hint: object) -> bool:
-    """Return whether a field's type is a text or a list of texts; its override may be any text without quotes."""
+    """Return whether a field's type is a text or a list of texts.
+
+    On the command line such a field may be set to any text, without YAML's quotes.
+    """
     return hint in (str, str | None, tuple[str, ...])
 
 

@@ -60,13 +60,13 @@ class RemoteCritic:
     ) -> tuple[dict, dict[str, np.ndarray]]:
         """Send a request to the critic's ranks; return the answer, a dict, and its arrays by name.
 
-        Every rank waits for the answer in the job's key-value store. A collective would bound the
-        critic's work by its deadline. The critic's regular signs of life show that it is alive.
+        Every rank waits for the answer to appear in the job's key-value store, as long as the
+        critic's ranks show signs of life. A wait in a collective would end at its deadline.
 
-        request: the request's name.
+        request: the request's name, such as ``values``.
         arrays: a function that returns the request's arrays, called on the first rank alone; None
             for none.
-        given: the request's other values.
+        given: further fields of the request, JSON-able.
         """
         self.number += 1
         if self.link.is_first:
@@ -128,7 +128,10 @@ class RemoteCritic:
 
 
 def batch_arrays(batch: Batch, rows: Mapping[int, Sample]) -> dict[str, np.ndarray]:
-    """Return a batch as arrays by name: facts [S], and ``token_ids`` and ``loss_mask`` of all samples end to end.
+    """Return {name: array} of a batch's S samples.
+
+    ``groups``, ``prompt_tokens`` and ``response_tokens`` are [S]. ``token_ids`` and ``loss_mask``
+    hold all samples end to end.
 
     rows: sample index → sample, for every sample of the batch.
     """

@@ -1,8 +1,8 @@
-"""PPO's critic on this rank: a model with a value head, its own optimizer and, if asked for, its own grid.
+"""PPO's critic on this rank: a model with a value head, its own optimizer and, if set, its own parallel degrees.
 
 V_t is read from the hidden state before token t, from which the policy's log-prob of t is read too.
-The loss is a token sum under the policy's weights (semantics §8). Values also train at advantages of
-zero, so only samples without a loss token are dropped.
+The loss is a sum over tokens, each with the same factor as in the policy's loss (docs/semantics.md
+§8). Values also train at advantages of zero, so only samples without a loss token are dropped.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Critic(TrainableModel):
         """Build the critic; TrainableModel describes the other arguments.
 
         config: the run's configuration; its ``critic`` section overrules the other sections.
-        alone: whether these ranks hold no policy; then there is no policy's grid to share.
+        alone: whether these ranks hold no policy, whose process groups the critic could share.
         """
         own = critic_config(config)
         self._total_steps = total_steps
@@ -123,7 +123,13 @@ class Critic(TrainableModel):
     def accumulate(
         self, batch: Batch, mini_batch: StepPlan, returns: np.ndarray, old_values: np.ndarray, fingerprint: bytes
     ) -> None:
-        """Add the gradient of a mini-batch; the batch must hold its rows. Denominators count all its members."""
+        """Add the gradient of a mini-batch, whose samples' contents ``batch`` must hold.
+
+        returns, old_values: [T], the arguments of ``train``.
+        fingerprint: the digest of the mini-batch's plan; ranks compare it before they start.
+
+        The denominators of ``loss.reduction`` count all samples of the mini-batch.
+        """
         longest = self.config.rollout.max_response_tokens
         weights = reduction_weights(
             self.config.loss.reduction, batch.facts, mini_batch.members, max_response_tokens=longest
@@ -141,7 +147,7 @@ class Critic(TrainableModel):
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def offload(self) -> OffloadedBytes:
-        """Do what ``TrainableModel.offload`` does, on the critic's grid."""
+        """Do what ``TrainableModel.offload`` does, by the critic's own process groups if it has any."""
         with self._here():
             return super().offload()
 
@@ -174,7 +180,10 @@ class Critic(TrainableModel):
                 raise
 
     def close(self, *, preempted: bool = False) -> None:
-        """End the critic's threads and hooks; its groups are destroyed with the policy's."""
+        """End the critic's threads and hooks; its process groups are destroyed with the policy's.
+
+        preempted: not used here; RemoteCritic sends it to the critic's ranks.
+        """
         self.retire()
 
 

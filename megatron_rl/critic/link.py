@@ -146,7 +146,7 @@ class PolicyCriticLink:
         """Wait for the other world's message under ``key``, and return it without its arrays. Any rank may call it.
 
         Raises PeerError if the other world failed, or gave no sign of life for ``run.deadline_s``.
-        Once this rank got SIGTERM, SIGUSR1 or SIGINT, 3 · BEAT_S suffice if that is less.
+        After SIGTERM, SIGUSR1 or SIGINT this rank waits for a sign of life at most 3 · BEAT_S.
         """
         heard, since = self._beat_heard(), time.monotonic()
         while True:

@@ -77,7 +77,7 @@ class RewardModel(TrainableModel):
 
         inputs: the weights w.
         fingerprint: the digest of the plan of this mini-batch; ranks compare it before they start.
-        supervised: without effect; it is there as in MegatronBackend.
+        supervised: has no effect; callers pass it as to ``MegatronBackend.forward_backward``.
         """
         self._accumulate(batch, mini_batch, inputs, fingerprint, self._loss)
 
@@ -106,7 +106,10 @@ class RewardModel(TrainableModel):
         )
 
     def close(self, *, leave_world: bool = True) -> None:
-        """Destroy all process groups; the process may build another model afterwards."""
+        """Destroy all process groups; the process may build another model afterwards.
+
+        leave_world: whether the default process group is destroyed too.
+        """
         self.retire()
         topology.destroy(leave_world=leave_world)
 

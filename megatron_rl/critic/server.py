@@ -128,7 +128,10 @@ class Service:
         return {"refused": ""}
 
     def _batch(self, sample_ids: Sequence[str], arrays: Mapping[str, np.ndarray]) -> Batch:
-        """Return the policy's batch, with its samples spread over the critic's ranks."""
+        """Return the policy's batch, with its samples spread over the critic's ranks.
+
+        arrays: the request's arrays, as ``batch_arrays`` of critic/client.py made them.
+        """
         totals = arrays["prompt_tokens"] + arrays["response_tokens"]
         tokens = np.split(arrays["token_ids"].astype(np.int64), np.cumsum(totals)[:-1])
         masks = np.split(arrays["loss_mask"], np.cumsum(arrays["response_tokens"])[:-1])

@@ -22,10 +22,10 @@ def check_messages(value: object, where: str) -> list[Message]:
     """Return the messages in ``value``, a list of at least one message, each with a role and a content that are texts.
 
     Null fields, which Arrow fills in, and empty lists of tool calls are left out. An assistant's
-    message that calls tools may have no content or a null content. It is kept as it is, since
+    message that calls tools may have no content or a null content. Either is kept as it is, since
     templates treat the two differently. Other fields are kept for the template.
 
-    Raises ConfigError for any other value.
+    Raises ConfigError for a value of another form.
 
     where: what the messages are (row, column), with which the error's message begins.
     """
@@ -61,12 +61,12 @@ def _checked(message: object, where: str) -> Message:
 
 
 def said_in(message: Message) -> str:
-    """Return the text of a message after its thought (reasoning that ends with ``</think>``), if it has one."""
+    """Return a message's text without the thought (reasoning that ends with ``</think>``) that may precede it."""
     return str(message.get("content") or "").split(THOUGHT_END)[-1]
 
 
 def source_of(tokenizer) -> str:
-    """Return the source of the tokenizer's chat template; if it has several templates, all of them joined by lines."""
+    """Return the source text of the tokenizer's chat template; several templates are joined by line breaks."""
     template = tokenizer.chat_template
     return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 

@@ -58,7 +58,7 @@ def check_columns(
     required: the columns that every row must have, other than the prompt.
     prompt_key: the column of the prompt, or of the conversation, which every row must have.
     answer_key: ``data.answer_key``; if it is not "answer", every row must have that column.
-    prompt_setting: the setting that names ``prompt_key``.
+    prompt_setting: the configuration's key that names the prompt's column, for messages.
     """
     # The required columns by name; "answer" under the name of ``answer_key``.
     prompt = RequiredColumn(name=prompt_key, needed_by=prompt_setting, null=False)

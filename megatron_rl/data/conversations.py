@@ -29,7 +29,8 @@ class Conversations(PromptTexts):
 
         ``data.system_prompt`` comes first if the row does not begin with a system message.
 
-        Raises ConfigError for a row without messages, or whose prompt ends with the assistant's.
+        Raises ConfigError for a row without messages, and for a prompt whose last message is the
+        assistant's.
         """
         conversation = self._data.messages_key is not None
         key = self._data.messages_key if conversation else self._data.prompt_key
@@ -89,7 +90,8 @@ class Conversations(PromptTexts):
     def check_followed(self, rows: Iterable[int], role: str) -> None:
         """Raise ConfigError if the template writes a row's prompt differently once observations of ``role`` follow it.
 
-        Of rows with equal roles and equal names of variables, only one is checked.
+        Only one row is checked of those whose messages have the same roles and whose variables have
+        the same names.
 
         rows: the numbers of the rows.
         """
@@ -150,7 +152,7 @@ def _variables(value: object, where: str) -> Mapping[str, object]:
 def text_or_messages(rows: Sequence[Mapping[str, object]], row: int, key: str, setting: str) -> str | list[Message]:
     """Return the text or the messages in column ``key`` of row ``row``. Raises ConfigError for any other value.
 
-    setting: the setting that names the column, for messages.
+    setting: the key of the configuration that names the column, for messages: ``data.prompt_key``.
     """
     columns = rows[row]
     value = value_of(columns, key) if has_column(columns, key) else None
@@ -160,7 +162,7 @@ def text_or_messages(rows: Sequence[Mapping[str, object]], row: int, key: str, s
 
 
 def conversation_of(rows: Sequence[Mapping[str, object]], row: int, key: str) -> list[Message]:
-    """Return the messages in column ``key`` of row ``row``, a list or its JSON text.
+    """Return the messages in column ``key`` of row ``row``, which holds a list, or the list as JSON text.
 
     Raises ConfigError for any other value.
 
@@ -174,7 +176,7 @@ def conversation_of(rows: Sequence[Mapping[str, object]], row: int, key: str) ->
 
 
 def cut_conversation(messages: Sequence[Message], where: str) -> tuple[list[Message], list[Message]]:
-    """Return two lists: the messages before the assistant's first message, and those from it to the assistant's last.
+    """Return two lists: the messages before the assistant's first, and the messages from its first to its last.
 
     Raises ConfigError if one of the lists would be empty.
 

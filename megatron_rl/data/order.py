@@ -55,7 +55,7 @@ class Order:
         return int(self._permutation(source, rounds)[place]), rounds
 
     def identity(self) -> dict[str, object]:
-        """Return the numbers of a mixture that fix its order, as JSON-able values; {} for one source."""
+        """Return what fixes a mixture's order: {"sources": [[rows, draws per epoch] of each]}; {} for one source."""
         if len(self._sources) == 1:
             return {}
         return {"sources": [list(pair) for pair in zip(map(len, self._sources), self.counts, strict=True)]}

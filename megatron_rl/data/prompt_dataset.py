@@ -252,7 +252,7 @@ class PromptDataset:
         return pairs
 
     def state(self) -> dict:
-        """Return, as JSON-able values, the cursors, the facts that fix the order, and the prompts put back.
+        """Return, as JSON-able values, the cursors, the prompts put back, and what fixes the order, such as the seed.
 
         A cursor is a position in the order of the rows.
         """
@@ -384,6 +384,8 @@ class PromptDataset:
 
         Under ``data.on_long_prompt=drop`` rows whose response does not fit in the context are
         dropped.
+
+        setting: the configuration's key that names the column, for messages.
         """
         from megatron_rl.data.responses import TooLong
 
@@ -398,9 +400,9 @@ class PromptDataset:
                 del self._token_ids[row]
 
     def _check_solutions(self) -> None:
-        """Raise ConfigError for a row without a valid solution, unless all rows were checked before.
+        """Raise ConfigError for a row without a valid solution; do nothing if the solutions were checked before.
 
-        The check runs on first use, if the constructor was not given the column in ``responses``.
+        The constructor checks them if ``responses`` has their column, else the first use does.
         """
         key = self._data.solution_key
         if key in self._checked_keys:

@@ -1,4 +1,4 @@
-"""The texts of rows' prompts, a column's text put into the run's template; warnings about columns that are not read."""
+"""The prompts of rows as texts, and warnings about columns that nothing reads."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class PromptTexts:
         return None
 
     def text(self, row: int) -> str:
-        """Return the prompt of row ``row``, its column's text put into the run's template."""
+        """Return the prompt of row ``row``: the text of its prompt column, put into the run's template."""
         content = text_of(self._rows, row, self._data.prompt_key, "data.prompt_key")
         # Not str.format: prompts, and templates with LaTeX or JSON, are full of braces.
         return self._data.template.replace("{prompt}", content)
@@ -116,7 +116,7 @@ class PromptTexts:
 def text_of(rows: Sequence[Mapping[str, object]], row: int, key: str, setting: str) -> str:
     """Return the text in column ``key`` of row ``row``. Raises ConfigError if the column is missing or holds no text.
 
-    setting: the setting that names the column, for messages.
+    setting: the key of the configuration that names the column, for messages: ``data.prompt_key``.
     """
     columns, name = rows[row], name_of_row(rows, row)
     if not has_column(columns, key):

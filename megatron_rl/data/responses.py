@@ -56,11 +56,13 @@ class Responses:
     def given(self, row: int, key: str, setting: str) -> str | list[Message]:
         """Return the response in column ``key`` of row ``row``: a text, or a list of messages.
 
-        The messages begin and end with the assistant's. If the column's messages begin with the
-        messages of the prompt, the prompt's messages are removed. Raises ConfigError for any other
-        value.
+        If the column's messages begin with the messages of the prompt, the prompt's messages are
+        removed.
 
-        setting: the setting that names the column.
+        setting: the configuration's key that names the column, such as ``data.solution_key``.
+
+        Raises ConfigError for any other value, and for messages of which the first or the last is
+        not the assistant's.
         """
         key, setting = self._column(key, setting)
         if setting == "data.messages_key":
@@ -70,9 +72,10 @@ class Responses:
         return value if isinstance(value, str) else self._turns(self._without_prompt(value, row), row, key, setting)
 
     def _column(self, key: str, setting: str) -> tuple[str, str]:
-        """Return (column, setting that names the column) of a response.
+        """Return (column, setting that names the column) from which the response of column ``key`` is read.
 
-        If ``data.messages_key`` names a conversation, a solution is read from the conversation.
+        They are the arguments, except for a solution under ``data.messages_key``: it is read from
+        that column's conversation.
         """
         if self._data.messages_key is not None and key == self._data.solution_key:
             return self._data.messages_key, "data.messages_key"
@@ -110,7 +113,7 @@ class Responses:
         Raises TooLong for a response that does not fit in the model's context, and ConfigError for
         a token that the model lacks.
 
-        setting: the setting that names the column.
+        setting: the configuration's key that names the column, such as ``data.solution_key``.
         """
         # Too long by its characters: refused before it is tokenized.
         response = self.given(row, key, setting)
@@ -197,7 +200,7 @@ def tokenize_solution(prompt: Prompt, response: str | Sequence[Message], tokeniz
     tokenized as unchanged text.
 
     prompt: a prompt that is a text.
-    response: a text, or messages that begin and end with the assistant's.
+    response: a text, or messages of which the first and the last are the assistant's.
     template: ``data.template``.
     """
 
@@ -230,7 +233,7 @@ def tokenize_turns(prompt: Prompt, turns: Turns, tokenizer, *, masked: bool) -> 
 
     prompt: the row's prompt.
     turns: the conversation's text and the character ranges of its turns.
-    masked: whether the response has a loss mask even if it is one turn.
+    masked: whether the result has a loss mask; False only for a response of one turn.
     """
 
     def encode(text: str) -> list[int]:

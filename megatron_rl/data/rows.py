@@ -37,7 +37,7 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "
 class FilePart:
     """Holds the rows of one file or folder.
 
-    path: the file, as the setting names it.
+    path: the file or folder, as the configuration names it.
     lines: the line on which each row begins, from 1; None for a form without lines, such as
         Parquet.
     """
@@ -47,7 +47,7 @@ class FilePart:
     lines: array | None = None
 
     def place(self, index: int) -> str:
-        """Return the place of row ``index`` of this file for messages: ``train.jsonl:8``, or ``train.parquet, row 7``.
+        """Return where row ``index`` of this file stands, for messages: ``train.jsonl:8`` or ``train.parquet, row 7``.
 
         Lines count from 1, rows from 0.
         """
@@ -75,22 +75,22 @@ class Rows(Sequence[dict]):
 
     @property
     def parts(self) -> Iterator[tuple[int, FilePart]]:
-        """Yield (number of the file's first row among all rows, rows of the file) for each file."""
+        """Yield (number of the file's first row among all rows, the file's FilePart) for each file."""
         first = 0
         for part in self._parts:
             yield first, part
             first += len(part.rows)
 
     def place(self, row: int) -> str:
-        """Return a row's file and its place in the file for messages, in the form of ``FilePart.place``."""
+        """Return a row's file and the row's line or number in it, for messages, as ``FilePart.place`` does."""
         return next(part.place(row - first) for first, part in self.parts if row < first + len(part.rows))
 
 
 def value_of(row: Mapping[str, object], name: str) -> object:
     """Return the value of a column, or of a field within a column, such as ``reward_model.ground_truth``.
 
-    A column whose own name has the dots is preferred. If the column is null, so is its field.
-    Raises KeyError if there is neither column nor field.
+    A column whose own name has the dots comes first. A field of a null column is null. Raises
+    KeyError if there is neither column nor field.
     """
     if name in row:
         return row[name]
@@ -121,8 +121,8 @@ def load_rows(paths: str | pathlib.Path | Sequence[str], key: str = "data.train"
         (see FORMS); a file with any other ending is read as JSON Lines.
     key: the setting that the paths came from, for messages.
 
-    Raises ConfigError for a path that is missing, empty or of no such form, and for the first row
-    that cannot be read.
+    Raises ConfigError for a path that is missing, empty or none of these, and for the first row that
+    cannot be read.
     """
     paths = [str(paths)] if isinstance(paths, str | pathlib.Path) else [str(path) for path in paths]
     if any("\0" in path for path in paths):

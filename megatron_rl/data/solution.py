@@ -13,8 +13,8 @@ class Solution:
     """Holds a prompt and a response that supervised steps train on.
 
     response_ids: [T] the tokens after the prompt, each turn with the token that ends it.
-    loss_mask: [T] True on the tokens of the assistant's turns. None: the whole response is one
-        turn.
+    loss_mask: [T] True on the tokens of the assistant's turns. None: the response is one turn, all
+        of whose tokens have a loss.
     """
 
     prompt: Prompt
@@ -25,9 +25,9 @@ class Solution:
 def read_at_end(solution: Solution) -> Solution:
     """Return the solution with its last token repeated; the added token alone has a loss, and never enters the model.
 
-    A value head's number for a token is read from the state before the token (critic/critic.py). So
-    the number for the added token is read at the response's last token, as in transformers'
-    sequence classifiers.
+    A value head computes a token's value from the hidden state before the token (critic/critic.py).
+    So the added token's value is computed at the response's last token, as in transformers' sequence
+    classifiers.
 
     Example: response (7, 2) → (7, 2, 2) with mask (F, F, T).
     """

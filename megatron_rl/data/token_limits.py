@@ -35,7 +35,8 @@ class TokenLimits:
     def check_vocabulary(self, row: str, text: str, token_ids: Sequence[int]) -> None:
         """Raise ConfigError for a token id that is not in the model's vocabulary.
 
-        row, text: the name of the row and what the text in it is, for the message.
+        row: the row's name, for the message.
+        text: what was tokenized, for the message: the name of a column, or "the prompt".
         """
         if self.vocab_size is not None and (largest := max(token_ids, default=0)) >= self.vocab_size:
             raise ConfigError(

@@ -63,10 +63,10 @@ def load_tokenizer(model: ModelConfig, vocab_size: int):
 
 
 def _check_files(folder: pathlib.Path, vocab_size: int) -> set[str]:
-    """Return the set of tokens that the files of a tokenizer's folder name; an empty set without a tokenizer.json.
+    """Return the set of tokens listed in a tokenizer's folder; an empty set if it has no tokenizer.json.
 
     Raises ConfigError for a folder without a tokenizer's files, for a file that is no JSON object,
-    and for invalid ids: tokenizers 0.22 allocates memory by the largest id.
+    and for invalid ids, since tokenizers 0.22 allocates memory by the largest id.
     """
     if not folder.is_dir():
         raise ConfigError(f"no tokenizer can be loaded from {str(folder)!r}: there is no such directory")

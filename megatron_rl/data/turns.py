@@ -66,7 +66,7 @@ class TurnFinder:
 
     words: the special and added tokens of the tokenizer.
     prompt: the messages of the prompt.
-    response: the messages after the prompt, which begin and end with the assistant's.
+    response: the messages after the prompt; the first and the last are the assistant's.
     beside: the template's variables other than the messages.
     where: the conversation's row and column, with which every error's message begins.
     """
@@ -146,8 +146,8 @@ class TurnFinder:
     def _first(self, text: str) -> int:
         """Return the index of the character in ``text`` at which the first turn begins: after the prompt.
 
-        A template may write less of the generation prompt before a finished turn than before one
-        that is asked for.
+        A template may write less of the generation prompt before a finished turn than before a turn
+        that is still to be generated.
         """
         asked = self._messages[: self._own[0]]
         prompt = self._render(asked, prompt=True)
@@ -164,7 +164,7 @@ class TurnFinder:
     def _generation_prompt(self, messages: Sequence[Message]) -> str:
         """Return the generation prompt that the template writes after ``messages``.
 
-        It is rendered once for each role of the last message.
+        The prompt is rendered once for each role of the last message, and kept.
         """
         role = messages[-1]["role"]
         if role not in self._prompts:
@@ -194,7 +194,7 @@ class TurnFinder:
         text after a call comes second.
 
         following: the messages after the turn.
-        prompt: the generation prompt at the end of these texts, which is removed.
+        prompt: the generation prompt, which is removed from the end of each text.
         """
         before, message, refused = self._messages[:number], self._messages[number], None
         try:
@@ -291,7 +291,7 @@ class TurnFinder:
 
 
 def _marked_call(message: Message) -> Message:
-    """Return a message with tool calls, with the marker TURN in place of the arguments of the last call."""
+    """Return a copy of a message with tool calls, in which the marker TURN replaces the last call's arguments."""
     *others, last = message["tool_calls"]
     function = last.get("function", last)
     arguments: object = {TURN: TURN}

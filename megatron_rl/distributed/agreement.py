@@ -112,7 +112,9 @@ class Job:
     def _linger(self, number: int) -> None:
         """Wait until the other ranks have left, since this process may hold the store.
 
-        Then the store's counter is raised, so that the next meeting begins a new round.
+        Then count all ranks as having met, so that the next ``wait_for_all`` begins a new round.
+
+        number: the present ``round``.
         """
         end = time.monotonic() + self.grace_s
         while self.store.add(f"left/{number}", 0) < self.size - 1 and time.monotonic() < end:

@@ -20,7 +20,10 @@ _ASKS_TO_LEAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return ``inherited`` without the variables of the trainer's world, and with this package on PYTHONPATH."""
+    """Return ``inherited`` without the launcher's variables (RANK, MASTER_ADDR, …), with this package on PYTHONPATH.
+
+    A child with the launcher's variables would join the trainer's process group.
+    """
     variables = {name: value for name, value in inherited.items() if not LAUNCHER_VARIABLES.fullmatch(name)}
     variables["PYTHONPATH"] = os.pathsep.join(
         [str(pathlib.Path(__file__).parents[2]), *filter(None, [inherited.get("PYTHONPATH")])]
@@ -36,8 +39,8 @@ def end_with_parent(parent: int) -> None:
 
     Linux sends SIGKILL when the *thread* that started this process ends. So start it from a thread
     that lives as long as the rank. Requests to leave are signals (SIGTERM, SIGUSR1, SIGINT). They
-    get an empty handler here, and the default handler in processes forked from here. If they were
-    ignored instead, such a process would inherit that, and could not be terminated.
+    get an empty handler here, and the default handler in processes forked from here. If this
+    process ignored them, its forked processes would ignore them too, and could not be terminated.
     """
     for number in _ASKS_TO_LEAVE:
         signal.signal(number, _stay)

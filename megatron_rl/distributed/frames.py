@@ -75,7 +75,10 @@ class Inbox:
         self._bytes = bytearray()
 
     def take(self, piece: bytes) -> list[dict]:
-        """Return the headers of the frames that ``piece`` completes. Raises ValueError for bytes that are no frames."""
+        """Return the headers of the frames that ``piece`` completes, without their arrays.
+
+        Raises ValueError for bytes that are no frames.
+        """
         self._bytes += piece
         headers = []
         while len(self._bytes) >= _LENGTHS.size:

@@ -26,7 +26,7 @@ class Cause(enum.Enum):
 class Fault(NamedTuple):
     """Describes why an import failed.
 
-    state: words for a message, after the package's name.
+    state: what is wrong, to follow the package's name in a message, such as "is half-installed".
     mend: the command or step that repairs it; "" if the package itself must be installed again.
     """
 
@@ -44,7 +44,7 @@ def fault_of(error: str, package: str, cuda: str | None = None) -> Fault:
     """Return the fault behind a failed import.
 
     error: the import's error as "Type: message" (``error_text``).
-    package: the beginning of the names of the package's own modules.
+    package: the name of the imported top-level package, such as "transformer_engine".
     cuda: the CUDA version that torch is built for; None for a CPU build.
     """
     if (matched := MODULE.match(error)) and not matched[1].startswith(package):

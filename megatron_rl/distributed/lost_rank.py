@@ -65,8 +65,8 @@ def group_timeout(backend: str, deadline_s: float) -> datetime.timedelta:
 def joining(backend: str, deadline_s: float) -> contextlib.AbstractContextManager[None]:
     """Return a context manager that ends this process if the groups within its block are not built in time.
 
-    gloo itself would take longer to reach a rank that met the others and then ended. It tries five
-    times, each for the group's time-out (torch 2.13).
+    If a rank ends while the groups are built, gloo alone gives up only after five time-outs
+    (torch 2.13).
 
     deadline_s: seconds for the block; a grace period is added.
     """
@@ -122,7 +122,10 @@ def gone() -> str:
 
 
 def _ranks_here(own: int) -> list[int]:
-    """Return the job's other ranks on this host, by the launcher's variables; a host's ranks are consecutive."""
+    """Return the job's other ranks on this host, by the launcher's variables; a host's ranks are consecutive.
+
+    own: this process's rank.
+    """
     first = own - int(os.environ.get("LOCAL_RANK", "0"))
     count = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), MOST_RANKS)
     return [rank for rank in range(first, first + count) if rank != own]

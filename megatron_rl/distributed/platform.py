@@ -160,7 +160,7 @@ def _with_listed_splits(all_to_all_single):
 
 
 def _all_gather_uneven(all_gather):
-    """Return gloo's all-gather, extended to parts of unequal sizes, which NCCL's takes.
+    """Return gloo's all-gather, extended to parts of unequal sizes, which NCCL's all-gather accepts.
 
     Experts that are split over tensor ranks gather a different number of tokens from each rank.
     """
@@ -369,8 +369,8 @@ def check_transformer_engine() -> None:
     """Raise ImportError if the installed Transformer Engine would make Megatron-Core's import fail.
 
     If ``import transformer_engine`` raises ImportError, Megatron-Core (0.16.1 and 0.19.2,
-    ``fp8_utils.py``) does without it. If that import passes, Megatron-Core imports
-    ``transformer_engine.pytorch`` next. If this raises, Megatron-Core's own import fails.
+    ``fp8_utils.py``) does without Transformer Engine. Otherwise it imports
+    ``transformer_engine.pytorch`` next, and an error of that import makes its own import fail.
     """
     try:
         import transformer_engine.pytorch  # noqa: F401

@@ -1,4 +1,4 @@
-"""The watchdog's knowledge of a rank: its stage, and whether its main thread waits in it for other ranks."""
+"""The watchdog's knowledge of a rank: its stage, its main thread's position, and whether that waits for other ranks."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ class RankState:
 
     who: the rank's name for messages.
     stage: what its main thread does now.
-    number: the number of outermost stages that the rank has entered.
+    number: how many stages the rank has entered, without stages inside another stage.
     since: the entry into ``stage``, in seconds of the server's monotonic clock.
     lost: the error of the rank's failed collective; None if none failed.
-    ended: True after the rank's good-bye, or after its connection closed.
-    answer: the main thread's position as "at", whether it waits for others as "waits", and whether
-        the rank has failed too as "left". None before the rank has answered.
+    ended: True after the rank said that it leaves, or after its connection closed.
+    answer: the rank's answer to the question where its main thread is; None before it. "at" is the
+        position, "waits" whether the thread waits for other ranks, "left" whether the rank has
+        failed or ended.
     """
 
     rank: int
@@ -58,7 +59,7 @@ class RankState:
         return f"in {self.stage!r} for {time.monotonic() - self.since:.1f} s"
 
     def gone(self) -> Cause:
-        """Return the cause to report if the rank's connection closed without a good-bye."""
+        """Return the cause to report if the connection closed, but the rank did not say that it leaves."""
         last = f"its last reported stage is {self.stage!r}, {time.monotonic() - self.since:.1f} s before"
         fault = "its process ended without reporting an error (killed?)"
         return Cause(rank=self.rank, text=f"{self.who} is gone: {fault}; {last}")
@@ -114,7 +115,7 @@ def _ranks(ranks: Collection[RankState]) -> str:
 def where_is(thread: int, *, in_own_code: bool = False) -> tuple[str, bool]:
     """Return (position, whether the thread waits there for other ranks). The position is "file:line function".
 
-    The position is outside torch's files, if the thread's stack leads out of them.
+    If the thread is in torch's files, the position is the line outside them that led there.
 
     thread: the thread's identifier.
     in_own_code: whether the thread is in a user's function. Lines of the user's own files then do
@@ -133,10 +134,12 @@ def where_is(thread: int, *, in_own_code: bool = False) -> tuple[str, bool]:
 
 
 class LongWait:
-    """Finds a wait of a thread that lasts ``after_s`` seconds: each ``look`` in that time finds it in the same call.
+    """Finds a thread that has waited for ``after_s`` seconds in one call. Call ``look`` every ``look_s`` seconds.
 
-    ``look`` must be called every ``look_s`` seconds. A loop of many short waits is told apart: each
-    of its waits is in another frame, at another instruction or after another ``gather_json``.
+    A wait counts as the same wait while each ``look`` finds the same function call at the same
+    instruction, with no ``gather_json`` begun since. So a loop of short waits is not one long wait.
+
+    thread: the thread's identifier.
     """
 
     def __init__(self, thread: int, after_s: float) -> None:

@@ -53,8 +53,8 @@ def meet(deadline_s: float, url: str = "env://") -> tuple[dist.Store, int, int]:
 def _wait_for_listener(deadline_s: float) -> None:
     """Return when a program listens at MASTER_PORT; raise TimeoutError after ``deadline_s`` seconds.
 
-    Torch itself would try for twice its time-out, and print stacks meanwhile. Rank 0 does not wait
-    if it will listen itself, which it does unless torchrun listens.
+    Torch itself would try for twice its time-out, and print stacks meanwhile. Unless torchrun
+    listens there, rank 0 itself will, and so does not wait.
     """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

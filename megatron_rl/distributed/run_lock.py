@@ -229,8 +229,9 @@ class LockReader:
     def look(self) -> tuple[bool, float] | None:
         """Return (whether the holder lives, its last touch in seconds since 1970); None if there is no lock.
 
-        A holder on another machine lives if it has touched its lock within STALE_S. The first call
-        compares the clocks of both machines; later calls count only changes of the file.
+        A holder on another machine counts as alive if it has touched its lock within STALE_S. The
+        first call compares the file's time with this host's clock. Later calls measure the time
+        since they saw the file change.
         """
         holder, touched = self._lock._read()
         if touched is None:

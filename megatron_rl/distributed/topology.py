@@ -27,14 +27,15 @@ ALONE = ParallelConfig()  # one process
 class Topology:
     """Holds this process's ranks and groups. Sizes are degrees of parallelism; ranks count from 0 in their group.
 
-    data_group: the ranks that hold this rank's shard in the replicas of the model, without other
-        context ranks. ``data_size`` counts replicas, not processes.
+    data_group: the ranks that hold this rank's shard, one in each replica of the model, all with
+        this rank's context rank. ``data_size`` counts replicas, not processes.
     expert_group: the ranks that together hold all experts of a layer. Ranks that share one expert
         are neighbours in it.
     expert_tensor_group: the ranks that share one expert's matrices.
     expert_data_rank: this rank's number among the ranks that hold the same shard of the same
         experts.
-    model_group: the tensor ranks of all pipeline stages, at this rank's context rank and replica.
+    model_group: the ranks of this replica with this rank's context rank: all tensor ranks of all
+        pipeline stages.
 
     Example: world 4, TP=1, PP=2, DP=2: global ranks 0, 1 are stage 0 of replicas 0, 1; ranks 2, 3
     are stage 1.

@@ -8,21 +8,21 @@ TCPStore would print C++ stacks before the named error.
 How a failure is found and told:
 
 1. A rank that raises reports its error and its stage before its process groups close.
-2. A rank whose connection closes without a good-bye was killed. If it is rank 0, every rank sees
+2. A rank whose connection closes before it says bye was killed. If it is rank 0, every rank sees
    the closed connection itself.
 3. A rank whose collective fails, or has not ended after ``run.deadline_s``, asks the server thread
    which rank is the cause. If no rank raised or died within SETTLE_S, the server asks every rank
    for its main thread's position. The guilty rank is a rank that does not wait for others, else a
-   rank that is stages behind. gloo raises at the deadline, so the main thread asks. NCCL ends the
-   process without an error. So NCCL's groups have NCCL_GRACE_S more, and the watch thread asks at
-   the deadline.
+   rank that has entered fewer stages. Under gloo a late collective raises at the deadline, and the
+   main thread asks. Under NCCL it would end the process without an error. So NCCL's groups have
+   NCCL_GRACE_S more, and the watch thread asks at the deadline.
 4. A user's function in a rank's main thread (``own_code``, ``own_call``) may take
    ``run.deadline_s``. If it takes longer, the rank's watch thread reports it as the cause, in a
    world of one too. A function that waits for other ranks is not blamed: its collective has a
    deadline.
-5. The first cause is sent to all ranks, once. A rank's main thread then has END_S to end. It may
-   not, if it sleeps, or waits in a collective that nothing will end. Then the watch thread ends the
-   process with ``os._exit``: Python cannot interrupt a thread that is in C.
+5. The first cause is sent to all ranks, once. A rank's main thread then has END_S to end. It
+   cannot, if it sleeps or waits in a collective that nothing will end. Then the watch thread ends
+   the process with ``os._exit``: Python cannot interrupt a thread that is in C.
 6. Once a stage has taken ``run.slow_stage_s``, rank 0 reports each rank's stage and its duration.
 
 The time before ``open_watchdog`` (building groups, loading weights) is not watched;
@@ -176,7 +176,7 @@ class Watchdog:
             self._line.send(**{"is": "stage", "stage": name, "number": self._number})
 
     def failed(self, error: BaseException) -> None:
-        """Report this rank's error to the other ranks; raise PeerError from it if another rank caused it.
+        """Report this rank's error to the other ranks; raise PeerError if another rank is the cause.
 
         error: the exception that ended the watched block.
         """

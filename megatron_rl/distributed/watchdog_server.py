@@ -62,8 +62,8 @@ class JsonConnection:
     def receive(self, wait_s: float = 0.0) -> list[dict] | None:
         """Return the messages that arrive within ``wait_s`` seconds; [] if no whole line arrives.
 
-        Returns None if the other side is gone, or sends something other than messages of at most
-        ``most_bytes`` bytes.
+        Returns None if the other side is gone, sends a line that is no message, or sends more than
+        ``most_bytes`` bytes without the end of a line.
         """
         ready = select.poll()  # not select.select, which refuses a descriptor above 1023
         try:
@@ -288,9 +288,9 @@ class WatchdogServer:
 def own_address() -> str:
     """Return this host's address on the network that the ranks use; 127.0.0.1 if it has no other.
 
-    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME may give the beginning of an interface's name. Then it
-    is that interface's address. Otherwise it is the address from which this host reaches
-    MASTER_ADDR, otherwise the address of the host's name.
+    If GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME gives the beginning of an interface's name, it is
+    that interface's address. Otherwise it is the address from which this host reaches MASTER_ADDR.
+    If there is none, it is the address of the host's name.
     """
     names = [
         name.lstrip("=")

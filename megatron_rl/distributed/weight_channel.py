@@ -1,7 +1,8 @@
 """The choice of the channel by which the policy's weights reach the engines.
 
-The trainer's memory allocator is set up by this choice too (distributed/cuda_environment.py).
-Another process needs more rights to open GPU memory that was allocated in expandable segments.
+The choice also decides how torch allocates the trainer's GPU memory (cuda_environment.py). Under
+cuda_ipc, engines open that memory. So it must not lie in expandable segments: a process needs more
+rights to open those of another.
 """
 
 from __future__ import annotations

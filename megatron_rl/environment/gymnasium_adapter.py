@@ -17,7 +17,7 @@ from megatron_rl.users_code import is_own, resolve
 
 
 class GymnasiumAdapter:
-    """Plays one episode of a gymnasium environment. The prompt holds the first observation: ``rows`` writes prompts.
+    """Plays one episode of a gymnasium environment. The prompt is the first observation, as ``rows`` writes it.
 
     env: an id that gymnasium knows, or ``module:Class``.
     arguments: the keyword arguments that the environment is made with.
@@ -45,7 +45,7 @@ class GymnasiumAdapter:
         self.invalid = invalid
 
     def reset(self, prompt: Prompt) -> None:
-        """Begin the episode with the row's ``seed``. Raises ValueError if its first observation is not the row's."""
+        """Begin the episode with the row's ``seed``. Raises ValueError if the row has another first observation."""
         row, name = prompt.columns, f"prompt {prompt.prompt_id}"
         if "seed" not in row:
             raise ValueError(f"{name} has no column 'seed', which its episode begins from; rows() writes it")
@@ -76,7 +76,9 @@ class GymnasiumAdapter:
 
 
 def rows(env: str, seeds: Iterable[int], **settings) -> list[dict]:
-    """Return one dataset row for each seed. Its prompt is the first observation of the episode with that seed.
+    """Return one dataset row for each seed: {"prompt": ..., "observation": ..., "seed": ...}.
+
+    Both texts are the first observation of the episode with that seed.
 
     settings: the other arguments of GymnasiumAdapter, with the values that the run uses.
     """

@@ -23,7 +23,7 @@ class Step:
     """Holds an environment's reply to one turn of the policy.
 
     observation: a text, or under ``data.template=chat`` chat messages ``{"role": ..., "content":
-        ...}``. The policy reads it before its next turn. It never carries loss.
+        ...}``. The policy reads it before its next turn. No loss is computed on it.
     reward: a number that is added to the sample's reward; None: nothing.
     done: True if the episode is over. Then the observation is ignored.
 

@@ -102,7 +102,7 @@ class StepPool:
         return ticket
 
     def _staff(self) -> None:
-        """Start as many threads as the waiting calls need, up to ``num_threads``. The caller holds ``_change``."""
+        """Start as many threads as the waiting calls need, up to ``num_threads``. The caller holds lock ``_change``."""
         while self._num_threads < self.num_threads and self._num_threads - len(self._running) < len(self._waiting):
             self._num_threads += 1
             threading.Thread(target=self._work, daemon=True, name="environments").start()

@@ -28,12 +28,14 @@ CHOICES = "choices.json"
 
 
 def fetch_data(name: HubName, key: str) -> str:
-    """Return a glob pattern for the local files of a data set at ``name.revision``, in the order of their names.
+    """Return a glob pattern that matches the local files of a data set at the commit ``name.revision``.
+
+    Sorted by name, the files are in the data set's order.
 
     key: the setting that names the data set, for messages.
 
     Raises ConfigError if the name leaves out a configuration or split although there are several,
-    and for a file of an unreadable form.
+    and for a file whose ending is none of READ.
     """
     known = _known(name, key)
     if known is not None:
@@ -51,10 +53,13 @@ def fetch_data(name: HubName, key: str) -> str:
 
 
 def choose_files(name: HubName, key: str) -> tuple[str, str, list[str]]:
-    """Return (configuration, split, its files) of a data set, as datasets knows them. Raises ConfigError.
+    """Return (configuration, split, the split's files in the repository) of a data set, as `datasets` finds them.
 
     key: the setting that names the data set; under ``data.train`` the split "train" is chosen if
         none is named.
+
+    Raises ConfigError without a network, for a choice that is missing or unknown, and if `datasets`
+    finds no data.
     """
     if offline_by(Kind.DATA) is not None:
         raise in_words(FileNotFoundError("the split's files are not known"), Kind.DATA, name, key)
@@ -146,15 +151,15 @@ def _known(name: HubName, key: str) -> str | None:
 
 
 def _choices(name: HubName) -> dict[str, object]:
-    """Return {key of ``_asked_for``: [configuration, split]}, the choices made before for this data set and commit."""
+    """Return {key of ``_asked_for``: [configuration, split]}: the choices saved for this data set and commit."""
     file = _folder(name) / CHOICES
     return read_object(file) if file.is_file() else {}
 
 
 def _asked_for(name: HubName, key: str) -> str:
-    """Return the key of a choice in ``_choices``: configuration and split as the name gives them, and the use.
+    """Return the key in ``_choices`` for a name: its configuration and split, and whether ``data.train`` holds it.
 
-    The use is training (``data.train``) or not; without a split, training reads the split "train".
+    A name without a split may stand for another split under ``data.train`` than elsewhere.
     """
     return f"{name.subset or ''}/{name.split or ''}{' of data.train' if key.startswith(TRAIN) else ''}"
 

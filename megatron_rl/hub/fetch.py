@@ -37,10 +37,11 @@ def offline_by(kind: Kind) -> str | None:
 def commit_of(kind: Kind, name: HubName, key: str) -> str:
     """Return the commit that a name stands for, after fetching the repository's small files into the cache.
 
-    Without a network it is the commit that the cache knows for the name's revision. Raises
-    ConfigError.
+    Offline it is the commit that the cache knows for the name's revision.
 
     key: the setting that holds the name, for messages.
+
+    Raises ConfigError if the hub does not answer or has no such repository or revision.
     """
     wanted, left_out = (CARD, None) if kind is Kind.DATA else (SMALL, [*NESTED, INDEX])
     return _snapshot(kind, name, key, wanted, left_out).name
@@ -87,7 +88,7 @@ def lacks_weights(path: str | pathlib.Path) -> bool:
 
 
 def _parts(folder: pathlib.Path) -> list[str]:
-    """Return the names of the safetensors files in a folder's index; weights/reader.py refuses other names in it."""
+    """Return the sorted names of the safetensors files in a folder's index; a name with a slash is left out."""
     mapped = read_object(folder / INDEX).get("weight_map")
     named = set(mapped.values()) if isinstance(mapped, dict) else set()
     return sorted(
@@ -145,7 +146,7 @@ def _snapshot(
 
 
 def in_words(error: Exception, kind: Kind, name: HubName, key: str) -> Exception:
-    """Return a ConfigError with the cause of a failed download and the way out; for a disk error, the error itself.
+    """Return a ConfigError with the cause of a failed download and what to do; for a disk error, the error itself.
 
     key: the setting that holds the name.
     """
@@ -185,7 +186,7 @@ def in_words(error: Exception, kind: Kind, name: HubName, key: str) -> Exception
 
 
 def _said(error: Exception) -> str:
-    """Return an error's class and first line as text, without the token."""
+    """Return an error's class and first line as text, with the value of HF_TOKEN replaced by ``***``."""
     line = next(iter(str(error).splitlines()), "")
     token = os.environ.get("HF_TOKEN", "")
     return shortened(f"{type(error).__name__}: {line.replace(token, '***') if token else line}", 200)

@@ -90,7 +90,7 @@ def name_of(value: str, kind: Kind, key: str) -> HubName | None:
 
 
 def repo_of(path: str) -> str:
-    """Return ``owner/name`` of the model or data set in a folder that `fetched` returned; any other path unchanged."""
+    """Return ``owner/name`` of the hub's copy at ``path``; ``path`` unchanged if it is no such copy."""
     name = name_of_path(path)
     return path if name is None else name.repo
 
@@ -105,7 +105,10 @@ def url_of_path(path: str) -> str | None:
 
 
 def name_of_path(path: str) -> HubName | None:
-    """Return the name, with its commit, of a folder or pattern that `fetched` returned; None for any other path."""
+    """Return the ``HubName``, with its commit, of the hub's copy at ``path``; None if ``path`` is no such copy.
+
+    path: a local folder, or a pattern of a data set's files.
+    """
     posix = pathlib.PurePath(path).as_posix()
     if match := _SNAPSHOT.fullmatch(posix):
         return HubName(repo=f"{match[1]}/{match[2]}", revision=match[3])

@@ -142,11 +142,12 @@ def _fetch(names: Names, without_weights: Collection[str]) -> dict[str, str]:
 
 
 def _shared(job: Job, what: str, is_mine: bool, make: Callable[[], dict], wait_s: float) -> dict[str, str]:
-    """Return the result of one rank's ``make`` on every rank; if it fails, raise an error on every rank.
+    """Return on every rank what ``make`` returns on one rank; an error of ``make`` is raised on every rank.
 
-    what: a name for the result in the job's store.
-    is_mine: whether this rank calls ``make``; the other ranks wait for it.
-    wait_s: the seconds that they wait before they raise ConfigError.
+    what: the key of the result in the job's store, by which the ranks communicate.
+    is_mine: whether this rank calls ``make``; the other ranks wait for the result.
+    make: takes nothing; returns a dict that JSON can hold.
+    wait_s: the seconds that a rank waits before it raises ConfigError.
     """
     if is_mine or job.store is None:
         try:

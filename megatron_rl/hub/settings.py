@@ -56,7 +56,7 @@ def fetched(config: Config, *, weights: bool = True, pins: bool = True) -> Confi
 
 
 def with_names(config: Config) -> Config:
-    """Return the configuration with names, commits and URLs in place of local copies, for use on another host."""
+    """Return the configuration with URLs, and names with commits, in place of local copies, for use on another host."""
 
     def named(_: str, value: str) -> str:
         return url_of_path(value) or str(name_of_path(value) or value)

@@ -65,7 +65,11 @@ def _lacking(kind: Kind) -> str:
 
 
 def _objects(kind: Kind, url: str, key: str, *, weights: bool) -> tuple[dict[str, tuple[RemotePath, str]], bool]:
-    """Return ({local name: (object, version text)} of the objects to copy, whether the URL names a single object)."""
+    """Return ({local name: (object, version text)} of the objects to copy, whether the URL names a single object).
+
+    The version text changes if the object does. Local names of a glob pattern's objects begin with
+    a number.
+    """
     if kind is Kind.DATA and glob.has_magic(url):
         place = location(url, key)
         matched = place.matches()
@@ -83,9 +87,9 @@ def _objects(kind: Kind, url: str, key: str, *, weights: bool) -> tuple[dict[str
 
 
 def _folder(url: str, found: Mapping[str, tuple[RemotePath, str]]) -> pathlib.Path:
-    """Return the folder of a copy, named by a digest of the objects, in a folder named by the URL.
+    """Return the path of the folder for a URL's copy: a folder of the URL's name, then one of the digest of ``found``.
 
-    A long URL's folder is named by the URL's digest.
+    For a long URL, its digest is the name of the first folder.
 
     found: {local name: (object, version text)}.
     """

@@ -101,7 +101,8 @@ class Stubbed:
     dense_tokens:    prompt and response tokens of the whole batch.
     executed_tokens: prompt and response tokens that run, stubs included.
 
-    Example: 2 of 4 groups, 17 of 32 samples, 6,000 of 11,000 tokens.
+    Example: ``groups=4, dead_groups=2, samples=32, stubs=17, dense_tokens=11000,
+    executed_tokens=6000``: 15 samples run whole.
     """
 
     groups: int
@@ -114,7 +115,7 @@ class Stubbed:
 
 
 def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
-    """Return the train data that the trainer itself makes of a rollout, with samples without signal cut to stubs.
+    """Return the train data that the trainer itself makes of a rollout, with samples without signal cut to two tokens.
 
     args: slime's or miles' parsed arguments.
     samples: the rollout's samples as a flat list, each of the trainer's class ``Sample``.

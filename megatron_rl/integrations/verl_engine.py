@@ -137,8 +137,8 @@ class SkippingEngine(MegatronEngineWithLMHead):
     def _choose(self, rows: Rows, data: TensorDict, limit: int | None) -> list[int] | None:
         """Return the indices of the rows that this rank runs: rows with signal, then fillers.
 
-        With them verl makes the same number of micro-batches on every rank. Returns None on every
-        rank if one has no row of weight zero to use as a filler.
+        The fillers make verl form the same number of micro-batches on every rank. Returns None on
+        every rank if any rank needs a filler and has no row of weight zero.
 
         The numbers of micro-batches are tried in verl's own order (utils/seqlen_balancing.py
         ``rearrange_micro_batches``), so verl arrives at the number found here. The search ends: no

@@ -1,7 +1,7 @@
 """The choice of the rows of verl's training batch that run, and the reasons why none may be left out.
 
-Pure but for torch's tensors. In verl's terms a row is a sample, and a mini-batch is trained by one
-optimizer step. Every data-parallel rank holds its own rows.
+In verl's terms a row is a sample, and a mini-batch is trained by one optimizer step. Every
+data-parallel rank holds its own rows. Nothing here imports verl or calls a collective.
 
 Invariants:
 
@@ -31,7 +31,7 @@ EXACT_LOSS_MODES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Holds the facts of one rank's rows (samples) that decide which of them run.
+    """Holds what decides which of one rank's rows (samples) run.
 
     lengths: the number of tokens of each row.
     has_signal: whether each row has a token with advantage × mask other than 0.
@@ -65,7 +65,7 @@ class Rows:
 
 
 def rows_of(batch: Mapping[str, torch.Tensor]) -> Rows:
-    """Return the facts of one rank's batch.
+    """Return the row lengths, signal and loss tokens of one rank's batch.
 
     batch: verl's batch with ``input_ids`` [S, j] jagged, and with ``advantages``, ``response_mask``
         and ``loss_mask``, padded [S, T] or jagged. verl counts loss tokens by ``loss_mask``.
@@ -89,7 +89,7 @@ def loss_obstacles(loss_function: Callable, own_loss: Callable, batch: Any, poli
     loss_function: the loss of this mini-batch.
     own_loss: verl's function ``ppo_loss``.
     batch: verl's TensorDict.
-    policy_loss: verl's function that returns the loss of a mode's name.
+    policy_loss: verl's function that takes the name of a loss mode and returns its loss function.
     """
     if not isinstance(loss_function, functools.partial) or loss_function.func is not own_loss:
         return [f"the loss function {loss_function!r:.80} (only verl's ppo_loss is known)"]

@@ -124,10 +124,10 @@ def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelSha
     fields: the fields that the model needs.
     extra: the user's fields.
 
-    ``moe_router_pre_softmax`` is set after Megatron-Core's check. With one expert per token, a
-    checkpoint may ask for the expert's weight p / p = 1, as transformers computes it. Megatron-Core
-    refuses that, since it leaves the router without a gradient (0.16.1
-    ``transformer_config.py:1641``).
+    ``moe_router_pre_softmax`` is set after Megatron-Core's check, which refuses the field for one
+    expert per token, since the router would have no gradient (0.16.1
+    ``transformer_config.py:1641``). Some checkpoints need it: transformers computes the weight of
+    their single expert as p / p = 1.
     """
     cls = MLATransformerConfig if shape.kv_lora_rank else TransformerConfig
     transformer = build_config(cls, fields, extra, shape.family)
@@ -136,13 +136,13 @@ def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelSha
 
 
 def _fusions(shape: ModelShape, extra: dict[str, Any], *, half: bool, shares: bool) -> dict[str, bool]:
-    """Return {field: whether it is on} for the fields of TransformerConfig that choose fused functions.
+    """Return {field: whether it is on} for the fields of TransformerConfig that choose fused kernels.
 
     extra: the user's fields.
     half: whether torch's layers take fused kernels (``half_on_gpu``).
     shares: whether Transformer Engine's layers may get samples that share one copy of their prompt.
 
-    The fields are set for these reasons:
+    The reasons for the values:
 
     - Rotary angles: over packed sequences Megatron-Core's plain code asks the device for the
       lengths four times in every layer (0.16.1 and 0.19.2

@@ -52,9 +52,9 @@ def full_recompute(transformer: Mapping[str, Any]) -> bool:
 def layer_cost(shape: ModelShape, tokens: float, layer: int) -> int:
     """Return the cost of the model's layer ``layer`` per token, in units of 6 FLOPs, rounded to an integer.
 
-    The cost is the number of weights that a token is multiplied with, plus the cost of a token's
-    attention in a sample of ``tokens`` tokens. One weight's forward and backward are 6 FLOPs, as in
-    simulator/machine.py.
+    The unit is the forward and backward of one weight, as in simulator/machine.py. The cost is the
+    number of weights that a token is multiplied with, plus the cost of a token's attention in a
+    sample of ``tokens`` tokens.
     """
     seen = shape.windows[layer] if shape.windows else 0
     if shape.chunked is not None and layer in shape.chunked.chunked_layers:
@@ -65,8 +65,8 @@ def layer_cost(shape: ModelShape, tokens: float, layer: int) -> int:
 def adapter_parameters(shape: ModelShape) -> int:
     """Return the number of adapter weights that one token is multiplied with, added up over all layers.
 
-    It is 0 without LoRA. In a mixture a token passes the adapters of ``experts_per_token`` routed
-    experts.
+    It is 0 without LoRA. In a mixture of experts a token passes the adapters of
+    ``experts_per_token`` routed experts.
     """
     passed = 0
     for layer in range(shape.num_layers):

@@ -22,10 +22,10 @@ def build_frozen(
     DistributedDataParallel (0.16.1) makes no buffer, bucket or hook, whatever ``megatron.ddp``
     says.
 
-    After the wrapping, the parameters that the policy trains require a gradient again, which costs
-    nothing without a graph. For a weight that requires no gradient, ``torch.matmul`` (2.13)
-    computes one product per token if the activations' strides cannot be folded. Those products
-    would round differently from the policy's.
+    After the wrapping, the parameters that the policy trains require a gradient again; under
+    ``torch.no_grad`` that costs nothing. If they did not, ``torch.matmul`` (2.13) could compute one
+    product per token, as head.py ``_in_token_order`` says. Those products would round differently
+    from the policy's.
     """
     models, shape = build_model(settings, hf_config, topology)
     if settings.lora.rank is not None:

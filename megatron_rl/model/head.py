@@ -18,8 +18,8 @@ def _in_token_order(hidden: torch.Tensor) -> torch.Tensor:
     """Return the hidden states [T, 1, H] such that backward gives their gradient the strides (H, H, 1).
 
     GPTModel transposes its output, so without this function the gradient's strides would be (H,
-    T·H, 1). With those strides and a frozen weight, torch.matmul multiplies T rows one by one. On a
-    CPU it also copies the weight for each row (0.16.1 ``tensor_parallel/layers.py``
+    T·H, 1). With those strides and a frozen weight, torch.matmul would multiply the T rows one by
+    one. On a CPU it would also copy the weight for each row (0.16.1 ``tensor_parallel/layers.py``
     LinearWithFrozenWeight; torch 2.13.0 ``LinearAlgebra.cpp`` should_fold).
     """
     return hidden.flatten(0, 1).unsqueeze(1)

@@ -28,7 +28,8 @@ SCALINGS = ("linear", "llama3", "yarn")
 def _check_divisible(hf_config: Any, shape: ModelShape, parallel: ParallelConfig, topology: Topology) -> None:
     """Raise ConfigError if a degree of parallelism does not divide the size that it splits.
 
-    Also raises ConfigError for degrees that do not fit the model's experts, or their absence.
+    Also raises ConfigError if degrees for experts are set and the model has none, or if its experts
+    do not work with the degrees.
     """
     name, family = hf_config.name_or_path or hf_config.model_type, FAMILIES[shape.family]
     experts, ffn, ffn_name = family.experts is not None, shape.ffn_hidden_size, family.ffn_field
@@ -133,9 +134,10 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1, prov
 
 
 def angle_kinds(hf_config: Any) -> tuple[str | None, ...]:
-    """Return each layer's key in ``rope_parameters``, which has one entry per kind of layer in OLMo 3 and Gemma 3.
+    """Return each layer's kind: the key of its rotary parameters in ``rope_parameters``.
 
-    If all layers share the rotary parameters, each layer's item is None.
+    Only configs of OLMo 3 and Gemma 3 have one key per kind. In others all layers share the
+    parameters, and each item is None.
     """
     if FULL in hf_config.rope_parameters:
         return tuple(hf_config.layer_types)
@@ -144,6 +146,8 @@ def angle_kinds(hf_config: Any) -> tuple[str | None, ...]:
 
 def rotary_tables(hf_config: Any, head_dim: int, *, turns_partly: bool = False) -> dict[str | None, torch.Tensor]:
     """Return {kind of layer: rotary inverse frequencies} for the kinds of ``angle_kinds``.
+
+    turns_partly: as in ``inverse_frequencies``.
 
     Raises ConfigError as ``inverse_frequencies`` does.
     """
@@ -239,12 +243,12 @@ def softmax_scale(hf_config: Any, head_dim: int, kind: str | None = None) -> flo
 
     kind: an item of ``angle_kinds``.
 
-    Gemma's config class has ``query_pre_attn_scalar``, used in place of head_dim; no other family's
+    In Gemma's configs ``query_pre_attn_scalar`` takes the place of head_dim; no other family's
     module reads the field. Yarn (Peng et al., 2023, arXiv:2309.00071, section 3.4) multiplies
     cosines and sines of q and of k by its attention factor (default ``0.1 · ln(factor) + 1``). Here
     the whole head is rotated, so each score is multiplied by the factor's square. Megatron-Core's
-    fused rotary kernel takes no such factor (0.16.1 ``rope_utils.py``), so the scores are
-    multiplied by the square instead.
+    fused rotary kernel takes no such factor (0.16.1 ``rope_utils.py``), so the result here contains
+    the square.
 
     Raises ConfigError if the attention factor is not a finite number above 0.
     """

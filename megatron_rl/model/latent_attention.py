@@ -7,12 +7,12 @@ the angles of the packed tokens' own positions (model/rotary.py). So samples may
 their prompt.
 
 Projections to the latents: Megatron-Core's local spec splits their weights over tensor ranks and
-gathers their outputs. In backward the gather keeps only the gradient of the rank's own columns. But
-all heads share the rotated part of k, and each rank's gradient of that part covers only its own
-heads. So the other ranks' contributions would be lost. Here these weights are whole on every tensor
-rank, as in Transformer Engine's spec. Under sequence parallelism each rank projects its own tokens,
-and backward of the gather along the sequence sums the gradients. Megatron-Core's
-``finalize_model_grads`` then sums the weights' gradients over tensor ranks.
+gathers their outputs. In backward that gather keeps only the gradient of the rank's own columns,
+without a sum over ranks. But all heads use the rotated part of k, and each rank computes that
+part's gradient from its own heads only. So the sum over ranks would be missing. Here these weights
+are whole on every tensor rank, as in Transformer Engine's spec. Under sequence parallelism each
+rank projects its own tokens, and backward of the gather along the sequence sums the gradients.
+Megatron-Core's ``finalize_model_grads`` then sums the weights' gradients over tensor ranks.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ def latent_fields(shape: ModelShape, hf_config: Any, extra: dict[str, Any]) -> d
 
     extra: the user's ``megatron.transformer`` fields.
 
-    Megatron-Core multiplies the attention scores by mscale² / sqrt(width of q). Under yarn mscale =
-    0.1 · mscale_all_dim · ln(factor) + 1.
+    Megatron-Core multiplies the attention scores by mscale² / sqrt(width of q). There mscale is 1,
+    but 0.1 · mscale_all_dim · ln(factor) + 1 under yarn, with both numbers from
+    ``rope_parameters``.
 
     Raises ConfigError for ``apply_rope_fusion=true``, and for values wider than keys in Transformer
     Engine's layers.
@@ -124,13 +125,13 @@ class ReplicatedLinear(torch.nn.Linear):
 class SpecifiedLatentAttention(MLASelfAttention):
     """Builds multi-latent attention with the norms and projections that its spec names, and no others.
 
-    Megatron-Core 0.16.1 takes the spec's norms. For queries without latents, 0.19.2
-    (``transformer/mla_qk_norm_config.py``) would add a norm before the projection of the queries.
-    Moonlight, a model without query latents, has no such norm.
+    Megatron-Core 0.16.1 builds no others. But 0.19.2 (``transformer/mla_qk_norm_config.py``) would
+    add a norm before the projection of queries that have no latents. Moonlight, a model without
+    query latents, has no such norm.
 
-    The constructor runs under ``rope_type="rope"``, since Megatron-Core's table for "yarn" needs
-    pinned memory. Afterwards ``rope_type`` is "yarn". Then Megatron-Core's forward expects the
-    rotary embedding to return angles and a factor on cos and sin.
+    The constructor runs under ``rope_type="rope"``, since under "yarn" Megatron-Core makes a table,
+    which needs pinned memory. Afterwards ``rope_type`` is "yarn", so that Megatron-Core's forward
+    takes angles and a factor on cos and sin from the rotary embedding.
     """
 
     def __init__(self, config: MLATransformerConfig, *args, **kwargs):
@@ -144,8 +145,8 @@ class SpecifiedLatentAttention(MLASelfAttention):
 class EngineLatentAttention(SpecifiedLatentAttention):
     """Computes Megatron-Core's multi-latent attention with Transformer Engine's modules.
 
-    It was tested with a stand-in for these modules, not on a GPU. ``give_latent_rotary`` sets the
-    rotary embedding after construction.
+    Tests run it on plain torch modules in place of Transformer Engine's; it was not tested on a
+    GPU. ``give_latent_rotary`` sets the rotary embedding after construction.
     """
 
     def __init__(self, config: MLATransformerConfig, *args, **kwargs):
@@ -164,10 +165,10 @@ class EngineLatentAttention(SpecifiedLatentAttention):
         packed_seq_params: PackedSequences | None = None,
         **kwargs,
     ):
-        """Return q, k, v and the latents, with the sequences' bounds (cu_seqlens) hidden from Megatron-Core's method.
+        """Return q, k, v and the latents, as Megatron-Core's method computes them without sequence bounds (cu_seqlens).
 
-        With bounds that method would take the rotary angles for a table by position, and slice it
-        for each sequence. Without bounds it gives each token the angle computed for that token.
+        With bounds that method reads the rotary angles as a table by position, from 0 in each
+        sequence. Without bounds it gives each token its own row of the angles.
         """
         unbounded = dataclasses.replace(
             packed_seq_params,
@@ -193,9 +194,11 @@ class LatentAttention(SpecifiedLatentAttention):
             self.q_layernorm.eps = LATENT_NORM_EPS
 
     def _run_core_attention(self, query, key, value, attention_mask, attn_mask_type=None, **given):
-        """Return the output of torch's attention, which itself pads values that are narrower than the keys.
+        """Return the core attention's output.
 
-        Megatron-Core 0.19.2's method, overridden here, would cut wider values to the keys' width.
+        Megatron-Core 0.19.2's method, which this one replaces, cuts values that are wider than the
+        keys to the keys' width. ``TorchAttention`` needs no such help: it takes keys and values of
+        different widths.
         """
         return self.core_attention(query, key, value, attention_mask, attn_mask_type=attn_mask_type, **given)
 

@@ -76,7 +76,7 @@ def block_spec(
         their prompt; torch's layers always can.
 
     With Transformer Engine a layer's experts are grouped linears, and the norm before a mixture is
-    a separate module. Both were tested with a stand-in for its modules
+    a separate module. Both were tested on plain torch modules in place of Transformer Engine's
     (tests/equality/test_transformer_engine.py), not on a GPU.
     """
     mixtures = config.moe_layer_freq  # Megatron-Core's default of 1 is every layer

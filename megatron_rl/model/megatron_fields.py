@@ -1,10 +1,10 @@
 """The conversion of a user's ``megatron.{transformer,ddp,optimizer}.*`` to values of Megatron-Core's classes.
 
-Every field of the installed version is accepted, except fields that this package sets itself and
-fields of features that cannot work here. Each refusal gives its reason. YAML has no dtypes and no
-enums, so the field's declared type decides: "bfloat16" becomes torch.bfloat16, and a name becomes
-an enum's member. A value of another type is refused. If a field's type does not include None, null
-keeps the field's default.
+Every field of the installed Megatron-Core is accepted, except fields that this package sets itself
+and fields of features that cannot work here. Each refusal gives its reason. YAML has no dtypes and
+no enums, so the field's declared type decides: "bfloat16" becomes torch.bfloat16, and a name
+becomes an enum's member. A value of another type is refused. But if a field's type does not include
+None, null leaves the field at its default.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Refusals:
 
     @classmethod
     def of(cls, config: type, *, owned: Mapping[str, str], unsupported: Mapping[str, str]) -> Refusals:
-        """Return the refusals of those fields that the class ``config`` has.
+        """Return the given refusals, without the fields that the class ``config`` lacks.
 
         Megatron-Core's releases (0.16.1, 0.19.2) have different fields.
         """
@@ -90,7 +90,7 @@ def resolve_fields(users: Mapping[str, Any], cls: type, section: str, refusals: 
 
 
 def _read(value: Any, hint: Any) -> list[Any]:
-    """Return [value], with the value converted to the type that ``hint`` declares; [] if the type has no such value."""
+    """Return [``value`` converted to the type ``hint``], or [] if the type has no such value."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return next((found for part in parts if (found := _read(value, part))), [])

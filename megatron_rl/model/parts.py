@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 
 
 class Parts(Protocol):
-    """Gives the modules and functions of which a model is built."""
+    """Gives the modules and functions of which a model is built; ``parts_of`` chooses the implementation."""
 
     @property
     def layer_spec(self) -> str:
@@ -43,7 +43,7 @@ class Parts(Protocol):
         """Return the name of the kernel that computes log-probs from logits (logprob/chunks.py)."""
 
     def require_shown(self, shape: ModelShape) -> None:
-        """Raise ConfigError if these modules were not tested with this model, or not on this kind of host."""
+        """Raise ConfigError unless these modules were tested with a model of this shape and on this kind of host."""
 
     def activation(self, shape: ModelShape) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the activation function of the MLP's gate, which takes and returns a tensor."""
@@ -65,11 +65,19 @@ class Parts(Protocol):
         """
 
     def give_inputs(self, model: GPTModel, shape: ModelShape, hf_config: Any, angles: Angles, *, shares: bool) -> None:
-        """Set up a chunk's rotary embedding, and the factor by which some families multiply the embeddings."""
+        """Set up a chunk's rotary embedding, and the factor by which some families multiply the embeddings.
+
+        model: one chunk of this rank's model; it is changed.
+        angles: the model's rotary frequencies.
+        shares: whether samples may share one copy of their prompt.
+        """
 
 
 def parts_of(settings: ModelSettings) -> Parts:
-    """Return the row-invariant ``Parts`` if ``rollout.bitwise`` is true, else the plain ones."""
+    """Return the row-invariant ``Parts`` if ``rollout.bitwise`` is true, else the plain ones.
+
+    With row-invariant modules a row's result has the same bits in any batch.
+    """
     match settings.bitwise:
         case True:
             from megatron_rl.model.invariant.parts import InvariantParts
@@ -86,6 +94,7 @@ def parts_of(settings: ModelSettings) -> Parts:
 class PlainParts:
     """Gives the modules of torch's or Transformer Engine's layers, and the modules that some families need.
 
+    model: the settings ``model.*``.
     may_turn: whether the core attention may apply the rotary angles itself. It may not if the user
         sets ``apply_rope_fusion``.
     """
@@ -152,7 +161,10 @@ class PlainParts:
         return spec
 
     def give_inputs(self, model: GPTModel, shape: ModelShape, hf_config: Any, angles: Angles, *, shares: bool) -> None:
-        """Set up a chunk's rotary embedding and its factor on the embeddings (model/positions.py ``give_inputs``)."""
+        """Set up a chunk's rotary embedding, and the factor by which some families multiply the embeddings.
+
+        ``Parts.give_inputs`` describes the arguments.
+        """
         packed = shape.layer_spec == "torch" or shares
         half = half_on_gpu(self.model.dtype)
         turning = turning_attention(shape, half=half, shares=shares) if self.may_turn else None

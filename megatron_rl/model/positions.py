@@ -1,4 +1,4 @@
-"""The set-up of a model's rotary angles and of the factor on its embeddings, by family, kind of layers and host."""
+"""The set-up of a model's rotary angles, and of the factor by which some families multiply the embeddings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 def half_on_gpu(dtype: str) -> bool:
     """Return whether torch's layers use fused kernels: True for bfloat16 on a GPU.
 
-    In float32 torch's layers compute without fused kernels, as the reference.
+    In float32 torch's layers are the reference, and compute without fused kernels.
     """
     return HOST.is_cuda and dtype == "bfloat16"
 
@@ -34,7 +34,7 @@ def angles_of(hf_config: Any, shape: ModelShape) -> Angles:
 
 
 def turning_attention(shape: ModelShape, *, half: bool, shares: bool) -> type[torch.nn.Module] | None:
-    """Return the core attention class that applies the rotary angles itself; None if Megatron-Core applies them.
+    """Return the class of core attention that is to apply the rotary angles; None if Megatron-Core applies them.
 
     half: whether torch's layers use fused kernels (``half_on_gpu``).
     shares: whether samples may share one copy of their prompt.
@@ -59,8 +59,10 @@ def give_inputs(
 ) -> None:
     """Set up a chunk's rotary embedding, and on a first stage the factor on the embeddings (Gemma).
 
-    packed: whether angles come from the tokens' own positions, instead of Megatron-Core's table.
-        With latent attention, or angles by kind of layer, they always do.
+    angles: the model's rotary frequencies.
+    packed: whether a module computes each token's angles from its own position; if not,
+        Megatron-Core's table by position gives them. Latent attention, and angles by kind of layer,
+        always compute them.
     turning: the core attention class that applies the angles; None if Megatron-Core applies them.
     """
     if shape.scaled_embedding and model.pre_process:
@@ -82,7 +84,9 @@ def give_inputs(
 
 
 def scale_embedding(model: GPTModel, dtype: torch.dtype) -> None:
-    """Multiply a first stage's embeddings [T, 1, H] by sqrt(H), rounded to the weights' ``dtype`` as in transformers.
+    """Make a first stage multiply its embeddings [T, 1, H] by sqrt(H), rounded to ``dtype`` as in transformers.
+
+    dtype: the weights' dtype.
 
     The weight, which a tied head shares, is not changed.
     """

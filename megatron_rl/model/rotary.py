@@ -36,7 +36,7 @@ class Angles:
 class NoRotary(torch.nn.Module):
     """Replaces GPTModel's RotaryEmbedding by a module that returns None.
 
-    It serves core attentions that apply the rotary angles themselves.
+    It is for models whose core attentions apply the rotary angles themselves.
     """
 
     def get_rotary_seq_len(self, *_) -> int:
@@ -51,7 +51,7 @@ class PackedRotary(torch.nn.Module):
 
     GPTModel calls the two methods below, which RotaryEmbedding has as well.
 
-    inv_freq: [d / 2] float32, not a parameter.
+    inv_freq: [d / 2] float32, the inverse frequencies, not a parameter.
     """
 
     def __init__(self, inv_freq: torch.Tensor):
@@ -74,9 +74,9 @@ class PackedRotary(torch.nn.Module):
 
 
 class RotaryByKind(PackedRotary):
-    """Computes the rotary angles of every kind of layer; a hook gives each layer the angles of its own kind.
+    """Computes the rotary angles of every kind of layer; ``give_angles_by_kind`` gives each layer those of its kind.
 
-    inv_freq: [kinds, d / 2] float32.
+    inv_freq: [kinds, d / 2] float32, the inverse frequencies.
     """
 
     def forward(self, position_ids: torch.Tensor, *_, **__) -> torch.Tensor:
@@ -114,7 +114,7 @@ def give_angles_by_kind(
 
 
 def turn_in_attention(model: GPTModel, inv_freq: torch.Tensor, kind: type[torch.nn.Module]) -> None:
-    """Make a model's core attentions of class ``kind`` apply the rotary angles; Megatron-Core then applies none.
+    """Make a model's core attentions of class ``kind`` apply the rotary angles, and Megatron-Core apply none.
 
     inv_freq: float32 [d2 / 2], the inverse frequencies of the d2 rotated columns of a head.
     """

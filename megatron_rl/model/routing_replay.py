@@ -1,4 +1,4 @@
-"""Routing replay: a mixture's routers use experts that were chosen elsewhere, weighted by the routers' own logits.
+"""Routing replay: a mixture's routers use the experts that the rollout engine or the old policy chose.
 
 Megatron-Core's router (0.16.1 and 0.19.2, ``transformer/moe/router.py``, TopKRouter.routing) asks
 the object at its attribute ``router_replay`` for top-k scores and experts. The router then treats
@@ -71,12 +71,13 @@ Recording = dict[int, tuple[Any, dict[int, torch.Tensor]]]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _RouterSeam:
-    """Gives one router its replayed experts; the router calls it as its ``router_replay``.
+    """Gives one router its replayed experts: the object that the router has at ``router_replay``.
 
     index: the router's index among the routers of this rank.
     experts: int16 [rows, top_k], the experts of the micro-batch in its forward pass; None leaves
         the choice to the router.
-    waiting: the experts of micro-batches whose backward pass may recompute the forward pass.
+    waiting: the experts of each micro-batch whose backward pass is to come and may recompute the
+        forward pass, oldest first.
     is_open: whether a forward pass is running; a call at another time comes from recomputation.
     counts: int64 [2]: how many replayed rows the router would have sent to other experts, and how
         many rows were replayed. None if nothing is counted.
@@ -136,12 +137,13 @@ class RoutingReplay:
     """Gives the routers of this rank's chunks each micro-batch's replayed experts.
 
     layers: the number of each router's layer in the whole model, from 0, chunk by chunk.
-    counts: int64 [2] on the device, added up over layers and counted forward passes: how many
-        replayed tokens a router would have sent to other experts, and how many were replayed.
+    counts: int64 [2] on the device: how many replayed tokens a router would have sent to other
+        experts, and how many were replayed. They are added up over layers, and over calls of
+        ``forward`` with ``counts``.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Set a ``_RouterSeam``, which returns replayed experts, on every router of the chunks.
+        """Set an object that returns replayed experts on every router of the chunks.
 
         Raises ConfigError if Megatron-Core's routers take no such object.
         """
@@ -193,7 +195,11 @@ class RoutingReplay:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Recording]:
-        """Yield a dict that receives the routers' own choices of experts within the ``with`` block."""
+        """Yield a ``Recording``, a dict that receives the routers' own choices of experts within the ``with`` block.
+
+        It maps the ``id`` of a micro-batch to (micro-batch, {index in ``layers``: experts, int64
+        [rows, top_k]}).
+        """
         self._recorded = {}
         try:
             yield self._recorded

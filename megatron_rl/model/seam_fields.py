@@ -25,9 +25,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def users_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> dict[str, Any]:
     """Return the user's ``megatron.transformer`` settings in the types of Megatron-Core's TransformerConfig.
 
+    lora_rank: ``lora.rank``; None without LoRA.
+
     Raises ConfigError for a setting that this host cannot run. A field of UNCOUNTED_FIELDS, such as
     ``moe_aux_loss_coeff``, may only be 0, false or null (algorithm/signal.py refuses other values).
-    It is then left out, since Megatron-Core takes only the field's default for off.
+    Then it is left out, so that Megatron-Core's default turns the feature off.
     """
     extra = transformer_fields(users, lora_rank=lora_rank)
     extra = {name: value for name, value in extra.items() if name not in UNCOUNTED_FIELDS or value}
@@ -44,7 +46,8 @@ def seam_fields(
 ) -> dict[str, Any]:
     """Return {field: value} of TransformerConfig for parallel sizes, dtypes, the token-sum loss and the schedule.
 
-    shape: the model's shape, which holds the number of layers of each stage.
+    shape: gives the number of layers of each pipeline stage.
+    dtype: the weights' dtype, "float32" or "bfloat16".
     """
     of_weights = DTYPES[dtype]
     return dict(

@@ -127,6 +127,7 @@ def transformer_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> di
     """Return the user's fields of TransformerConfig, converted to the types that it declares.
 
     users: ``megatron.transformer``.
+    lora_rank: ``lora.rank``; None without LoRA.
 
     Raises ConfigError for a refused field or value.
     """
@@ -147,7 +148,7 @@ def transformer_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> di
 
 
 def overruled(settled: Mapping[str, Any], extra: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Return {field: value} of TransformerConfig: the settled values, or the user's values in their place where given.
+    """Return {field: value} of TransformerConfig: the user's value if the user gave one, else the settled value.
 
     settled: the fields that the family, the topology and the token-sum loss need.
     extra: the user's fields.
@@ -201,6 +202,7 @@ def require_installed(users: Mapping[str, Any], model: ModelConfig, layer_spec: 
     """Raise ConfigError if a field of ``megatron.transformer`` needs layers or kernels that this host lacks.
 
     users: ``megatron.transformer``.
+    model: the settings ``model.*``, for messages.
     layer_spec: "transformer_engine" or "torch", whose layers are built.
     """
     wanted = {name: value for name, value in users.items() if value not in OFF}

@@ -53,7 +53,7 @@ class Completion:
     excluded:  the environment's error that excluded the sample from its group; None if there was
         none.
     rollout:   the number of the rollout, from 1; None at evaluation.
-    step:      the step of the row of metrics.jsonl with which it was written.
+    step:      the optimizer step of the metrics.jsonl row that was written together with it.
     """
 
     source: str
@@ -125,10 +125,10 @@ def of_rollout(
     """Return the record of one sample.
 
     rollout: the sample with its prompt and response.
-    source: as in Completion.
+    source, rewards, advantage: as in Completion.
     reward: the total reward; None or NaN for an excluded sample.
     most_chars: the length to which texts are cut.
-    number: the number of the rollout.
+    number: the number of the rollout, from 1; None at evaluation.
     """
     answer = rollout.prompt.columns.get("answer")
     return Completion(
@@ -149,12 +149,12 @@ def of_rollout(
 
 
 def share_of_groups(num_groups: int, group_size: int, count: int) -> list[int]:
-    """Return the number of completions to show of each group, ``count`` in all if there are so many.
+    """Return, for each group, how many of its completions to show: ``count`` in all, if there are so many.
 
     The first groups give two each, for their best and worst sample. They give more only if there
     are too few groups.
 
-    Example: 3 of 8 groups of 4 samples: ``[2, 1, 0, 0, 0, 0, 0, 0]``.
+    Example: 8 groups of 4 samples, ``count`` 3: ``[2, 1, 0, 0, 0, 0, 0, 0]``.
     """
     each = min(group_size, max(2, math.ceil(count / max(num_groups, 1))))
     return [max(0, min(each, count - each * number)) for number in range(num_groups)]
@@ -190,9 +190,11 @@ def to_row(completion: Completion) -> dict[str, object]:
 
 
 def _from_row(row: Mapping[str, object], where: str) -> Completion:
-    """Return the completion that ``to_row`` made a dict of; raise ValueError for a missing, unknown or wrong field.
+    """Return the completion of one dict that ``to_row`` made.
 
     where: ``<file>:<line>``, for error messages.
+
+    Raises ValueError for a missing, unknown or wrong field.
     """
     if row.keys() != _KINDS.keys():
         odd = ", ".join(sorted(map(quoted, row.keys() ^ _KINDS.keys())))
@@ -247,7 +249,7 @@ def headline(completion: Completion) -> str:
 
 
 def as_text(completion: Completion, *, most_chars: int | None = None) -> str:
-    """Return a completion as lines of plain text, each of its texts behind a mark.
+    """Return a completion as plain text: its headline, then every line of its texts behind a ``|``.
 
     So no text of the completion can look like another line of the output.
 
@@ -265,9 +267,10 @@ def as_text(completion: Completion, *, most_chars: int | None = None) -> str:
 def print_some(completions: Sequence[Completion], *, every_rollouts: int) -> None:
     """Log the best and the worst completion of one prompt.
 
-    completions: completions of one source, recorded at one step, those of the first prompt first.
-    every_rollouts: completions of evaluations are always logged, and training ones every so many
-        rollouts; 0 logs none.
+    completions: those of one source at one step. The first two are logged: the best and the worst
+        completion of the first prompt.
+    every_rollouts: how often training completions are logged, in rollouts; those of evaluations are
+        always logged. 0 logs neither.
     """
     first = completions[0]
     if every_rollouts == 0 or (first.rollout is not None and (first.rollout - 1) % every_rollouts):

@@ -52,7 +52,7 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def add_sums(*parts: Mapping[str, float]) -> dict[str, float]:
-    """Return the sums of several ranks or micro-batches added up; of the names in MAXIMA, the largest value."""
+    """Return {name: sum over the given ranks or micro-batches}; for a name in MAXIMA, the largest value instead."""
     total: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -67,7 +67,7 @@ def divide(sums: Mapping[str, float]) -> dict[str, float]:
     """Return a step's ``train/*`` metrics: its reduced sums over its number of loss tokens.
 
     ``loss`` is not divided: its tokens are already weighted. The other metrics are means per token,
-    in nats or as a share, except the maximum ``logprob_gap_max``. A sum that is absent gives no
+    in nats or as a fraction, except the maximum ``logprob_gap_max``. A sum that is absent gives no
     metric. If ``tokens`` is 0, only the loss is returned. Raises ValueError if there are sums to
     divide and no ``tokens``.
 
@@ -109,22 +109,22 @@ def step_metrics(result: StepResult) -> dict[str, float]:
 def skip_metrics(
     mini_batch: StepPlan, facts: BatchFacts, signal_S: np.ndarray, *, share_prompts: bool = False
 ) -> dict[str, float]:
-    """Return the savings of the skip in one optimizer step, as ``skip/*`` metrics.
+    """Return what the skip saved in one optimizer step, as ``skip/*`` and ``tokens/*`` metrics.
 
     The skip drops samples without signal (an advantage of 0).
 
     signal_S: [S] bool, True for each sample of the batch with signal, whether it is dropped or not.
-        Under ``skip.mode=off`` the ratio still counts the mini-batch's samples without signal.
-
     share_prompts: whether a micro-batch runs a prompt once for all of its samples.
-        ``tokens/shared`` is then the number of prompt tokens that this saved.
 
-    Token counts are of the tokens that a dense run (one that drops no sample) reads, without pads.
-    These are a prompt's tokens and a response's tokens before its last loss token.
-    ``tokens/trailing`` counts the later tokens of the samples that run. ``tokens_executed``
-    includes fillers, rows of weight zero. ``speedup_ideal`` is dense tokens over the tokens that
-    are not dropped. A ghost step, in which no sample has signal, has no ``speedup_ideal``.
-    ``skip/ghost_steps`` is counted by MetricsWriter.
+    A sample's tokens here are its prompt and its response before the last loss token, without pads.
+
+    - ``skip/tokens_dense``: the tokens of all samples of the mini-batch.
+    - ``skip/tokens_executed``: the tokens that run, those of fillers (samples of weight 0) included.
+    - ``skip/speedup_ideal``: dense tokens over the tokens not dropped; only in a REAL step.
+    - ``skip/zero_advantage_ratio``: the fraction of the mini-batch's samples without signal, also
+      if ``skip.mode=off`` drops none.
+    - ``tokens/trailing``: the response tokens from the last loss token on, over the samples that run.
+    - ``tokens/shared``: the number of prompt tokens that ``share_prompts`` saved.
     """
     if signal_S.shape != (facts.num_samples,):
         raise ValueError(
@@ -226,9 +226,9 @@ class MetricsWriter:
         return {"ghost_steps": self._num_ghost_steps, "last_step": self._last_step}
 
     def write(self, row: Mapping[str, object], sampled: Sequence[Completion] = ()) -> Row:
-        """Append one step; return the row as written, with ``skip/ghost_steps``, the number of ghost steps so far.
+        """Append one step; return the row as written.
 
-        A ghost step is one in which no sample has signal.
+        ``skip/ghost_steps`` is added to the row: the number of steps so far that were not REAL.
 
         row: ``step`` (int, rising), ``step_kind`` (StepKind or its name), ``phase`` (text), and
             metrics by their names.
@@ -254,12 +254,12 @@ class MetricsWriter:
         return _revive(plain)
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Pass one interval of the step's timer (StepTimer.heard) to the sinks, before its step's row is written."""
+        """Pass one interval of the step's timer to every sink; the arguments are those of ``Sink.measured``."""
         for sink in self._sinks:
             sink.measured(stage, started_s, seconds)
 
     def follow(self, live: ReadLive) -> None:
-        """Pass a function that returns the run's current values to the sinks (Sink.follow)."""
+        """Pass ``live``, a function that returns the run's current values, to every sink (Sink.follow)."""
         for sink in self._sinks:
             sink.follow(live)
 
@@ -291,9 +291,9 @@ class MetricsWriter:
             completions.print_some(members, every_rollouts=self._settings.print_completions_every_rollouts)
 
     def _fail(self, name: str, error: OSError) -> NoReturn:
-        """Close metrics.jsonl and raise RunError, since a file cannot be written.
+        """Close metrics.jsonl and raise RunError: the file ``name`` of the run's folder cannot be written.
 
-        Left open, metrics.jsonl would try again to write its unwritten end when it is closed.
+        If metrics.jsonl stayed open, closing it later would try again to write what was not written.
         """
         with contextlib.suppress(OSError):
             self._file.close()

@@ -67,7 +67,7 @@ class MlflowSink:
         self._sent: list[concurrent.futures.Future] = []
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Do nothing: the seconds of a step's stages are metrics of its row."""
+        """Do nothing: ``write`` gets the seconds of a step's stages, as the metrics ``time/*``."""
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
         if step < self._first_step:

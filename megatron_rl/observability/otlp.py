@@ -33,9 +33,9 @@ _COMPRESSIONS: Mapping[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, 
 def traces_url(endpoint: str | None) -> str:
     """Return the URL that spans are posted to.
 
-    endpoint: the collector's address, to which /v1/traces is added. If None,
-        OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is returned unchanged. If that is not set either, the
-        address is OTEL_EXPORTER_OTLP_ENDPOINT, or http://localhost:4318 by default.
+    endpoint: the collector's address, to which /v1/traces is added. If None, the result is the
+        variable OTEL_EXPORTER_OTLP_TRACES_ENDPOINT. If that is not set, /v1/traces is added to
+        OTEL_EXPORTER_OTLP_ENDPOINT, or else to http://localhost:4318.
     """
     if endpoint is None and (whole := os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "").strip()):
         return whole

@@ -40,10 +40,10 @@ def completion_of_page(completion: Completion) -> dict[str, object]:
 
 
 def _first_and_last(path: pathlib.Path) -> list[dict[str, object]]:
-    """Return, for each source, the completions of its first and of its last step, at most SHOWN of each.
+    """Return the completions of each source's first and last step as dicts, at most SHOWN of each such step.
 
-    The field ``recorded`` is added: the number of completions recorded at that step. The file is
-    read once, and other completions are not kept in memory.
+    A source is training or an evaluation. The field ``recorded`` is added: the number of
+    completions recorded at that step. The file is read once, and no others are kept in memory.
     """
     batches_of: dict[str, list[list[Completion]]] = {}
     for completion in read_completions(path) if path.exists() else ():

@@ -39,8 +39,8 @@ def _byte_level() -> dict[str, int]:
 def token_texts(tokenizer: object, ids: Iterable[int]) -> dict[int, str]:
     """Return {token id: its bytes as a Latin-1 text}; joined, the texts of a response's tokens are its bytes.
 
-    tokenizer: a tokenizer of transformers. Characters of byte-level BPE, bytes written as
-        ``<0x0A>`` and word starts written as ``▁`` are turned back into bytes.
+    tokenizer: a tokenizer of transformers. It may write a byte as a character of byte-level BPE or
+        as ``<0x0A>``, and a space before a word as ``▁``; all are turned back into bytes.
 
     Example: a byte-level tokenizer's ``Ġé`` (a space and é in UTF-8) is ``" \\xc3\\xa9"``.
     """
@@ -151,7 +151,7 @@ def sample_row(
     weight_version: int,
     excluded: str | None,
 ) -> dict[str, object]:
-    """Return one sample as a dict of the file, with rounded numbers.
+    """Return one sample as the dict that a rollout's file holds (see the module), with rounded numbers.
 
     advantages: the advantage of each token of ``ids`` if they differ, else None.
     """

@@ -31,10 +31,11 @@ class Sink(Protocol):
     """Receives a run's metrics, completions and stage times. Steps arrive in rising order."""
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Receive one interval of the step's timer (StepTimer.heard); a step's intervals come before its ``write``.
+        """Receive one interval of the step's timer; all intervals of a step come before ``write`` for the step.
 
         stage: the name of the stage.
         started_s: the interval's start by ``time.perf_counter``.
+        seconds: the interval's length.
         """
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
@@ -91,7 +92,7 @@ def open_sinks(
 def _open_services(
     run_dir: pathlib.Path, settings: MetricsConfig, config: Mapping[str, object], last_step: int | None
 ) -> list[Sink]:
-    """Return the configured sinks that send metrics on their own; arguments and errors are those of ``open_sinks``."""
+    """Return the configured sinks other than Prometheus's; arguments and errors are those of ``open_sinks``."""
     ids_path = run_dir / IDS_FILE
     ids = read_object(ids_path) if last_step is not None and ids_path.exists() else {}
     sinks: list[Sink] = []

@@ -74,7 +74,7 @@ class OwnIds(IdGenerator):
 
 
 class SpanSink:
-    """Makes spans of the timer's intervals and of the rows that follow them; a thread sends them in batches.
+    """Makes spans of the timer's intervals, with attributes from rows of metrics; a thread sends them in batches.
 
     run_name: the attribute ``megatron_rl.run`` of every span.
     endpoint: as in ``otlp.traces_url``.
@@ -107,13 +107,13 @@ class SpanSink:
         self._pending.append(Interval(stage, started_s, seconds))
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
-        """Make spans of the stages measured since the previous row; do nothing if no whole step was measured.
+        """Make spans of the stages measured since the previous row; do nothing if no step has ended since then.
 
         step: the row's optimizer step.
         row: the row of metrics.jsonl.
 
-        The spans get the rollout's root span as parent. A stage that ended before the step began
-        gets the previous root span.
+        The spans' parent is the rollout's root span. For a stage that ended before the step began,
+        it is the previous root span.
         """
         whole = next((each for each in reversed(self._pending) if each.stage == STEP), None)
         if whole is None:
@@ -141,8 +141,9 @@ class SpanSink:
     def close(self, files: Sequence[object], *, failed: bool) -> None:
         """Make the remaining spans, send them within CLOSE_S, and log how many spans were not sent.
 
-        failed: whether the run ended with an error. Stages of a rollout that has no row yet get a
-            root span of their own.
+        If a rollout has stages but no row yet, it gets a root span too.
+
+        failed: whether the run ended with an error, which the last root span then reports.
         """
         stages, self._pending = [each for each in self._pending if each.stage != STEP], []
         first = next((i for i, each in enumerate(stages) if each.stage not in BETWEEN), len(stages))

@@ -25,12 +25,12 @@ WAY_OUT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallCounts:
-    """Counts the last steps in a row that trained nothing, by cause.
+    """Counts, by cause, the optimizer steps since the last one that trained something.
 
-    steps: the number of all steps so far, without held ones (a critic's warm-up).
-    ghosts: of the last steps in a row, those in which no sample had signal.
-    zero_gradients: of the last steps in a row, those with a gradient of zero.
-    not_finite: of the last steps in a row, those with a gradient that is not finite.
+    steps: the number of all steps of the run so far, without held ones (a critic's warm-up).
+    ghosts: of the steps since then, those in which no sample had signal.
+    zero_gradients: of the steps since then, those with a gradient of zero.
+    not_finite: of the steps since then, those with a gradient that is not finite.
     """
 
     steps: int = 0
@@ -62,7 +62,10 @@ class StallCounts:
         return StallCounts(steps=counted.steps)
 
     def is_worth_saying(self, warning_steps: int | None) -> bool:
-        """Return whether the last ``warning_steps`` steps trained nothing, or all steps of a run that is shorter."""
+        """Return whether the last ``warning_steps`` steps trained nothing, or all steps of a shorter run.
+
+        warning_steps: if None, the result is False.
+        """
         return warning_steps is not None and self.in_a_row > 0 and self.in_a_row >= min(warning_steps, self.steps)
 
     def __str__(self) -> str:
@@ -126,7 +129,7 @@ class StallWarning:
         return due
 
     def end(self) -> None:
-        """Log a warning at the end of a run that was too short for one before, if all its steps trained nothing."""
+        """Log a warning if the run's steps all trained nothing, but were fewer than ``warning_steps``."""
         if self._counts.is_worth_saying(self._steps) and self._next == self._steps:
             self._warn()
 

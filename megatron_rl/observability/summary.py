@@ -47,33 +47,32 @@ def split_start(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 class RunSummary:
     """Holds a run's headline figures; None for a metric that the run lacks.
 
-    They are over the run's main steps: the steps after a supervised start, or all steps of a run
-    that is only supervised.
+    The figures are taken over the run's main steps: the steps after a supervised start, or all
+    steps of a run that is only supervised.
 
-    window: the number of steps in a mean over the first or last steps: 10, or half of the run if it
-        is shorter.
+    window: the number of steps in a mean over the first or last steps: 10, or half of the main steps
+        if these are fewer than 20.
     supervised_phase: the phase of a run that is only supervised; None for other runs.
     num_real, num_ghost: the number of main steps of the kind REAL, in which a sample has signal,
         and the number of all others.
     num_warmup: the number of supervised steps before RL.
     reward, reverse_kl, zero_advantage_ratio: (mean over the first ``window`` steps, mean over the
         last).
-    loss, accuracy: the same for a supervised run's loss, and for the share of pairs that it ranks
-        right.
+    loss, accuracy: the same two means, of a supervised run's loss and of the share of preference
+        pairs that it ranks right.
     tokens_per_second: the median over a supervised run's steps.
     tokens_executed, tokens_dense: the tokens that ran, and those of a run that drops no sample,
         summed over the steps that report both.
     step_s: the median seconds of a step.
     total_s: the seconds of all steps, a supervised start included.
-    evaluations: {"<set> mean@k": (step, value) of the first evaluation and of the last}.
+    evaluations: {"<set> mean@k": ((step, value) of the first evaluation, the same of the last)}.
     evaluation_errors: {"<set> mean@k": {step: standard error}}.
-    truncated_share: the share of samples that were cut off, as a mean over the last ``window``
-        steps.
+    truncated_share: the share of samples that were cut off at the limit of tokens, as a mean over the
+        last ``window`` steps.
     reward_errors: the number of samples whose reward failed, over all rollouts.
     reward_error_share: the share of scored samples whose reward failed, as a mean over the last
         ``window`` steps.
-    held_out: {name of held-out rows and figure: (step, value) of the first evaluation and of the
-        last}.
+    held_out: the same for losses and accuracies on held-out rows, by the names in HELD_OUT.
     """
 
     window: int
@@ -147,7 +146,7 @@ def eval_errors(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
 
 
 def held_out_points(rows: Sequence[Row], metric: str) -> list[tuple[int, float]]:
-    """Return (step, value) of each evaluation of held-out rows; a metric ``_before`` counts for the step before."""
+    """Return (step, value) of each evaluation of held-out rows; a metric ``..._before`` counts for the step before."""
     return [
         (row["step"] - before, row[key])
         for row in rows

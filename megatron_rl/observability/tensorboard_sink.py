@@ -15,8 +15,8 @@ from megatron_rl.observability.prometheus.live import ReadLive
 class TensorBoardSink:
     """Writes event files under ``tensorboard/`` in the run's folder.
 
-    last_step: the last step in the checkpoint of a resumed run. TensorBoard hides points after it
-        from the earlier files. None for a new run, for which an existing folder is renamed.
+    last_step: the last step in the checkpoint of a resumed run; TensorBoard hides later points of
+        the existing files. None for a new run, for which an existing folder is renamed.
     """
 
     def __init__(self, run_dir: pathlib.Path, config: Mapping[str, object], last_step: int | None) -> None:
@@ -35,7 +35,7 @@ class TensorBoardSink:
             self._writer.add_text("config", _as_code(text), max(0, last_step or 0))
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Do nothing: the seconds of a step's stages are metrics of its row."""
+        """Do nothing: ``write`` gets the seconds of a step's stages, as the metrics ``time/*``."""
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
         for key, value in scalars.items():

@@ -32,9 +32,10 @@ def performance(model: TrainableModel, facts: BatchFacts, mini_batch: StepPlan, 
 
 
 def step_times(timer: StepTimer, facts: BatchFacts) -> dict[str, float]:
-    """Return the metrics ``time/*`` of a supervised step, and ``perf/tokens_per_second`` over all its samples.
+    """Return the metrics ``time/*`` and ``perf/tokens_per_second`` of a supervised step.
 
-    The timer starts the next step.
+    The throughput counts the tokens of all samples of the batch. The timer then starts the next
+    step.
     """
     times = timer.take()
     return {**times, "perf/tokens_per_second": float(facts.total_tokens.sum() / times["time/step_s"])}

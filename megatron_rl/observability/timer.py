@@ -16,9 +16,9 @@ def _nobody(stage: str, started_s: float, seconds: float) -> None:
 
 
 class StepTimer:
-    """Sums seconds by stage since the last ``take``.
+    """Sums the seconds of each stage since the last ``take``, which ends a step.
 
-    A rollout's first step so includes the seconds of generating and scoring before it.
+    So a rollout's first step includes the seconds of generating and scoring before it.
 
     enter: a function that takes a stage's name and returns a context manager around the stage
         (``Watchdog.stage``).
@@ -57,14 +57,14 @@ class StepTimer:
 
     @contextlib.contextmanager
     def follow(self, stage: str) -> Iterator[None]:
-        """Pass the block's seconds to ``heard`` as a stage, without adding them to a step."""
+        """Time the block as stage ``stage``: pass its seconds to ``heard``, without adding them to the step's sums."""
         with self.enter(stage):
             started = time.perf_counter()
             yield
             self.heard(stage, started, time.perf_counter() - started)
 
     def report(self, stage: str, seconds: float) -> None:
-        """Pass ``seconds`` of a stage that has just ended to ``heard``, without adding them to a step."""
+        """Pass the ``seconds`` of a stage that has just ended to ``heard``, without adding them to the step's sums."""
         self.heard(stage, time.perf_counter() - seconds, seconds)
 
     def take(self) -> dict[str, float]:

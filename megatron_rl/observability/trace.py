@@ -30,7 +30,14 @@ from megatron_rl.weights.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedRollout:
-    """Holds one rollout's samples as arrays [S], under the names of ``Workload`` (simulator/workload.py)."""
+    """Holds one rollout's samples as arrays [S], under the names of ``Workload`` (simulator/workload.py).
+
+    prompt_tokens, response_tokens, loss_tokens: as in BatchFacts.
+    read_response_tokens: the numbers of response tokens that run.
+    rewards: NaN for a sample without a reward.
+    groups: the index of each sample's prompt.
+    by_function: {reward function's name: its rewards}; {} with only one function.
+    """
 
     prompt_tokens: np.ndarray
     response_tokens: np.ndarray
@@ -152,7 +159,7 @@ class Grid(Protocol):
 
 
 def fitted_with(shape: ModelShape, dtype: str, degrees: Grid) -> dict[str, object]:
-    """Return the settings that the fitted costs of a pipeline stage depend on.
+    """Return {name: value} of the settings that the fitted costs of a pipeline stage depend on.
 
     The machine and the number of replicas are not among them.
     """

@@ -46,7 +46,7 @@ class WandbSink:
         self._first_step: int = self._run.step  # the first step that W&B has not received
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Do nothing: the seconds of a step's stages are metrics of its row."""
+        """Do nothing: ``write`` gets the seconds of a step's stages, as the metrics ``time/*``."""
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
         if step >= self._first_step:

@@ -4,7 +4,7 @@ A micro-batch of T tokens in sequences of lengths l takes on one stage, forward 
 
     t = overhead + token · T + square · Σ l²
 
-Sliding windows replace l² by less (planning/tokens.py ``window_squares``).
+For layers with a sliding window l² is replaced by less (``window_squares`` of planning/tokens.py).
 
 A data-parallel rank's micro-batches take t_1 … t_m on the slowest stage of its pipeline. While the
 pipeline fills and drains, each other stage s adds the time of its longest micro-batch once, divided
@@ -94,8 +94,9 @@ class CostModel:
     def best_count(self, tokens: float, squares: float, longest: float = 0.0, most: int = MOST_MICROBATCHES) -> int:
         """Return the number of micro-batches, at most ``most``, with the least predicted time for a rank's samples.
 
-        Without a pipeline the number is 1. With p equal stages it is about
-        √((p − 1) · work / (v · overhead)): more micro-batches shrink the bubble and add fixed costs.
+        Without a pipeline the number is 1. On p equal stages of v chunks it is about
+        √((p − 1) · w / (v · o)), with w the cost of all samples and o the fixed cost of a micro-batch:
+        more micro-batches shrink the bubble and add fixed costs.
 
         tokens, squares: the numbers of tokens and of squared tokens of all the rank's samples.
         longest: the number of tokens of the longest sample, since a sample cannot be split.
@@ -196,10 +197,10 @@ NUM_SUMS = 11  # columns of CostFit.sums
 class CostFit:
     """Fits each stage's costs to measured micro-batches by least squares; older steps weigh less.
 
-    ``sums`` has one row of NUM_SUMS numbers for each stage: Xᵀ X (upper triangle, 6), Xᵀ y (3), the
-    forward seconds and the backward seconds. A micro-batch is one row (1, T, Σ l²) of X, and its
-    forward seconds are its y. Such sums of ranks and steps can be added, so one all-reduce of
-    ``sums`` is all that ranks exchange.
+    Let X have a row (1, T, Σ l²) for each micro-batch, and y its forward seconds. ``sums`` has one row
+    of NUM_SUMS numbers for each stage: Xᵀ X (upper triangle, 6), Xᵀ y (3), all forward seconds and
+    all backward seconds. Rows of different ranks and steps can be added. So ranks exchange nothing
+    but ``sums``, by one all-reduce.
 
     prior: the costs that are used until every stage has been measured.
     forget: the factor on the earlier sums at each measured step.
@@ -238,9 +239,10 @@ class CostFit:
         return CostModel(stages=stages, virtual=self.prior.virtual)
 
     def _stage(self, row: np.ndarray, shape: StageCost) -> StageCost:
-        """Return one stage's costs by ridge regression towards the prior, which weighs as one average micro-batch.
+        """Return one stage's costs by ridge regression towards the prior.
 
-        The ratio of fixed cost to token cost is never below the prior's.
+        The prior weighs as much as one measured micro-batch of average size. The ratio of fixed cost to
+        token cost is never below the prior's.
 
         row: [NUM_SUMS], the stage's row of ``sums``.
         shape: the stage's costs in the prior.
@@ -282,7 +284,7 @@ def _unpack(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _nonnegative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
-    """Return the x ≥ 0, float64 [3], that minimises xᵀ G x − 2 mᵀ x, by trying every set of zero components."""
+    """Return the x ≥ 0, float64 [3], that minimises xᵀ gram x − 2 momentᵀ x, by trying every set of zeros in x."""
     best, least = np.zeros(3), np.inf
     scale = np.sqrt(np.maximum(np.diag(gram), 1e-300))
     for size in (3, 2, 1):

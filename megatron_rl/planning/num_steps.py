@@ -7,7 +7,7 @@ from megatron_rl.errors import ConfigError
 
 
 def steps_per_rollout(train: TrainConfig, rollout: RolloutConfig, skip: SkipConfig) -> int:
-    """Return the policy's number of optimizer steps in a rollout without missing samples.
+    """Return the policy's number of optimizer steps in a rollout that has all its samples.
 
     Ghost steps, which step the optimizer on a zero gradient, are included.
     """
@@ -19,7 +19,7 @@ def steps_per_rollout(train: TrainConfig, rollout: RolloutConfig, skip: SkipConf
 
 
 def critic_steps_per_rollout(train: TrainConfig, rollout: RolloutConfig, critic: CriticConfig) -> int:
-    """Return the critic's number of optimizer steps in a rollout without missing samples.
+    """Return the critic's number of optimizer steps in a rollout that has all its samples.
 
     ``skip.steps=merge`` does not change this number.
     """

@@ -123,10 +123,10 @@ def stage_layers(parallel: ParallelConfig, costs: Sequence[int], head: int, *, m
 def balanced(costs: Sequence[int], head: int, pipeline: int, virtual: int = 1) -> tuple[int, ...]:
     """Return the number of layers of each stage, at least 1, chosen to minimise the cost of the slowest pipeline rank.
 
-    Of equally good layouts, the one with the least sum of squared stage costs is taken. Among equals
-    of that, the first stages get fewer layers, since they hold the embedding and the most
-    micro-batches in flight. For an interleaved schedule the chunks are balanced as stages first.
-    Then single layers move between chunks as long as that lowers the slowest rank's cost.
+    Of equally good layouts, the one with the least sum of squared stage costs is taken. If these are
+    equal too, the first stages get fewer layers, since they hold the embedding and the most
+    micro-batches in flight. For an interleaved schedule the costs of single chunks are balanced
+    first. Then single layers move between chunks as long as that lowers the slowest rank's cost.
 
     costs: the cost of each layer, an integer of at least 1. Integers make all ranks find the same
         layout.

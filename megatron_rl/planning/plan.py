@@ -8,7 +8,7 @@ Invariants (``assert_invariants`` in tests/unit/planning/test_plan.py):
 
 1. Every sample (member) of a mini-batch is either dropped or runs exactly once; no other sample runs.
 2. With ``drops``, only members without signal are dropped. Without ``drops``, no member is.
-3. With ``repack``, no member without signal runs (unless nothing is dropped).
+3. With ``repack`` and ``drops``, no member without signal runs.
 4. A micro-batch holds one sample, or at most ``max_tokens`` tokens, the pads of ``row_multiple``
    included. If ``samples_per_microbatch`` is set, it holds at most so many samples.
 5. No micro-batch is empty. A mini-batch's step is a ghost step if and only if none of its samples
@@ -18,13 +18,12 @@ Invariants (``assert_invariants`` in tests/unit/planning/test_plan.py):
    the same order. A block is ``lockstep_ranks`` neighbouring ranks that share experts. The
    micro-batches that a block's ranks run at the same time are all run or all left out, since their
    experts compute them together. They run if one of their samples has signal.
-8. Data-parallel ranks differ in cost by at most the costliest sample (token cap, with ``repack``).
+8. Under a token cap with ``repack``, data-parallel ranks differ in cost by at most the costliest sample.
 9. All ranks of a block run equally many micro-batches: the block's largest number without fillers,
    rounded up to a multiple of ``microbatch_multiple``. A block without samples runs none.
 10. A filler holds one sample: the shortest that runs, or without ``repack`` the shortest member.
-    Fillers come last on their rank. In 1 and 3 a filler's sample counts neither as run nor as
-    dropped. Under a token cap, with ``repack`` or nothing dropped, a rank with fillers has one
-    sample in each other micro-batch.
+    Fillers come last on their rank. Invariants 1 and 3 leave fillers out. Under a token cap a rank
+    with fillers has one sample in each other micro-batch, if ``repack`` is set or nothing is dropped.
 11. Under ``on_long_sample="fail"``, the members' lengths alone decide whether planning fails, not
     signal or ``drops``.
 12. On a pipeline under a token cap, the costs of a rank's micro-batches rise and then fall, fillers
@@ -104,7 +103,11 @@ class PlanRules:
 
 
 class Degrees(Protocol):
-    """Describes the fields of a Topology that plan_rules reads."""
+    """Describes the degrees of parallelism that ``plan_rules`` reads; a Topology has them.
+
+    virtual_size: the number of model chunks per pipeline rank.
+    lockstep_replicas: the number of neighbouring data-parallel ranks that share experts.
+    """
 
     tensor_size: int
     pipeline_size: int
@@ -115,7 +118,11 @@ class Degrees(Protocol):
 
 
 class Sizes(Protocol):
-    """Describes the fields of a ModelShape that plan_rules reads."""
+    """Describes the costs of a model that ``plan_rules`` reads; a ModelShape has them.
+
+    square_share, head_layers: see ``prior`` (planning/cost.py).
+    rank_shares: a function from the number of pipeline ranks to ``prior``'s argument of that name.
+    """
 
     square_share: float
     head_layers: float
@@ -135,9 +142,9 @@ def plan_rules(
     """Return the planning rules of a run, from its settings, its degrees of parallelism and the model's sizes.
 
     Context parallelism splits each sequence into two chunks per rank, and sequence parallelism
-    splits a micro-batch's tokens over tensor ranks. So lengths are padded to multiples of both. The
-    interleaved schedule runs micro-batches in groups of PP. Under FP8 the token cap is lowered to a
-    multiple of ``row_multiple``, so that a padded micro-batch stays within it.
+    splits a micro-batch's tokens over tensor ranks. If both are on, lengths are padded to a multiple of
+    2 · CP · TP. The interleaved schedule runs micro-batches in groups of PP. Under FP8 the token cap is
+    lowered to a multiple of ``row_multiple``, so that a padded micro-batch stays within the cap.
 
     Raises ConfigError if the token cap is below ``row_multiple`` under FP8.
     """
@@ -226,7 +233,7 @@ def _refuse_long_samples(
 ) -> None:
     """Raise ConfigError if a sample exceeds the token cap under ``on_long_sample="fail"``.
 
-    Dropped samples are checked too, so that a run fails or not whether it drops samples or not.
+    Dropped samples are checked too. So it does not depend on the drops whether a run fails.
     """
     if rules.on_long_sample != "fail" or rules.samples_per_microbatch is not None or not mini_batches:
         return
@@ -257,12 +264,14 @@ def _plan_mini_batch(
 
 
 def _rows_with_signal(dense: Cut, signal: np.ndarray, rules: PlanRules) -> Cut:
-    """Return each rank's micro-batches of the dense plan, without those that no gradient needs.
+    """Return each rank's micro-batches of the dense plan, without the rows in which no sample has signal.
 
-    A block is the ``lockstep_ranks`` ranks that share experts, and a row the micro-batches that a
-    block's ranks run at the same time. The experts compute all tokens of a row together. Without
-    one of its micro-batches, sums would round in another order than in the dense run. So a row is
-    kept whole if one of its samples has signal, and else left out.
+    A row is the micro-batches that the ranks of a block run at the same time. A block is the
+    ``lockstep_ranks`` ranks that share experts. The experts compute all tokens of a row together.
+    Without one of the row's micro-batches, sums would round in another order than in the dense run.
+    So a row with signal is kept whole.
+
+    dense: each rank's micro-batches if nothing is dropped.
     """
     running: Cut = []
     for start in range(0, rules.data_size, rules.lockstep_ranks):
@@ -277,7 +286,10 @@ def _rounded_up(microbatches: int, rules: PlanRules) -> int:
 
 
 def _lockstep_counts(per_rank: Cut, rules: PlanRules) -> np.ndarray:
-    """Return int64 [D]: the number of micro-batches that each data-parallel rank runs, fillers included."""
+    """Return int64 [ranks]: the number of micro-batches that each data-parallel rank runs, fillers included.
+
+    per_rank: each rank's micro-batches without fillers.
+    """
     counts = np.array([len(rank) for rank in per_rank], dtype=np.int64).reshape(-1, rules.lockstep_ranks)
     return np.repeat([_rounded_up(most, rules) for most in counts.max(axis=1).tolist()], rules.lockstep_ranks)
 
@@ -288,6 +300,8 @@ def _assemble(members: np.ndarray, per_rank: Cut, padded: np.ndarray, rules: Pla
     A filler, a micro-batch without a loss, holds the shortest sample that runs. Without ``repack``
     it holds the shortest sample of the mini-batch, as in the dense plan.
 
+    members: int64, indices of the mini-batch's samples.
+    per_rank: each rank's micro-batches without fillers.
     padded: [S], the number of tokens of each sample, pads included.
     num_dense: the number of micro-batches of the dense plan, in which nothing is dropped, fillers
         included.
@@ -329,8 +343,8 @@ def _pack_block(shares: list[np.ndarray], costs: SampleCosts, rules: PlanRules) 
     """Return the micro-batches of each rank of a block, equally many if each rank has enough samples.
 
     A filler trains nothing, so a rank splits its samples into more micro-batches before it takes
-    fillers. If a rank's samples exceed the token cap at the block's number of micro-batches, the
-    number grows for all ranks of the block. A rank never has more micro-batches than samples.
+    fillers. If one rank needs more micro-batches to stay within the token cap, the number grows for
+    all ranks of the block. A rank never has more micro-batches than samples.
 
     shares: for each rank of the block, int64 indices of its samples.
     """
@@ -346,11 +360,11 @@ def _pack_block(shares: list[np.ndarray], costs: SampleCosts, rules: PlanRules) 
 
 
 def _wanted_microbatches(share: np.ndarray, costs: SampleCosts, rules: PlanRules) -> int:
-    """Return the number of micro-batches for one rank's samples, by token cap and pipeline bubble; 0 without samples.
+    """Return the number of micro-batches of least predicted time for one rank's samples; 0 without samples.
 
-    The number is a multiple of ``microbatch_multiple`` if the rank has enough samples. If the cap
-    alone decided, a drop would leave fewer micro-batches of the same size. The pipeline's bubble
-    would then take a larger part of the step, which reduces what the drop saves.
+    The number is at least what the token cap demands. It is a multiple of ``microbatch_multiple`` if
+    the rank has enough samples. By the cap alone, a drop would leave fewer micro-batches of the same
+    size. The pipeline's bubble would then take a larger part of the step.
 
     share: int64, indices of the rank's samples.
     """

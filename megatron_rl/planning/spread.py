@@ -2,8 +2,8 @@
 
 Samples of one prompt (a group) that are in one bin run their prompt once (planning/tokens.py). A
 group that is split over two bins runs it twice, which is work even if no rank waits for it. So a
-group is split only if the costliest bin then costs at least 1 % less, the second run of the prompt
-counted. A distribution that ignores groups is computed too. It is taken if its costliest bin costs
+group is split only if the costliest bin then costs at least 1 % less, prompts that run twice
+included. A distribution that ignores groups is computed too. It is taken if its costliest bin costs
 over 1 % less.
 """
 
@@ -51,7 +51,7 @@ class SampleCosts:
         return self.own + self.prompt
 
     def groups(self, samples: np.ndarray) -> list[np.ndarray]:
-        """Return one int64 array for each group of equal prompts: those of ``samples`` in it, in index order."""
+        """Return ``samples`` divided by prompt: for each prompt an int64 array of its samples' indices, ascending."""
         ordered = samples[np.lexsort((samples, self.tokens.group[samples]))]
         return np.split(ordered, np.flatnonzero(np.diff(self.tokens.group[ordered])) + 1)
 
@@ -60,8 +60,8 @@ def balance(samples: np.ndarray, cost: np.ndarray, bins: int) -> list[np.ndarray
     """Return ``bins`` arrays of samples of near-equal cost: the costliest first, each into the cheapest bin (LPT).
 
     LPT is the longest-processing-time rule. Of bins of equal cost, the one with fewer samples takes
-    the next sample. So no bin is empty if there are enough samples, even if some cost 0, as a
-    one-token response to a shared prompt does. Each bin is in index order.
+    the next sample. So no bin is empty if there are enough samples, even if some samples cost 0. Each
+    bin is in index order.
 
     samples: int64, indices of samples.
     cost: float64 [S], the cost of each sample.
@@ -82,10 +82,11 @@ def balance(samples: np.ndarray, cost: np.ndarray, bins: int) -> list[np.ndarray
 def spread(samples: np.ndarray, costs: SampleCosts, bins: int, max_tokens: float = np.inf) -> list[np.ndarray]:
     """Return ``bins`` arrays of sample indices, of near-equal cost; some are empty if samples are few.
 
-    Each array is in index order.
+    Each array is in index order. A group is the samples of one prompt, which are kept in one bin if
+    that costs little.
 
     samples: int64, indices of samples.
-    max_tokens: a group of more tokens is split; a bin may still hold more tokens.
+    max_tokens: a group of more tokens is split. A bin of several groups may have more tokens.
     """
     # Without shared prompts, one greedy pass.
     if bins == 1 or len(samples) == 0 or not costs.tokens.shares:
@@ -127,9 +128,11 @@ def _costliest(bins: list[np.ndarray], costs: SampleCosts) -> float:
 
 
 def _cut(group: np.ndarray, costs: SampleCosts, grain: float, max_tokens: float) -> list[np.ndarray]:
-    """Return a group's samples in the fewest near-equal parts that cost at most ``grain`` and fit ``max_tokens``.
+    """Return a group's samples in parts of near-equal cost, as few as the two limits allow.
 
-    The prompt counts in each part. A part of one sample may exceed both limits.
+    group: int64, indices of samples with one prompt.
+    grain, max_tokens: the largest cost and the largest number of tokens of a part, its prompt
+        included. A part of one sample may exceed both.
     """
     prompt, own = float(costs.prompt[group[0]]), float(costs.own[group].sum())
     room, tokens = grain - prompt, costs.tokens
@@ -146,9 +149,10 @@ def _cut(group: np.ndarray, costs: SampleCosts, grain: float, max_tokens: float)
 
 
 def _place(parts: list[np.ndarray], costs: SampleCosts, bins: int) -> list[np.ndarray]:
-    """Return ``bins`` arrays of samples: parts of groups, costliest first, each in the bin that it leaves cheapest.
+    """Return ``bins`` arrays of samples: each part, the costliest first, goes into the bin that is then cheapest.
 
-    A bin that already holds a part of the same group does not pay for the prompt again.
+    The bin's cost includes the part. A bin that holds a part of the same group already does not pay
+    for the prompt again.
 
     parts: int64 arrays of sample indices, each of one group.
     """

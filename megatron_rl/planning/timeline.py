@@ -182,7 +182,11 @@ def simulate(
 
 
 def _arrival(stage: int, microbatch: int, backward: bool, ends: tuple, stages: int, transfer_s: float) -> float:
-    """Return the second at which the tensor that an operation needs arrives; below 0 if that is not known yet."""
+    """Return the second at which an operation's input has arrived; below 0 if that is not known yet.
+
+    backward: whether the operation is the micro-batch's backward on the stage, else its forward.
+    ends: (forward, backward), each operation's end as [stage][micro-batch]; −1 before it has ended.
+    """
     if not backward:
         if stage == 0:
             return 0.0

@@ -1,4 +1,4 @@
-"""The number of tokens that samples run, if a prompt of several samples runs once per micro-batch. Pure numpy."""
+"""The number of tokens that samples run, where samples of one prompt may share its tokens. Pure numpy."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class SampleTokens:
         offsets: int64 [M + 1], the index in ``order`` at which each micro-batch begins, then the
             length of ``order``. No micro-batch is empty.
 
-        Example: two samples of one group, own [2, 3], prompt [4, 4]: 9 tokens, squared 4 + 16 + 9 +
-        24 + 16.
+        Example: two samples of one group in one micro-batch, own [2, 3], prompt [4, 4] → 2 + 3 + 4 = 9
+        tokens, (2² + 2·2·4) + (3² + 2·3·4) + 4² = 69 squared tokens.
         """
         if len(order) == 0:
             return np.zeros(0), np.zeros(0)
@@ -114,8 +114,8 @@ def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
 def read_tokens(facts: BatchFacts) -> np.ndarray:
     """Return int64 [S], the number of response tokens that each sample runs: those before its last loss token.
 
-    No later token is needed as an input. If the batch does not state this number, it is the whole
-    response.
+    A token is predicted from the tokens before it, so the model needs no later one. Without
+    ``facts.response_inputs`` the whole response runs.
     """
     return facts.response_tokens if facts.response_inputs is None else facts.response_inputs
 

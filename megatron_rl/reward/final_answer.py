@@ -111,6 +111,8 @@ def _last_mark(text: str, marks_first: bool, wants_number: bool) -> tuple[int, s
     """Return (position in the text, answer) of the last ``####`` that an answer follows; None if there is none.
 
     A ``####`` may also be a Markdown heading, which has no answer.
+
+    marks_first, wants_number: see ``final_answer``.
     """
     for mark in reversed(list(_MARK.finditer(text))):
         answer = _leading_answer(text[mark.end() :], wants_number, may_be_heading=not marks_first)
@@ -120,7 +122,10 @@ def _last_mark(text: str, marks_first: bool, wants_number: bool) -> tuple[int, s
 
 
 def _below_heading(text: str, wants_number: bool) -> str | None:
-    """Return the answer below the last Markdown heading "Answer" or "Final answer"; None if there is none."""
+    """Return the answer below the last Markdown heading "Answer" or "Final answer"; None if there is none.
+
+    wants_number: see ``final_answer``.
+    """
     for heading in reversed(list(_ANSWER_HEADING.finditer(text))):
         answer = _leading_answer(text[heading.end() :], wants_number, may_be_heading=False)
         if answer is not None:

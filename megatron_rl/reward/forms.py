@@ -32,7 +32,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Form(enum.Enum):
-    """Names the ways to call a reward function. The values are the words of the log for each way."""
+    """Names the ways to call a reward function. A member's value is the phrase that describes the way in the log."""
 
     TEXTS = "takes lists, its completions are texts"
     MESSAGES = "takes lists, its prompts and completions are lists of chat messages (TRL's conversational form)"
@@ -61,13 +61,14 @@ class Conversational:
 
 
 class VerlForm:
-    """Calls a function in the form of verl's compute_score, with each sample alone or with lists.
+    """Calls a function in the form of verl's compute_score, with each sample alone or with lists of samples.
 
-    ``ground_truth`` is the field GROUND_TRUTH of the row. If the row lacks it, it is the row's
-    answer (``data.answer_key``). ``extra_info`` is a copy of the column of this name, with the
-    fields of EXTRA added. If a result is a mapping, its ``score`` is the value.
+    ``ground_truth`` is the row's field ``reward_model.ground_truth``. If the row lacks it, it is
+    the row's answer (``data.answer_key``). ``extra_info`` is a copy of the column of this name,
+    with the fields that verl adds (EXTRA). If the function returns a mapping for a sample, its
+    ``score`` is the value.
 
-    needed: the columns, or fields such as GROUND_TRUTH, that every row must have.
+    needed: the columns, or fields such as ``reward_model.ground_truth``, that every row must have.
     """
 
     def __init__(self, name: str, function: Callable, *, batched: bool) -> None:
@@ -123,7 +124,8 @@ def in_form(name: str, function: Callable, completions: str) -> tuple[Form, Call
 
     completions: ``reward.completions``, for a function whose parameter ``completions`` has no type.
 
-    Raises ConfigError for a function whose parameters belong to two forms, or cannot be given.
+    Raises ConfigError for a function whose parameters belong to two forms, or that requires a
+    parameter which verl does not pass.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -148,8 +150,8 @@ def in_form(name: str, function: Callable, completions: str) -> tuple[Form, Call
 def invoke(function: Callable, arguments: Mapping[str, list], conversations: Sequence[Messages | None]) -> object:
     """Call a reward function in its form, and return its result.
 
-    arguments: each column of the dataset, and the texts and token ids of LISTS; each is a list over
-        the samples.
+    arguments: keyword → list over the samples. The keywords are the dataset's columns, ``prompts``,
+        ``completions`` (both texts) and ``completion_ids``.
     conversations: the chat messages of each sample's prompt; None for a prompt that is a text.
     """
     if isinstance(function, Conversational | VerlForm):

@@ -98,7 +98,10 @@ def _check_callable(name: str, function: object) -> None:
 
 
 def check_signature(name: str, function: RewardFunction, columns: Sequence[str]) -> None:
-    """Raise ConfigError if ``function`` cannot be called with the columns and the arguments named in LISTS."""
+    """Raise ConfigError if ``function`` does not take the dataset's ``columns`` and the three fixed arguments.
+
+    The fixed arguments are ``prompts``, ``completions`` and ``completion_ids``.
+    """
     if isinstance(function, VerlForm):
         return  # it gets only the columns that it names
     try:
@@ -156,7 +159,10 @@ def fault_of_gold(gold: object) -> str | None:
 
 
 def needed_parameters(function: RewardFunction) -> list[str]:
-    """Return the columns that a call must pass: the parameters without default, except the names of LISTS."""
+    """Return the dataset's columns that a call must pass: the function's parameters without default.
+
+    The fixed arguments ``prompts``, ``completions`` and ``completion_ids`` are left out.
+    """
     if isinstance(function, VerlForm):
         return function.needed
     try:
@@ -176,9 +182,10 @@ def columns_of(rollouts: Sequence[Rollout]) -> list[str]:
 
 
 def arguments_of(rollouts: Sequence[Rollout], columns: Sequence[str]) -> dict[str, list]:
-    """Return the keyword arguments of a reward function for a list of rollouts.
+    """Return the keyword arguments of a reward function for a list of rollouts: name → list over the rollouts.
 
-    A column whose name is in LISTS is not passed.
+    A column named like a fixed argument (``prompts``, ``completions``, ``completion_ids``) is not
+    passed.
     """
     by_column = {key: [rollout.prompt.columns.get(key) for rollout in rollouts] for key in columns}
     fixed = {

@@ -49,7 +49,8 @@ class Pool:
     num_workers: the number of worker processes. While tasks take long, there are up to twice as
         many.
     deadline_s: the maximum of seconds for one sample, and also for a task of several samples.
-    variables: names of environment variables that workers get beside the harmless ones.
+    variables: names of environment variables that workers get beside some that hold no secret, such
+        as PATH.
     completions: ``reward.completions``.
 
     Raises ConfigError for a function that a worker cannot import, or a variable that is not set.
@@ -100,7 +101,7 @@ class Pool:
         return [worker.pid for worker in self._workers]
 
     def score(self, rollouts: Sequence[Rollout], *, stop_at_failure: bool = False) -> TaskQueue:
-        """Call every function on every sample, and return the queue with their outcomes.
+        """Call every function on every sample; return the ``TaskQueue`` that holds the outcomes.
 
         rollouts: the samples. Neighbours with the same prompt form a group.
         stop_at_failure: whether the other samples are given up once one has failed.
@@ -189,9 +190,9 @@ class Pool:
     def _hand_out(self, work: TaskQueue, columns: Sequence[str]) -> None:
         """Give idle workers the tasks that may begin, and start a worker if none is idle.
 
-        At most ``num_workers`` tasks run. Beside them run single samples of suspected tasks, which
-        have taken longer than SUSPECT_S. One such sample runs for each suspected task, and more if
-        a worker would be idle otherwise.
+        At most ``num_workers`` tasks run. A task that has taken longer than SUSPECT_S is suspected.
+        Beside each suspected task one of its samples may run alone. More such samples run only
+        while fewer tasks run.
         """
         while True:
             tasks = [worker.task for worker in self._workers if worker.task is not None and not worker.task.is_moot]
@@ -212,10 +213,10 @@ class Pool:
             self._selector.modify(worker.socket, worker.events, worker)
 
     def _see_to_a_worker(self, work: TaskQueue) -> None:
-        """Start workers beyond ``num_workers``, unless enough workers are starting already.
+        """Start workers, up to the pool's maximum, unless enough workers are starting already.
 
-        If the pool has its maximum of workers, first end a worker whose task has lost its purpose
-        (``Task.is_moot``).
+        If the pool has its maximum of workers, first end a worker whose task's result is no longer
+        needed (``Task.is_moot``).
         """
         moot = [worker for worker in self._workers if worker.task is not None and worker.task.is_moot]
         coming = sum(not worker.ready for worker in self._workers)

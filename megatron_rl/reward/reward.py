@@ -53,7 +53,10 @@ class RewardFailure:
 
     @property
     def kind(self) -> str:
-        """Return the name of the failure's kind: the exception's class, or the sentence without its values."""
+        """Return the failure's kind: the exception's class, or the message without its numbers and quoted words.
+
+        Only the first failure of each kind is logged in full.
+        """
         if "Traceback" in self.message:
             return self.last_line.partition(":")[0]
         return re.sub(r"'[^']*'|[-\d.]+", "", self.last_line)
@@ -273,7 +276,7 @@ class Reward:
 def opened_reward(
     config: RewardConfig, import_s: float | None = None, *, episodes: bool = False
 ) -> Iterator[Reward | None]:
-    """Yield the run's Reward for the block, and end its workers afterwards. Yield None if no function is configured.
+    """Yield the run's Reward for a ``with`` block, and end its workers afterwards. Yield None without functions.
 
     import_s, episodes: as for Reward.
     """

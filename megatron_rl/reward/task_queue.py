@@ -134,12 +134,12 @@ class TaskQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of tasks that wait for ``next``."""
+        """Return the number of tasks that ``next`` can still hand out."""
         return len(self._waiting)
 
     @property
     def num_early(self) -> int:
-        """Return the number of samples of suspected tasks that wait for ``next_early``."""
+        """Return the number of samples of suspected tasks that ``next_early`` can still hand out."""
         return len(self._early)
 
     def next(self) -> Task:

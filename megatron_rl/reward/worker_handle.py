@@ -45,7 +45,8 @@ class WorkerProcess:
 
     functions: the names of the reward functions that the worker imports.
     deadline_s: the maximum of seconds for a task.
-    variables: names of environment variables that the worker gets beside the ALLOWED ones.
+    variables: names of environment variables that the worker gets beside those that hold no secret
+        (ALLOWED).
     completions: ``reward.completions``.
     pid: the worker's process id once the worker is ready. Before that, the process id of its
         subreaper, the process between rank and worker.
@@ -92,7 +93,7 @@ class WorkerProcess:
 
     @property
     def events(self) -> int:
-        """Return the events that the pool's selector waits for."""
+        """Return the selector's mask of what the pool waits for: reading, and writing if bytes wait to be sent."""
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
 
     def give(self, task: Task, task_id: int, message: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""The function that builds the inference engine which a run's settings choose. Every rank makes the same calls."""
+"""The function that builds the inference engine that a run's settings choose. Every rank calls it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def place_engine(
     has_trainer: whether there is a trainer. ``rollout.bitwise`` needs one, since it makes the
         engine's log-probs equal the trainer's.
 
-    Returns three values: the engine, which prompts this rank samples (see ``RolloutWorker.share``),
-    and whether trainer and engine take turns on one GPU.
+    Returns three values: the engine, this rank's share of the prompts, and whether trainer and
+    engine take turns on one GPU. The share is (this rank's number among the ranks that sample
+    prompts, the number of these ranks), or None for a rank that samples none.
 
     Raises ConfigError if the engines do not fit the ranks, or cannot share the GPU as the settings
     ask.

@@ -1,4 +1,6 @@
-"""The turns of trainer and engine on a device that they share, and the order of the turns.
+"""The turns in which trainer and engine use a device that they share, and what happens at each change of turn.
+
+The trainer's state is its gradients and optimizer state. The changes, from turn → to turn:
 
     trainer → weights    the trainer's state is offloaded, then the engine's weights wake
     weights → engine     the engine's keys and values wake
@@ -29,10 +31,10 @@ class DeviceOwner(Enum):
 
 
 class DeviceShare(Protocol):
-    """Describes a model of the trainer that frees memory of a shared device for the engine.
+    """Offloads a trainer's model from a device that it shares with the engine, and restores the model.
 
-    ``offload`` moves the model's gradients and optimizer state off the device, ``restore`` brings
-    them back.
+    ``offload()`` moves the model's gradients and optimizer state off the device. ``restore()``
+    brings them back.
     """
 
     def offload(self) -> object: ...
@@ -46,8 +48,8 @@ class ColocatedDevice:
     models: the trainer's models on the device. Empty if the engine has its own device.
     together: a callable that takes a function, calls it on every rank, and returns once it has
         ended on all ranks. If the function raised on any rank, ``together`` raises on every rank.
-    ended: a callable that is called with the DeviceOwner whose turn ends, before the trainer gives
-        the device away or gets it back. It notes peak memory.
+    ended: a callable that records peak memory; it takes the DeviceOwner whose turn ends. It is
+        called before the trainer gives the device away or gets it back.
     """
 
     def __init__(

@@ -39,7 +39,11 @@ def protocol_of(most: int) -> type[H11Protocol]:
     """Return a subclass of uvicorn's h11 protocol with this module's limits. ``most``: the maximum of connections."""
 
     class Connection(H11Protocol):
-        """Serves one connection. If there are too many, it closes the connection that was idle longest."""
+        """Serves one connection. If there are more than ``most``, closes the connection that was idle longest.
+
+        waiting: the timer that closes the connection unless a request's headers come. None if no
+            timer runs.
+        """
 
         waiting: asyncio.TimerHandle | None = None
         idle_since = 0.0
@@ -86,11 +90,11 @@ def protocol_of(most: int) -> type[H11Protocol]:
 
 
 class OncePerMinute(logging.Filter):
-    """Passes one log line of each kind per minute. The next line that passes reports how many were left out.
+    """Filters log lines: passes one line of each kind per minute, with the number of lines left out before it.
 
-    kind: a callable from a log record to the kind of its line. By default the kind is the message's
-        first line before values are filled in. Lines of different loggers, levels or exception
-        types always differ in kind.
+    kind: a callable from a log record to the kind of its line. By default the kind is the first
+        line of the message's format, without its arguments. Lines of different loggers, levels or
+        exception types always differ in kind.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ class Doors:
             body.give()
 
     def _refused(self, headers: Headers) -> tuple[int, str] | None:
-        """Return the status and message of a refusal before the body is read; None if these checks let it in."""
+        """Check host, origin and key. Return the status and message of a refusal, or None if all are accepted."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if is_loopback(self.bounds.host) and not names_loopback(host):
             return 403, f"Host {quoted(host)} is no name of this server, which listens on its host's loopback alone"
@@ -126,9 +126,10 @@ class _Gone(Exception):
 
 
 class _Body:
-    """Reads and holds the body of one request. Only the event loop's thread may use it.
+    """Reads and keeps the body of one request. Only the event loop's thread may use it.
 
-    counted: how many of the body's bytes are counted in ``held``.
+    held: the server's counter of the bytes of all bodies in memory.
+    counted: how many of this body's bytes ``held`` has counted.
     """
 
     def __init__(self, bounds: Bounds, held: Held, headers: Headers) -> None:
@@ -173,7 +174,7 @@ class _Body:
         return 413, words
 
     def _too_many(self, size: int) -> tuple[int, str] | None:
-        """Count a body of ``size`` bytes so far in ``held``. Return a refusal's status and message, or None."""
+        """Count the ``size`` bytes that have arrived. Return a refusal's status and message, or None."""
         if size > SMALL:
             if not self.held.take(self._key, size - self.counted):
                 most = self.held.most
@@ -182,7 +183,7 @@ class _Body:
         return None
 
     def give(self) -> None:
-        """Subtract the body's bytes from ``held``."""
+        """Subtract the body's bytes from the server's count of bytes in memory."""
         self.held.give(self._key, self.counted)
 
     def replayed(self, receive: Receive) -> Receive:

@@ -141,8 +141,9 @@ class RolloutManager:
         So no rank waits for another as long as ``run.deadline_s``, even if an engine computes
         longer.
 
-        wait: a callable with the parameters ``since`` and ``most_s`` of ``RolloutWorker.wait``. It
-            returns whether the wait has ended.
+        wait: a callable with two keyword arguments: ``since``, time.monotonic() before the first
+            call, and ``most_s``, the maximum of seconds of one call. It returns whether the wait
+            has ended.
         """
         since, part_s, ended = time.monotonic(), self.worker.deadline_s / PARTS, [False]
         while not all(ended):
@@ -201,12 +202,13 @@ class RolloutManager:
     def collect_some(
         self, jobs: Sequence[RolloutJob], choose: Callable[[list[list[list[int]]]], list[int] | None]
     ) -> tuple[list[int], CollectDurations]:
-        """Wait until ``choose`` accepts the groups that are scored on all ranks; return its choice and the seconds.
+        """Wait until ``choose`` accepts the groups that are scored on all ranks.
 
-        choose: a callable that takes the scored positions, indexed [rank][job], and returns the
-            chosen ones. If it returns None, the wait continues.
+        choose: a callable that takes the scored positions, a list indexed [rank][job], and returns
+            the positions that it chooses. If it returns None, the wait continues.
 
-        The jobs are not released. The errors are as in ``collect``.
+        Returns what ``choose`` returned, and the seconds of waiting and of scoring. The jobs are
+        not released. The errors are as in ``collect``.
         """
         chosen: list[int] = []
         durations = self._timed(lambda: chosen.extend(self._collect_some(jobs, choose)))
@@ -261,8 +263,7 @@ class RolloutManager:
     def settle(self) -> None:
         """Wait until, on every rank, no job is being generated and no job waits for a lost engine.
 
-        If jobs are not generated in the background, there is no such job, and the call returns at
-        once.
+        Returns at once if jobs are not generated in the background.
         """
         while self.in_background:
             self._drain()
@@ -272,7 +273,7 @@ class RolloutManager:
             self._mend(lost)
 
     def _owed(self) -> list[list[str]]:
-        """Return, for each rank, why its engine was lost: one text per lost job that is not collected yet."""
+        """Return for each rank why its engine was lost: one text for each uncollected job that was hit by a loss."""
         return collectives.gather_json([job.lost for job in self.jobs if job.lost is not None])
 
     def _drain(self) -> None:
@@ -299,8 +300,8 @@ class RolloutManager:
 
         The job holds this rank's groups.
 
-        temperature: the temperature of an evaluation (0: greedy), whose job counts in no metrics of
-            rollouts. None: ``rollout.temperature``, and the job counts.
+        temperature: the temperature of an evaluation (0: greedy); the rollout metrics leave its job
+            out. None: ``rollout.temperature``, and the metrics include the job.
         """
         waited_s = self.metrics.waited_s
         self.settle()

@@ -1,13 +1,15 @@
 """The queue of rollouts: decides when each is started, with which weights, and which of its groups are trained.
 
-Every decision is made from data that all ranks hold: prompts, facts, rewards, versions, and the
-entries of replay and re-roll buffers. No decision uses a clock. So a run that generates ahead
-repeats to the bit, and so does a run that continues from a checkpoint. There are two exceptions.
+Every decision is made from data that all ranks hold: prompts, rewards, the samples' lengths and
+weight versions, and the contents of the replay and re-roll buffers. No decision uses a clock. So a
+run that generates ahead repeats to the bit, and so does a run that continues from a checkpoint.
+There are two exceptions.
 Under ``weight_sync.in_flight`` time decides at which token of a completion the weights change.
 Under ``rollout.producer.straggler_share`` time decides which groups join the next rollout.
 
-The queue itself drops groups by age only. Dynamic sampling, replay, re-roll and stragglers are
-separate classes behind the interfaces of groups/parts.py.
+The queue itself drops groups by age only. Other choices are separate classes (interfaces:
+groups/parts.py). They are dynamic sampling, replay (train old groups again), re-roll (sample a
+prompt again) and stragglers (train late groups with the next rollout).
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class QueueSettings:
 
     passes_parts: whether old log-probs are computed for each part of a rollout as soon as the part
         is collected. A part has ``min_groups`` groups.
-    passes_all: whether that forward pass runs on every sample of a part. If False, it runs only on
+    passes_all: whether these log-probs are computed for every sample of a part. If False, only for
         samples that are not too old and may have signal (an advantage other than 0).
     """
 
@@ -81,7 +83,7 @@ class RolloutQueue:
     # ---- rollouts are started ---------------------------------------------------------------------------------------
 
     def has(self, index: int) -> bool:
-        """Return whether the run has, or can still start, a rollout of this index. Not a collective."""
+        """Return whether rollout ``index`` waits to be trained, or can still be started. Not a collective."""
         return index in self.jobs or (index >= self.next_rollout and self._has_prompts(index))
 
     def _has_prompts(self, index: int) -> bool:
@@ -254,15 +256,18 @@ class RolloutQueue:
         return len(dropped)
 
     def _note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt]) -> None:
-        """Pass newly scored groups to the start order, and to re-roll, which samples some prompts again later.
+        """Tell the run's StartOrder and Reroll about newly scored groups, for later rollouts. Not a collective.
 
-        Not a collective.
+        prompts: position in the rollout → prompt, for the groups of all ranks.
         """
         self.parts.order.note(prompts, scored.facts)
         self.parts.reroll.note(scored, prompts, self._fresh_places(scored))
 
     def _metrics(self, index: int, selection: Selection) -> dict[str, float]:
-        """Return the metrics of rewards and staleness; raise RewardError if every sample's reward failed."""
+        """Return metric name → value for rewards and staleness. Raise RewardError if every sample's reward failed.
+
+        selection: the groups of rollout ``index``, before filters replace any.
+        """
         scored = selection.scored
         groups = [selection.groups[number] for number in sorted(selection.groups)]
         pairs = [pair for group in groups for pair in zip(group.rollouts, group.scores, strict=True)]
@@ -275,7 +280,8 @@ class RolloutQueue:
     def remember(self, taken: TrainingBatch, advantages: np.ndarray) -> dict[str, float]:
         """Offer the trained groups to the replay buffer; return the metrics of replay and re-roll. Not a collective.
 
-        advantages: float64 [S], computed from rewards alone, without the noise of
+        taken: the batch that ``take`` returned.
+        advantages: float64 [S], the samples' advantages from rewards alone, without the noise of
             ``advantage.noise_std``.
         """
         self.parts.replay.remember(taken, advantages)

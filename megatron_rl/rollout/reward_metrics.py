@@ -9,7 +9,7 @@ from megatron_rl.rollout.scored_batch import ScoredBatch, Scoring
 
 
 def spread(rewards: np.ndarray) -> dict[str, float]:
-    """Return mean, population standard deviation, minimum, quartiles and maximum of rewards [S]."""
+    """Return the statistics of rewards [S] by name: mean, std (of the population), min, p25, median, p75, max."""
     least, quarter, median, three_quarters, largest = np.quantile(rewards, (0, 0.25, 0.5, 0.75, 1)).tolist()
     return {
         "mean": float(rewards.mean()),
@@ -23,8 +23,9 @@ def spread(rewards: np.ndarray) -> dict[str, float]:
 
 
 def reward_metrics(scoring: Scoring, scored: ScoredBatch, errors: RewardErrors) -> dict[str, float]:
-    """Return the metrics ``reward/*``, and the metrics ``rollout/*`` of lengths and weight versions.
+    """Return metric name → value: ``reward/*``, and ``rollout/*`` for lengths and weight versions.
 
+    scored: the samples of all ranks with their rewards.
     errors: how many samples of all ranks had a failing reward.
     """
     facts, rewards, settings = scored.facts, scored.rewards, scoring.reward

@@ -20,8 +20,8 @@ class RolloutMetrics:
     has_delta: whether a sync may send only the weights that changed.
     take_counts: a callable that returns metric name → count on this rank since its last call. The
         counts are added up over ranks and jobs.
-    read_engines: a callable that returns the state of this rank's engines, for monitoring. None: no
-        monitoring.
+    read_engines: a callable that returns one EngineReading for each engine of this rank, for
+        monitoring. None: no monitoring.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class RolloutMetrics:
     def note_sync(self, sent: Sequence[Sequence]) -> None:
         """Add the size and the time of one weight sync.
 
-        sent: for each rank [failed, lost, bytes, seconds, sent bytes, changed share], from its
-            SyncReport.
+        sent: for each rank a list of fields of its SyncReport: [failed, lost, num_bytes, seconds,
+            sent_bytes, changed_share].
         """
         num_bytes, seconds = max(part[2] for part in sent), max(part[3] for part in sent)
         self.waited_s += seconds
@@ -74,7 +74,7 @@ class RolloutMetrics:
         self._values[f"perf/{phase}_peak_memory_bytes"] = float(num_bytes)
 
     def counts_of(self, job: RolloutJob) -> dict:
-        """Return this rank's counts of a job, as values that JSON can hold."""
+        """Return this rank's data of a job by name, such as tokens and seconds. JSON can hold every value."""
         return {
             "tokens": job.num_tokens(),
             "generation_s": job.generation_s,

@@ -50,7 +50,8 @@ class Scoring:
 class ScoredBatch:
     """Holds a batch of groups, with rewards that every rank knows.
 
-    batch: the facts of all samples, and this rank's own samples.
+    batch: what every rank knows of all samples (BatchFacts: lengths, owners, weight versions), and
+        this rank's own samples.
     rewards: total rewards that include the overlong penalty. The advantage estimator ``gdpo`` sees
         the penalty as one more reward function.
     by_function: float64 [S, F], the values of the configured functions alone; NaN if a function did
@@ -76,13 +77,13 @@ class ScoredBatch:
 
 
 class GroupScorer:
-    """Gathers the facts and rewards of all ranks' groups into batches, and joins gathered batches."""
+    """Gathers all ranks' groups into a ScoredBatch, and joins several of these."""
 
     def __init__(self, scoring: Scoring, backend: MegatronBackend) -> None:
         self.scoring, self.backend = scoring, backend
 
     def gather(self, groups: Mapping[int, Group]) -> ScoredBatch:
-        """Return one batch with the facts and rewards of all ranks' groups. A collective.
+        """Return one batch of all ranks' groups with their rewards. A collective.
 
         groups: position in the rollout → group, for this rank's groups.
         """
@@ -145,8 +146,8 @@ def joined(parts: Sequence[ScoredBatch], places: Collection[int], *, rank: int) 
     The result equals a batch in which these groups were gathered together. If several parts have a
     group at the same position, the last part's group is taken. Pure.
 
-    parts: gathered batches. In their arrays, the values of a group do not depend on the other
-        groups (``may_have_advantage``).
+    parts: gathered batches. A group's values in them do not depend on which other groups were
+        gathered with it.
     places: positions in the rollout.
     rank: this process's rank, whose own samples the batch holds.
     """
@@ -188,10 +189,11 @@ def _joined(arrays: Sequence[np.ndarray], chosen: Sequence[np.ndarray]) -> np.nd
 
 
 def _joined_batch(batches: Sequence[Batch], chosen: Sequence[np.ndarray], order: np.ndarray, rank: int) -> Batch:
-    """Return the chosen samples of the batches in the given order, as ``TrainableModel.gather`` would make them.
+    """Return the chosen samples of several batches as one batch, as if they had been gathered together.
 
     chosen: for each batch, bool [samples of the batch].
-    order: indices into all chosen samples, one batch after the other.
+    order: for each sample of the result its index among all chosen samples, counted batch after
+        batch.
     rank: the rank whose own samples the result holds.
     """
     parts = [batch.facts for batch in batches]

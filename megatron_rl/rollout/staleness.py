@@ -1,9 +1,9 @@
 """The staleness rule: decides whether a rollout may be started now, and with which weights.
 
-Its function is pure: from counters that are the same on every rank it makes one decision. Weight
-versions count optimizer steps. Suppose ``between`` rollouts are trained before a rollout. Then its
-training begins at most ``between · steps_per_rollout`` versions from now. It begins after fewer
-versions if some steps move no weight.
+``may_start`` is pure and reads only counters that are the same on every rank, so all ranks decide
+alike. A weight version counts the optimizer steps that moved a weight. If ``between`` rollouts are
+trained before a rollout, the rollout's training begins at most ``between · steps_per_rollout``
+versions from now.
 
 Invariants (``assert_invariants`` in tests/unit/rollout/test_staleness.py):
 
@@ -38,7 +38,7 @@ def may_start(
     interval: int = 1,
     renew: bool = False,
 ) -> Start:
-    """Decide whether a rollout may be started now, after weights are sent, or only later.
+    """Return whether a rollout may be started now (NOW), after weights are sent (AFTER_SYNC), or only LATER.
 
     trained: the trainer's weight version.
     engine: the engines' weight version.
@@ -47,7 +47,7 @@ def may_start(
     max_staleness_steps: the maximum of versions between the weights that sample a rollout and the
         weights that are trained on it. None: no limit.
     interval: the number of versions by which the engines may fall behind before weights are sent.
-    renew: whether weights are sent in any case.
+    renew: whether weights must be sent before the rollout is started, as after a checkpoint.
 
     Example: one step per rollout, ``max_staleness_steps`` 1, trainer and engines at version 5. A
     rollout with ``between`` 1 may start now, with ``between`` 2 only later. With the engines at

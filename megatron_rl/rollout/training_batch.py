@@ -19,7 +19,7 @@ from megatron_rl.types import BatchFacts, Prompt
 class LogProbPass:
     """Holds the log-probs of one forward pass over a part of a rollout, which ran before the rest was collected.
 
-    facts: the facts of the part's samples.
+    facts: what every rank knows of the part's samples, such as their lengths.
     chosen: bool [samples of the part], the samples that the pass covers.
     logprobs: the log-probs, flat over the part's response tokens.
     """
@@ -36,8 +36,8 @@ class KnownLogProbs:
     values: float32 [T], flat over the batch's response tokens; 0 for tokens of samples that are not
         covered.
     covered: bool [S], the samples whose log-probs are known.
-    sums: metric name → sum over the forward passes, about the gap to the engine's log-probs
-        (``MegatronBackend.forward``).
+    sums: name → ``LogProbs.sums`` added up over the passes; they measure the gap to the engine's
+        log-probs.
     """
 
     values: np.ndarray
@@ -49,7 +49,7 @@ class KnownLogProbs:
 class TrainingBatch:
     """Holds the groups that are trained for one rollout.
 
-    scored: the groups' facts and rewards.
+    scored: the batch of the groups, with their rewards.
     known: the old log-probs that are computed already.
     replayed: bool [S], True for samples of groups that an earlier rollout has trained.
     trained_version: the trainer's weight version before the first step on the batch.
@@ -86,7 +86,7 @@ class TrainingBatch:
 def merge_passes(facts: BatchFacts, passes: Sequence[LogProbPass], unchanged: set[int]) -> KnownLogProbs:
     """Return the log-probs of forward passes over parts of a rollout, arranged for the whole batch.
 
-    facts: the facts of the whole batch.
+    facts: what every rank knows of the whole batch's samples.
     unchanged: the positions in the rollout whose groups were not replaced after the passes.
     """
     offsets = facts.response_offsets

@@ -4,17 +4,17 @@ Every rank knows all prompts of a rollout by their position in it. With n ranks,
 n-th prompt. A group stays whole on one rank. One thread generates, job after job. Under
 ``rollout.producer.straggler_share`` the next job begins beside the last groups of the job before.
 With reward workers a second thread scores. If configured, it scores finished groups while others
-are still generated. Functions of the rank's own process are called in its main thread, where
-signals work.
+are still generated. Reward functions of the rank's own process are called in its main thread,
+where signals work.
 
 1. Every position of a job ends in ``rollouts`` and then in ``scores`` exactly once, even if engines
    are lost in between.
 2. A call of a reward function has groups of one job only. Each call but the last has at least
    ``min_groups`` groups, divided by the number of ranks that take prompts.
 3. ``wait`` raises EngineError after ``run.deadline_s`` without progress: no group was generated or
-   scored, and no engine reported that it computes. It ends earlier if the groups are scored, if a
-   thread failed, or if the engine was lost and its generation has ended.
-4. Only jobs that the caller has started are generated or scored, so they bound the memory.
+   scored, and no engine reported that it computes. The wait ends earlier if the groups are scored,
+   if a thread failed, or if the engine was lost and its generation has ended.
+4. Only jobs that the caller has started are generated or scored. So the caller bounds the memory.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Group:
     def samples(self, *, mask_truncated: bool = False) -> list[Sample]:
         """Return one Sample to train on for each rollout.
 
-        A sample whose total is None is taken out of its group, and none of its tokens carries loss.
+        A sample whose total reward is None is taken out of its group, and none of its tokens carries loss.
         Under ``mask_truncated`` (overlong filtering, DAPO, arXiv:2503.14476, section 3.4) a sample
         that was cut off carries no loss either. But its reward stays in its group's statistics.
         """
@@ -98,8 +98,8 @@ class RolloutJob:
     lost: why the engine was lost during the job; None if it was not.
     error: a thread's exception, for the main thread to raise; None without one.
     ended_s: position → seconds from the job's creation until its group was generated. Groups that
-        an earlier process generated are absent.
-    temperature: as in ``Engine.generate``.
+        came from a checkpoint are absent.
+    temperature: the temperature of sampling (0: greedy). None: ``rollout.temperature``.
     """
 
     def __init__(
@@ -146,8 +146,9 @@ class RolloutJob:
         return {place: self.group(place) for place in self.mine}
 
     def put(self, number: int, rollouts: Sequence[Rollout], scores: Sequence[Score] | None) -> None:
-        """Add a group that an earlier process of the run had finished, at position ``number`` of this rank.
+        """Add a group that is already generated, from a checkpoint or another job, to this rank's groups.
 
+        number: the group's position in the rollout.
         scores: the group's scores; None if they are not known yet.
         """
         self.mine = tuple(sorted({*self.mine, number}))
@@ -325,8 +326,9 @@ class RolloutWorker:
         """Wait until the groups at ``places`` are scored, or the engine is lost; return whether the wait has ended.
 
         places: positions of this rank.
-        since: time.monotonic() at the first call, if a caller waits by several calls; None: now.
-        most_s: the maximum of seconds of this call. If they do not suffice, False is returned.
+        since: time.monotonic() when the wait began, if a caller splits it into several calls. None:
+            now.
+        most_s: the maximum of seconds of this call, after which it returns False.
 
         If the engine is lost, ``job.lost`` says why. Raises the job's error. Raises EngineError if
         nothing has progressed for ``run.deadline_s``.
@@ -358,9 +360,11 @@ class RolloutWorker:
         return True
 
     def _waits_on(self, job: RolloutJob, began: float, part_ends_at: float) -> bool:
-        """Wait for a change of the job; return False if nothing has progressed for ``deadline_s`` seconds.
+        """Wait for a change of the job, LOOK_S seconds at most. The caller holds the job's lock.
 
-        The caller holds the job's lock. The wait ends at ``part_ends_at`` at the latest.
+        began, part_ends_at: time.monotonic() at the wait's begin, and at its latest end.
+
+        Returns False if nothing has progressed for ``deadline_s`` seconds.
         """
         ends_at = max(began, self._progressed_at, self.engine.progressed_at) + self.deadline_s
         left_s = min(ends_at, part_ends_at, time.monotonic() + LOOK_S) - time.monotonic()

@@ -33,7 +33,7 @@ OLDEST_SDK, NEWEST_SDK = (0, 34), (0, 38)
 
 
 def _plain(value: object) -> object:
-    """Return a JSON value unchanged. Raises ValueError if it cannot be written and read again, or is too long."""
+    """Return a JSON value unchanged. Raises ValueError if it is nested too deep, too long, or holds NaN or infinity."""
     if levels(value) > MOST_LEVELS:
         raise ValueError(f"nested deeper than {MOST_LEVELS} levels")
     text = json.dumps(value, allow_nan=False)  # ValueError: NaN and infinity
@@ -219,7 +219,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def most_bytes(longest: int) -> int:
-    """Return the maximum of bytes of a JSON body, if prompts have at most ``longest`` tokens.
+    """Return how many bytes a JSON body may have if prompts have at most ``longest`` tokens.
 
     The limit is needed since values in memory take up to 150 times the bytes of their JSON.
     """
@@ -230,7 +230,7 @@ def read(kind: type[AnyBody], content: bytes, *, most: int) -> AnyBody:
     """Return a body's values by the schema ``kind``. An empty body counts as {}.
 
     content: the body's bytes.
-    most: the maximum of bytes.
+    most: how many bytes the body may have.
 
     Raises RequestError with the faulty field and its value.
     """

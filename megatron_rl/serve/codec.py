@@ -57,7 +57,7 @@ def training_call(message) -> TrainingCall:
 
 
 def _check_cells(data) -> None:
-    """Raise RequestError if the tensors of all data have more than MOST_CELLS cells, or a datum has too many tensors.
+    """Raise RequestError if the data's tensors have more than MOST_CELLS elements, or a datum has too many tensors.
 
     A sparse tensor counts with its dense size.
     """
@@ -147,7 +147,7 @@ def _from_bytes(data: bytes, dtype: np.dtype, where: str) -> np.ndarray:
 
 
 def _array(message, where: str) -> np.ndarray:
-    """Return a tensor as a dense array. Cells that a sparse tensor does not list are 0."""
+    """Return a tensor as a dense array. Elements that a sparse tensor does not list are 0."""
     if message.dtype not in DTYPES:
         raise RequestError(f"{where} has dtype {message.dtype}; float32 ({messages.FLOAT32}) and int64 are read")
     dtype, shape = DTYPES[message.dtype], tuple(message.shape)
@@ -187,7 +187,7 @@ def _dense(csr, dtype: np.dtype, shape: tuple[int, ...], where: str) -> np.ndarr
 def training_answer(answer: TrainingAnswer) -> bytes:
     """Return the protobuf body of an answer, with each datum's log-probs.
 
-    One record holds neighbouring data whose log-probs have the same number of columns.
+    Consecutive data whose log-probs have the same number of columns share one ArrayRecord.
     """
     message = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(answer.metrics))
     for trailing, group in itertools.groupby(answer.logprobs, key=lambda values: values.shape[1:]):

@@ -1,9 +1,9 @@
 """The coordinator: turns operations into messages to all ranks, and outcomes into answers, in rank 0's main thread.
 
-It also keeps track of the models and sampler weights that the ranks hold in memory. If an
-operation's model is not in memory, it is restored from its last saved state first. If there is no
-room, the least recently used model whose session is silent is dropped. A session is silent if its
-client has sent no request for ``serve.session_s`` seconds.
+It also keeps track of what the ranks hold in memory: models, and weights to sample with. If an
+operation's model is not in memory, the model is first restored from its last saved state. If there
+is no room, the least recently used model whose session is silent is dropped. A session is silent if
+its client has sent no request for ``serve.session_s`` seconds.
 
 An error may happen on rank 0 alone, outside the ranks' work, such as a full disk, no free
 descriptor, or a bug. It becomes the error of its request. The log has its traceback, and the loop
@@ -143,7 +143,7 @@ class Coordinator:
             self.journal.add(operation.line, value.metrics, seconds)
 
     def _discard(self, operation: Operation) -> None:
-        """Discard a model's gradient on all ranks if training depends on ``operation``, which cannot run."""
+        """Discard a model's gradient on all ranks if later training depends on ``operation``, which failed."""
         if operation.depends and operation.line in self.held:
             self._run(Message(header={"do": "discard", "model": operation.line}))
 
@@ -183,7 +183,7 @@ class Coordinator:
         return None
 
     def _drop_model(self, model: str) -> None:
-        """Save a model's latest optimizer step, and drop the model on all ranks.
+        """Drop a model from the memory of all ranks; first save its state if its last optimizer step is not saved.
 
         If an accumulated gradient is lost, the model's client is told.
         """

@@ -91,6 +91,7 @@ class RequestHandlers:
 
         A repeated request opens no second line.
 
+        seq: the model's number in its session.
         header: what the operation does.
         facts: the model's record in the registry.
         """
@@ -112,7 +113,10 @@ class RequestHandlers:
         return self._add(operation)
 
     def load_weights(self, owner: str, body: bodies.LoadWeights) -> Operation:
-        """Queue the loading of a checkpoint into a model, or into a new one (``session_id``, ``model_seq_id``)."""
+        """Queue the loading of a checkpoint into the model ``model_id``, or into a new model.
+
+        A new model is requested by ``session_id`` and ``model_seq_id``.
+        """
         checkpoint = self.registry.checkpoint(body.path, owner)
         folder = checkpoint.facts["folder"]
         header = {"do": "load", "folder": folder, "with_adam": body.optimizer, "path": body.path}

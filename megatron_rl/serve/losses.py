@@ -1,16 +1,18 @@
 """Tinker's losses, as terms of the trainer's own loss over tokens (algorithm/policy_loss.py).
 
 Each loss is a sum over all targets of a request, without a division by their number. A client that
-wants a mean puts the division into its coefficients, here as in Tinker.
+wants a mean puts the division into its coefficients, here as in Tinker. A loss's coefficients are
+the client's input that weighs each target. Clip thresholds are ``clip_low_threshold`` and
+``clip_high_threshold``.
 
-| Tinker | here | coefficient | defaults |
+| Tinker's loss | the trainer's loss | coefficients | defaults |
 |---|---|---|---|
-| cross_entropy | reinforce, its advantages the weights | weights | |
+| cross_entropy | reinforce, with the weights as advantages | weights | |
 | importance_sampling | importance_sampling | advantages | |
-| ppo | ppo | advantages | clip_low_threshold 0.8, clip_high_threshold 1.2 |
-| cispo | cispo | advantages | 0.0 and 4.0 |
-| gspo | gspo, its mean over sequence_ratio_mask | advantages | 1 − 3e-4, 1 + 4e-4: the paper's |
-| dro | dro | advantages, and a square at every target | beta 0.05 |
+| ppo | ppo | advantages | clip thresholds 0.8 and 1.2 |
+| cispo | cispo | advantages | clip thresholds 0.0 and 4.0 |
+| gspo | gspo, with its mean over sequence_ratio_mask | advantages | the paper's thresholds 1 − 3e-4 and 1 + 4e-4 |
+| dro | dro, with its square at every target | advantages | beta 0.05 |
 
 The defaults of gspo and dro are this server's own. No published defaults of Tinker were found.
 
@@ -44,7 +46,7 @@ class ServedLoss:
     """Holds one request's loss.
 
     term: a function of PolicyTokens that returns the policy term: loss and clipped targets.
-    reads: the names of the inputs that it needs from a datum; the last one is its coefficient.
+    reads: the names of the inputs that it needs from a datum. The last one weighs the targets.
     reads_mask: whether it reads ``sequence_ratio_mask`` if a datum has one.
     trains_all: whether a target trains even if its advantage is 0.
     """
@@ -63,7 +65,9 @@ class ServedLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServedInputs:
-    """Holds the inputs of a request's loss, each float32 [T], flat over its targets (``Batch.facts.response_offsets``).
+    """Holds the inputs of a request's loss, each float32 [T]: one value for each target in the batch.
+
+    The values of datum i begin at index ``Batch.facts.response_offsets[i]``.
 
     advantages: the loss's coefficients.
     weights: 1 at every target, or gspo's mask.
@@ -75,7 +79,11 @@ class ServedInputs:
     old_logprobs: np.ndarray
 
     def gather(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray]:
-        """Return {input's name: its values [N]} at N targets. ``flat``: [N], the targets' indices into the inputs."""
+        """Return {input's name: its values [N]} at N targets.
+
+        samples: not read.
+        flat: [N], the targets' indices into the inputs.
+        """
         return {
             "advantages": self.advantages[flat],
             "weights": self.weights[flat],
@@ -189,7 +197,7 @@ def check_inputs(loss: ServedLoss, data: Sequence[Datum], vocab_size: int, longe
 
 
 def _says_nothing(datum: Datum) -> bool:
-    """Return whether a datum's weights are 1 at every target whose advantage is not 0, so that they change nothing."""
+    """Return whether a datum's input ``weights`` change nothing: they are 1 wherever the advantage is not 0."""
     return bool(((datum.inputs["weights"] == 1) | (datum.inputs["advantages"] == 0)).all())
 
 

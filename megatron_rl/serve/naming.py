@@ -28,7 +28,7 @@ class CheckpointPath:
 
     @property
     def id(self) -> str:
-        """Return the checkpoint's id among the model's checkpoints, as clients see it."""
+        """Return the checkpoint's id among the model's checkpoints, as clients see it: ``<kind>/<name>``."""
         return f"{self.kind}/{self.name}"
 
     def folder(self, root: pathlib.Path) -> pathlib.Path:

@@ -166,7 +166,7 @@ class Operations:
     def tell(self, operation: Operation) -> None:
         """Note that a client was given an operation's answer or error.
 
-        An error that tells of a line's failure ends the failure: later operations of the line run.
+        If the error tells the client of the line's failure, later operations of the line run again.
         """
         with self._lock:
             operation.asked_at, operation.told = self._clock(), True
@@ -175,9 +175,9 @@ class Operations:
                 line.failed = None
 
     def tell_line(self, line: str) -> None:
-        """Note that a line's client was told of the line's failure other than by an operation in memory.
+        """Note that a line's client was told of the line's failure, when it asked for an operation not in memory.
 
-        Later operations of the line run.
+        Later operations of the line run again.
         """
         with self._lock:
             if line in self._lines:

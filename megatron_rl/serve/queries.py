@@ -93,7 +93,7 @@ def _checkpoint(row: Row) -> dict[str, object]:
 
 
 def weights_info(registry: Registry, owner: str, path: str) -> dict[str, object]:
-    """Return the facts that a client needs to continue training from the checkpoint ``path``."""
+    """Return the base model and the adapters of the checkpoint ``path``, to continue training from it."""
     row = registry.checkpoint(path, owner)
     spec = row.facts["spec"]
     if spec is None:

@@ -106,7 +106,10 @@ class Samplers:
         return self._version
 
     def tensors(self, engine: Engine):
-        """Yield (Hugging Face name, tensor) of all weights for the next samples, with adapters merged."""
+        """Yield (Hugging Face name, tensor) of all weights for the next samples, with adapters merged.
+
+        engine: not read, since all engines get the same weights.
+        """
         with self.models.reading(self._weights[self._wanted]) as backend:
             yield from backend.export(bucket_bytes=self.config.weight_sync.bucket_bytes // 2)
 

@@ -140,7 +140,7 @@ def serve(config: Config) -> bool:
 
 
 def follow(worker: Worker) -> NoReturn:
-    """Receive and run rank 0's messages for ever; for every rank but rank 0."""
+    """Receive and run rank 0's messages for ever, on a rank other than rank 0."""
     while True:
         worker.run(share_message(None))
 

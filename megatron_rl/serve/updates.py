@@ -32,10 +32,10 @@ from megatron_rl.types import Sample, StepKind, StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """Holds a training request of S data in the backend's form. The batch reads T of their targets.
+    """Holds a training request of S data in the backend's form, with T targets in the batch.
 
-    starts: int64 [S], the index of each datum's first input token whose target is in the batch; 0
-        under ``serve.logprobs=all``.
+    starts: int64 [S], for each datum the index of the first input token whose target is in the
+        batch. It is 0 under ``serve.logprobs=all``.
     sequences: int64 [T], the number of the datum to which each target in the batch belongs.
     signal: bool [S], True for data whose gradient may be non-zero.
     trained: bool [S], True for data that run backward: the data with signal, or all under

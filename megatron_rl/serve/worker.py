@@ -123,7 +123,7 @@ class Worker:
     def _ended(self, header: Mapping[str, object], failed: Outcome) -> Outcome:
         """Discard the model's gradient after a failed operation, so that no half of a step is left.
 
-        Return ``failed``.
+        failed: the operation's outcome, which is returned.
         """
         if header["do"] in ("forward_backward", "optim_step", "load"):
             self.models.discard_gradient(str(header["model"]))

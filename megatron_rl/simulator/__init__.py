@@ -1,4 +1,4 @@
-"""The forecast of one update (a rollout's optimizer steps) on a number of GPUs, from the real planner's plans.
+"""The forecast of one update, a rollout's optimizer steps, on N GPUs; the trainer's own planner plans it.
 
 It predicts times and memory. It starts no processes and builds no model.
 """

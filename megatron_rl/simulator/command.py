@@ -44,9 +44,9 @@ def simulate_job(
 
     size: the number of GPUs; None to take it from the arguments and the environment variables.
     prompt_lengths: tokens of each prompt of a rollout, used if no trace gives the samples.
-    responses: the supervised steps on the data. In a run without RL only these are forecast.
+    responses: the samples of each supervised step. In a run without RL only these are forecast.
 
-    Returns None if the job fits, else a text with remedies. Raises ConfigError as a run would.
+    Returns None if the job fits in memory, else a text with settings that fit. Raises ConfigError as a run would.
     """
     from megatron_rl.simulator.degrees import degrees_of
     from megatron_rl.simulator.engine_memory import GIB
@@ -96,7 +96,7 @@ def simulate_job(
 def _model_files(
     config: Config, options: argparse.Namespace, shape: ModelShape, degrees: Degrees, size: JobSize
 ) -> dict[str, Any]:
-    """Return the figures of loading and exporting the policy's weights, in bytes and seconds, as JSON-able values."""
+    """Return {name: number}: the predicted bytes, files and seconds of loading and exporting the policy's weights."""
     from megatron_rl.model.seam_fields import DTYPES
     from megatron_rl.simulator.model_files import GB, count_model_files
     from megatron_rl.weights.file_plan import FileSizes, plan_files
@@ -186,9 +186,10 @@ def read_shape(config: Config, degrees: Degrees, value_head: bool = False) -> Mo
 
 
 def _largest_job(jobs, forecasts):
-    """Return the job whose largest pipeline stage needs the most memory.
+    """Return the job that has the pipeline stage with the most memory.
 
-    forecasts: one forecast for each job.
+    jobs: a list of Jobs.
+    forecasts: the Forecast of each job, in the same order.
     """
     return max(zip(jobs, forecasts, strict=True), key=lambda pair: max(stage.total for stage in pair[1].memory))[0]
 

@@ -10,7 +10,7 @@ from megatron_rl.distributed.topology import check_degrees
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Degrees:
-    """Holds the sizes of a topology's process groups under Topology's names, without ranks or groups.
+    """Holds the sizes of a topology's process groups, each in a field named as in Topology (distributed/topology.py).
 
     Example: 16 GPUs with TP=2 and PP=2 leave ``data_size=4``.
     """
@@ -36,7 +36,7 @@ class Degrees:
 
     @property
     def named(self) -> str:
-        """Return the sizes as text for tables: TP, PP and DP always, the others if they are above 1."""
+        """Return the sizes as text for tables: TP, PP and DP always, and VPP, CP and EP if above 1."""
         rarer = (("VPP", self.virtual_size), ("CP", self.context_size), ("EP", self.expert_size))
         always = f"TP {self.tensor_size}, PP {self.pipeline_size}, DP {self.data_size}"
         return ", ".join([always, *(f"{name} {size}" for name, size in rarer if size > 1)])

@@ -51,10 +51,10 @@ class EngineMemory:
 class GpuNeeds:
     """Holds the most bytes that any GPU needs, and the pipeline stage whose GPUs need them.
 
-    training: (bytes, stage) while the trainer trains.
-    generating: (bytes, stage) while the engine generates.
+    training: (most bytes, number of the stage) while the trainer trains.
+    generating: (most bytes, number of the stage) while the engine generates.
     engine: the engine's bytes, which are included in both.
-    critic: (bytes, stage) of a critic on separate ranks; None without one.
+    critic: (most bytes, number of its stage) of a critic on separate ranks; None without one.
     """
 
     training: tuple[int, int]
@@ -116,7 +116,7 @@ def gpu_needs(memory: tuple[StageMemory, ...], engine: EngineMemory, critic: tup
 
 
 def shortfalls(needs: GpuNeeds, rollout: RolloutConfig, gpu_bytes: float) -> list[str]:
-    """Return a sentence for each need that exceeds GPUs of ``gpu_bytes``; [] if the job fits."""
+    """Return a sentence for each number of ``needs`` that exceeds a GPU's ``gpu_bytes``; [] if the job fits."""
     sentences, whole = [], f"{gpu_bytes / GIB:g} GiB"
     engine = f"the {rollout.engine} engine"
     for time, (most, stage), part in (

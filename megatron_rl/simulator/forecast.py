@@ -1,8 +1,8 @@
-"""The forecast of an update: the real planner's plans, timed by planning/timeline.py.
+"""The forecast of an update: the trainer's planner plans it, and planning/timeline.py predicts its time.
 
-An update is planned twice: dense, with all samples, and with the skip, which drops samples without
-signal (whose advantage is 0). The forecast has each update's time, pipeline bubbles and load
-balance, the memory, and what limits the speed.
+An update is planned twice: with all samples (dense), and without the samples that have no signal,
+an advantage of 0 (skip). The forecast has the time, pipeline bubbles and load balance of both
+updates, the memory, and what limits the speed.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Outcome:
 
     plan: the plan that was timed.
     pipeline_s: the seconds of the forward and backward passes.
-    busiest_s: of these, the seconds in which the busiest pipeline stage of the slowest replica
-        computes.
-    mean_s: the same as a mean over the stages of that replica.
+    busiest_s: the part of ``pipeline_s`` in which the busiest stage of the slowest data-parallel
+        replica computes.
+    mean_s: the same for the mean of that replica's stages, in place of the busiest one.
     optimizer_s: the seconds of reduction, norm, AdamW and gather.
     bubble_share: [P], the share of ``pipeline_s`` in which each stage of the slowest replica waits.
-    imbalance: the busiest replica's work over the mean, less 1.
+    imbalance: the busiest replica's seconds of work over the mean of all replicas, less 1.
     microbatches: (fewest, most) micro-batches of a replica in one mini-batch.
     largest_tokens: the number of tokens, pads included, of the largest micro-batch.
     tokens: the number of tokens that run, without pads.
@@ -85,9 +85,11 @@ class Outcome:
         return self.pipeline_s + self.optimizer_s
 
     def count(self, name: str) -> int:
-        """Return the sum of ``num_fillers`` or ``silent_ranks`` over all mini-batches, or the number of ``ghosts``.
+        """Return a count over all mini-batches.
 
-        A ghost is a mini-batch in which no sample has signal.
+        name: ``num_fillers``, micro-batches without a loss that even the ranks' numbers;
+            ``silent_ranks``, ranks that run no micro-batch; or ``ghosts``, mini-batches without
+            signal.
         """
         if name == "ghosts":
             return sum(x.kind is StepKind.GHOST for x in self.plan.mini_batches)
@@ -109,7 +111,8 @@ class Forecast:
 
     dense, skip: the two updates. A sample without signal has an advantage of 0, and the skip drops
         it.
-    ideal: dense tokens over tokens of samples with signal; None if no sample has signal.
+    ideal: the gain if time were proportional to tokens: all tokens over those of samples with
+        signal. None if no sample has signal.
     gain: the dense update's predicted time over the skip update's.
     memory: the memory of each pipeline stage in the dense run.
     constraints: what limits the skip update, the largest saving first.
@@ -130,7 +133,7 @@ class Forecast:
 class Job:
     """Holds the inputs of one forecast.
 
-    config: the configuration; its ``model.dtype`` is settled (weights/model_dtype.py).
+    config: the configuration, in which ``settle_dtype`` has replaced ``model.dtype=auto``.
     shape: the shape of the policy.
     workload: the samples of the update.
     costs: the costs from which seconds are computed.
@@ -153,10 +156,10 @@ class Job:
         return PlacedModel.of(self.config, self.shape, self.degrees)
 
     def rules(self) -> PlanRules:
-        """Return the rules by which the backend would plan.
+        """Return the planner's rules, as the trainer's backend would set them.
 
-        If ``plan.calibrate`` is on and a run gave the costs, the rules use them. Otherwise they use
-        prior costs.
+        The rules hold the job's costs if ``plan.calibrate`` is on and a run has measured these.
+        Otherwise they hold the planner's assumed costs.
         """
         config = self.config
         shares = shares_prompts(config.plan, config.parallel, config.megatron, self.shape.layer_spec)
@@ -172,11 +175,11 @@ class Job:
         return dataclasses.replace(rules, cost=self.costs.model) if calibrated else rules
 
     def signal(self) -> np.ndarray:
-        """Return [S] bool, True for a sample with signal: with a loss token and an advantage that a run would not drop.
+        """Return [S] bool, True for a sample with signal: it has a loss token, and an advantage that is not 0.
 
         Some advantages need more than a trace has: GAE needs values, and a teacher or a KL in the
-        reward needs log-probs. Then every sample with a loss token counts as one with signal. So
-        does every response of a supervised step.
+        reward needs log-probs. Then every sample with a loss token counts as one with signal. The
+        same holds in a supervised step.
         """
         config, workload = self.config, self.workload
         if workload.supervised or config.has_critic or config.has_teacher or config.kl_in_reward:
@@ -196,7 +199,7 @@ class Job:
         return plan_steps("train", members, tokens, signal, rules, drops=drops, merge=merge)
 
     def padded(self, rules: PlanRules) -> SampleTokens:
-        """Return the number of tokens that run for each sample, with pads."""
+        """Return the number of tokens of each sample, padded as ``rules`` demand."""
         return self._tokens(rules).padded(rules.pad_multiple)
 
     def _tokens(self, rules: PlanRules) -> SampleTokens:
@@ -252,7 +255,7 @@ def with_teacher(job: Job, read_shape: ReadShape) -> Job:
 
 
 def critic_memory(critic: Job) -> tuple[StageMemory, ...]:
-    """Return the memory of each pipeline stage of a critic; it trains on every sample with a loss token."""
+    """Return the memory of each pipeline stage of a critic, which trains on every sample with a loss token."""
     return memory_of(critic, critic.plan(critic.rules(), critic.workload.loss_tokens > 0, drops=True))
 
 
@@ -285,8 +288,8 @@ def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, pla
     plan: the result of ``job.plan`` with the same arguments, if it was made before; it does not
         depend on the job's costs.
 
-    A ghost step, one in which no sample has signal, counts as a whole optimizer step. It takes at
-    most the part of one that needs no communication.
+    A step in which no sample has signal (a ghost step) counts as a whole optimizer step. In a run it
+    takes less, since it needs no communication.
     """
     plan = plan or job.plan(rules, signal, drops=drops)
     own = job.workload.tokens(share_prompts=rules.share_prompts)
@@ -344,9 +347,11 @@ def _slowest(
 ) -> tuple[int, Timeline, np.ndarray]:
     """Return the data-parallel rank whose pipeline ends last, its timeline, and [D] each rank's seconds of work.
 
-    A rank's work is the seconds of its busiest stage. Ranks that share experts wait for one another
-    in every layer. So each of their micro-batches takes as long as the longest one among these
-    ranks.
+    [D] is over data-parallel ranks. A rank's work is the time in which its busiest stage computes.
+    Ranks that share experts wait for one another in every layer. So their m-th micro-batches all
+    take as long as the longest of them.
+
+    padded: the number of tokens of each sample, with pads.
     """
     # Each rank's own work, which names the busiest rank of every block in lockstep.
     forward_s, backward_s = job.costs.chunk_seconds(*padded.sums(mini_batch.order, mini_batch.microbatch_offsets))
@@ -374,9 +379,10 @@ def _slowest(
 
 
 def _whole_groups(forward_s: np.ndarray, backward_s: np.ndarray, degrees: Degrees) -> tuple[np.ndarray, np.ndarray]:
-    """Return the seconds [chunks, M] with empty micro-batches added, up to a multiple of the pipeline's size.
+    """Return both arrays [chunks, M] with micro-batches of 0 s added, up to a multiple of the pipeline's size.
 
-    The interleaved schedule requires that multiple, and a plan made without the rule may break it.
+    The interleaved schedule requires that multiple. ``_constraints`` also plans without it, to time
+    what it costs.
     """
     short = -forward_s.shape[1] % degrees.pipeline_size if degrees.virtual_size > 1 else 0
     return tuple(np.pad(x, ((0, 0), (0, short))) for x in (forward_s, backward_s))
@@ -394,8 +400,10 @@ def _constraints(
 ) -> tuple[Constraint, ...]:
     """Return what limits the update's speed, the largest saving first.
 
-    Some savings are read from the predicted update, the others from the time of a plan made without
-    one rule.
+    Some savings follow from the times in ``skip``. For the others, the samples are planned and timed
+    again without one of the planner's rules.
+
+    skip: the predicted update, without samples that have no signal.
     """
     epochs_s, longest = skip.update_s, int(job.padded(rules).whole.max(initial=0))
 

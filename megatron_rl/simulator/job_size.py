@@ -42,8 +42,9 @@ def job_size(
     none states it, it is assumed: as many GPUs of one node as the degrees of parallelism divide,
     else the fewest whole nodes.
 
-    host_gpus: the number of GPUs of this host, to which an unknown node is assumed equal; 0 if it
-        has none.
+    environment: the variables of this process.
+    host_gpus: the number of GPUs of this host, assumed for a node of unknown size; 0 if it has
+        none.
 
     Raises ConfigError if SLURM's variables give the nodes and not their GPUs.
     """
@@ -106,9 +107,11 @@ def _assumed(on_node: int, unit: int, *, of_critic: int, of_engines: int) -> Job
 
 
 def _sizes(on_node: int, unit: int, of_critic: int) -> Iterator[int]:
-    """Yield numbers of GPUs to try: those of one node, the largest first, then of whole nodes, then of any nodes.
+    """Yield numbers of GPUs to try: one node's or fewer, the largest first, then whole nodes, then any number.
 
-    The last ones are multiples of ``unit``, the ranks of one replica, plus the critic's ranks.
+    The last numbers are multiples of ``unit`` plus the critic's ranks.
+
+    unit: the number of ranks that one replica of the policy takes.
     """
     yield from range(on_node, 0, -1)
     yield from range(2 * on_node, on_node * (unit + of_critic + 1) + 1, on_node)

@@ -56,7 +56,8 @@ class Machine:
 class Costs:
     """Holds the costs from which a forecast computes seconds.
 
-    model: the cost of a micro-batch on each pipeline rank, by its tokens and squared lengths.
+    model: for each pipeline rank, the seconds of a micro-batch, by its number of tokens and the sum
+        of its samples' squared lengths.
     forward_share: the share of a micro-batch's time that its forward pass takes.
     optimizer_s: seconds of reduction, norm, AdamW and gather of one optimizer step.
     chunk_shares: for each model chunk, in the order of the layers, its share of its pipeline rank's
@@ -86,9 +87,9 @@ class Costs:
 
 
 def layer_flops(shape: ModelShape) -> tuple[float, float]:
-    """Return the FLOPs of one layer, forward and backward: per token, and per squared length of a sample.
+    """Return (FLOPs per token, FLOPs per squared length of a sample) of one layer, forward and backward.
 
-    The first number leaves out attention scores, which the second counts.
+    The second number is for attention scores, the first for everything else.
     """
     return 6.0 * shape.layer_parameters, 6.0 * shape.score_width
 
@@ -139,10 +140,10 @@ def chunk_shares(shape: ModelShape, degrees: Degrees, loss_share: float) -> tupl
 
 
 def optimizer_parameters(placed: PlacedModel, stage: int) -> tuple[float, float]:
-    """Return two numbers of parameters of one rank of a pipeline stage.
+    """Return two numbers of parameters for one rank of a pipeline stage.
 
-    The first are those that AdamW updates on the rank. The second are those whose gradients are
-    reduced over ranks.
+    The first number is of parameters that the rank updates by AdamW. The second is of parameters
+    whose gradients it reduces with other ranks.
     """
     degrees = placed.degrees
     dense, experts = stage_parameters(placed.shape, degrees, stage)
@@ -187,9 +188,10 @@ def load_coefficients(path: str | pathlib.Path, placed: PlacedModel, *, loss_sha
     loss_share: the number of loss tokens over the number of all tokens.
 
     A file that a run wrote is ``{"stages": [{"overhead": s, "token": s, "square": s}, ...],
-    "virtual": 1, "optimizer_s": s, "measured_on": "..."}``, with one entry per pipeline stage. It
-    may have ``forward_share``, and ``fitted_with`` (see the function of that name), which must then
-    equal this configuration's.
+    "virtual": 1, "optimizer_s": s, "measured_on": "..."}``, with one entry per pipeline stage.
+    "overhead", "token" and "square" are the seconds of a micro-batch, a token and a squared token.
+    The file may also have ``forward_share``, and ``fitted_with``, the settings of the measurement.
+    These must then equal this configuration's.
 
     A file on a GPU's speed is ``{"machine": {"flops_per_s": ..., ...}, "measured_on": "..."}``,
     with the fields of Machine.

@@ -158,8 +158,8 @@ def kept_elements(model: PlacedModel, layer: int) -> float:
     counts below are for torch's layers in float32. In bfloat16 they also hold for layers that
     ``takes_fused_kernels`` excludes.
 
-    - Each of the two norms saves input, normalised values and output (6 h in all, split by sequence
-      parallelism). Norms after attention and MLP save input and normalised values.
+    - Each of the two norms saves input, normalised values and output: 6 · hidden_size together,
+      split by sequence parallelism. Norms after attention and MLP save input and normalised values.
     - Attention saves the joint projection that includes v, the rotated q and k, its output, and the
       cosines and sines. Norms of q and k also save their normalised values and the input of q's
       norm. The input of k's norm is part of the projection.
@@ -168,8 +168,9 @@ def kept_elements(model: PlacedModel, layer: int) -> float:
     - The MLP saves gate and up, the activated gate, up, and their product. If gate and up are
       bounded, it saves three more: the bounded gate, its sigmoid and the bounded up.
     - A mixture saves the tokens before and after the experts, once for each choice of an expert.
-      With even routing each rank's experts get an equal share of the choices. Under sequence
-      parallelism a tensor rank sends only its own tokens. Expert-tensor ranks take the same tokens.
+      Routing is taken as even: the experts of each rank get an equal number of choices. Under
+      sequence parallelism a tensor rank sends only its own tokens. All expert-tensor ranks get the
+      same tokens.
     """
     shape, degrees = model.shape, model.degrees
     if model.dtype == "bfloat16" and takes_fused_kernels(shape):
@@ -203,10 +204,10 @@ def takes_fused_kernels(shape: ModelShape) -> bool:
 def fused_kept_elements(model: PlacedModel, layer: int) -> float:
     """Return the number of elements that autograd saves in a layer per token of a rank, with fused norms and SwiGLU.
 
-    A norm saves only its input. Its output is saved by the matrix product after it (4 h for both
-    norms). SwiGLU saves gate and up, and the matrix product after it saves their product. Norms of
-    q and k save q beside the projection. Cosines and sines are saved once per micro-batch. An
-    expert's SwiGLU applies the router's weights, so that the expert's output is not saved.
+    A norm saves only its input. Its output is saved by the matrix product after it: 4 · hidden_size
+    for both norms. SwiGLU saves gate and up, and the matrix product after it saves their product.
+    Norms of q and k save q beside the projection. Cosines and sines are saved once per micro-batch.
+    An expert's SwiGLU applies the router's weights, so that the expert's output is not saved.
     """
     shape, degrees = model.shape, model.degrees
     tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
@@ -222,8 +223,7 @@ def fused_kept_elements(model: PlacedModel, layer: int) -> float:
 def in_flight(degrees: Degrees, stage: int, microbatches: int) -> float:
     """Return the most micro-batches whose activations a rank of a pipeline stage holds at once.
 
-    With several model chunks, a micro-batch counts by the share of the rank's chunks whose
-    activations are held.
+    If a rank has V model chunks, the activations of a micro-batch in one of them count as 1/V.
     """
     virtual = degrees.virtual_size
     warm = warmup_forwards(stage, degrees.pipeline_size, virtual, microbatches, degrees.pipeline_size)
@@ -295,8 +295,10 @@ def beside_critic(
 ) -> tuple[StageMemory, ...]:
     """Return the memory of the policy's stages with a critic on the same ranks added.
 
-    The critic's pipeline may have another number of stages. Ranks of one of the policy's stages may
-    then hold several of the critic's. The GPU that needs the most counts.
+    The critic's pipeline may have another number of stages, so that one policy stage shares its ranks
+    with several critic stages. The result is then the memory of the GPU that needs the most.
+
+    num_ranks: the number of ranks, which both models have in common.
     """
     stages = []
     for number, stage in enumerate(policy):

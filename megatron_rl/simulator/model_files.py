@@ -1,8 +1,8 @@
 """The estimated cost of loading and exporting a model's weights: bytes, reads, files, messages and seconds.
 
-It is computed from a model's shape and degrees of parallelism alone. ``file_plan`` and ``mapping``,
-which plan the real load and export, say what each rank does. Bytes are the tensors' bytes; headers
-of files are not counted.
+It is computed from a model's shape and degrees of parallelism alone. What each rank reads and writes
+comes from weights/mapping.py and weights/file_plan.py, which plan the real load and export. Bytes
+are the tensors' bytes; headers of files are not counted.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ GB = 10**9
 class RankFiles:
     """Counts what one rank reads in a load, and what it writes and sends in an export.
 
-    read_bytes, num_reads: the slices of weight files that it reads, each once.
-    written_bytes, num_files: the files that it writes.
-    sent_bytes, num_messages: the tensors that it sends to the ranks that write them.
+    read_bytes, num_reads: the size and number of the slices of weight files that it reads.
+    written_bytes, num_files: the size and number of the files that it writes.
+    sent_bytes, num_messages: the size and number of the tensors that it sends to the ranks that
+        write them.
     """
 
     read_bytes: int
@@ -47,7 +48,7 @@ class ModelFiles:
     ranks: the counts of each rank, in the order of global ranks.
     read_by_host: the bytes that the ranks of each host read from storage. Bytes that several of
         them read count once, as if the host's page cache held them.
-    num_files, largest_file_bytes: the files of an export.
+    num_files, largest_file_bytes: the number of files of an export, and the largest one's size.
 
     Example: 16 bytes, DP=2 on one host: each rank reads 16, the host 16, one rank writes 16.
     """
@@ -74,7 +75,7 @@ class ModelFiles:
         return max(self.written_by_host) / bytes_per_s
 
     def figures(self, bytes_per_s: float) -> dict[str, Any]:
-        """Return the counts and seconds as JSON-able values.
+        """Return {name: number}: the seconds of load and export, and the largest counts of a rank and of a host.
 
         bytes_per_s: the bandwidth between a host and storage.
         """
@@ -99,8 +100,9 @@ class ModelFiles:
 
 
 def count_model_files(shape: ModelShape, degrees: Degrees, plan: FilePlan, ranks_per_host: int) -> ModelFiles:
-    """Return the counts of loading and exporting a model.
+    """Return how many bytes each rank and host reads, writes and sends to load and to export a model.
 
+    degrees: the degrees of parallelism.
     plan: the plan of the export. The files to load are assumed to have the same dtype.
     ranks_per_host: the number of ranks on each host.
     """
@@ -154,8 +156,8 @@ def _sent(plan: FilePlan, degrees: Degrees) -> list[tuple[int, int]]:
 class _Reads:
     """Counts the slices of weight files that ranks read in a load.
 
-    counts: {(pipeline rank, tensor rank, whether in experts): [bytes, reads]}. All expert-parallel
-        ranks read equal amounts.
+    counts: {(pipeline rank, tensor rank, whether the weights are experts'): [bytes, number of
+        slices]}. All expert-parallel ranks read equal amounts.
     """
 
     def __init__(self, shape: ModelShape, degrees: Degrees, dtype: torch.dtype) -> None:
@@ -183,9 +185,10 @@ class _Reads:
             self.shared[pipeline_rank, of_expert] = self.shared.get((pipeline_rank, of_expert), 0) + shared
 
     def _places(self, rank: int) -> tuple[tuple[int, int, bool, int], ...]:
-        """Return the keys of what a rank reads: one for weights outside the experts and one for its experts.
+        """Return two keys for what a rank reads: of the weights outside the experts, and of its experts.
 
-        A key is (pipeline rank, tensor rank, whether in experts, expert-parallel rank).
+        A key is (pipeline rank, tensor rank, whether the weights are experts', expert-parallel rank).
+        Ranks with an equal key read the same slices.
         """
         degrees = self.degrees
         stage = rank // (degrees.world_size // degrees.pipeline_size)
@@ -196,12 +199,12 @@ class _Reads:
         )
 
     def of_rank(self, rank: int) -> tuple[int, int]:
-        """Return the bytes and the number of reads of a rank."""
+        """Return (bytes, number of slices) that a rank reads from weight files."""
         counts = [self.counts.get(place[:3], [0, 0]) for place in self._places(rank)]
         return sum(x for x, _ in counts), sum(x for _, x in counts)
 
     def of_host(self, ranks: Sequence[int]) -> int:
-        """Return the bytes that the ranks of one host read; bytes that several of them read count once."""
+        """Return the bytes that the ranks of one host read from weight files; bytes read by several count once."""
         places = {place for rank in ranks for place in self._places(rank)}
         total = sum(self.counts.get(place[:3], [0, 0])[0] for place in places)
         alike: dict[tuple[int, bool, int], int] = {}
@@ -211,7 +214,10 @@ class _Reads:
 
 
 def words(figures: dict[str, Any]) -> list[str]:
-    """Return the figures as two lines of text, one on the load and one on the export."""
+    """Return two lines of text, one on the load and one on the export.
+
+    figures: the result of ``ModelFiles.figures``.
+    """
     speed = f"at {figures['host_bytes_per_s'] / GB:g} GB/s a host (--host-gb-per-s)"
     return [
         f"load: {_gb(figures['model_bytes'])} in {figures['tensors']:,} tensors; a rank reads at most "

@@ -1,8 +1,9 @@
 """The search for settings under which a job that is too large would fit on its GPUs.
 
-First one setting of each kind is changed, then the degrees of parallelism on the same number of
-GPUs. If the engine is short of memory too, its share of the GPU or its tensor parallelism changes
-with them. Each change is judged by the same memory forecast as the job itself.
+First one setting at a time is changed, such as the token limit of a micro-batch. If none is enough,
+several degrees of parallelism are changed together, on the same number of GPUs. If the engine is
+short of memory too, its share of the GPU or its tensor parallelism changes with them. The memory
+forecast of a job decides whether a change fits.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ Stages = tuple[StageMemory, ...]
 
 
 def _trainer_memory(job: Job) -> tuple[Stages, Stages]:
-    """Return the memory of each pipeline stage of the policy, and of a critic on separate ranks.
+    """Return (memory of each pipeline stage of the policy, the same of a critic on separate ranks).
 
-    The second tuple is empty without such a critic. No sample is taken as dropped.
+    The second element is () if no critic has separate ranks. The memory is that of an update which
+    drops no sample.
     """
     plan = job.plan(job.rules(), job.signal(), drops=False)
     separate = critic_memory(job.critic) if job.critic and job.config.critic.placement == "separate" else ()
@@ -62,7 +64,8 @@ def _beside_engine(job: Job, memory: tuple[Stages, Stages], gpu_bytes: float) ->
 def _needs_at(job: Job, gpu_bytes: float, *, tokens: int, microbatches: int) -> GpuNeeds:
     """Return the bytes that a job needs if its largest micro-batch has ``tokens`` tokens, none of them with loss.
 
-    With ``tokens`` 0, no activations are counted.
+    tokens: 0 counts no activations.
+    microbatches: the most micro-batches of a data-parallel rank.
     """
     size = {"tokens": tokens, "loss_tokens": 0, "microbatches": microbatches}
     stages = range(job.degrees.pipeline_size)
@@ -76,9 +79,9 @@ def remedies(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: i
     read_shape: a function that returns the shape of a configuration's model (simulator/command.py).
     gpu_bytes: the memory of a GPU.
 
-    One setting of each kind is changed alone. If none is enough, it is combined with full
-    recompute, with bfloat16, or with both. Of each kind, the mildest value that fits is returned.
-    If none fits, other degrees of parallelism are returned.
+    Settings are changed one at a time. For each setting, the smallest change that fits is returned.
+    If none fits, each is combined with full recompute, with bfloat16, or with both. If still none
+    fits, changes of several degrees of parallelism are returned.
     """
     families = list(_families(job, int(job.padded(job.rules()).whole.max(initial=1)), gpus_per_node))
     bases: list[Change] = [{}]
@@ -94,9 +97,10 @@ def remedies(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: i
 
 
 def _other_degrees(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: int) -> list[str]:
-    """Return the mildest other degrees of parallelism under which the job fits on as many GPUs, as text.
+    """Return up to MOST_LAYOUTS changes of the degrees of parallelism under which the job fits, as text.
 
-    The engine's share of the GPU or its tensor parallelism is changed with them if needed.
+    The number of GPUs stays. The engine's share of the GPU or its tensor parallelism is changed too
+    if needed. Changes of fewer settings come first.
     """
     ways, seen, planned = [], set(), 0
     engines: list[Change] = [{}, *_engine_changes(job, gpus_per_node)]
@@ -134,10 +138,11 @@ def _largest_microbatch(job: Job) -> int:
 
 
 def _rough_needs(job: Job, usual: int, gpu_bytes: float) -> GpuNeeds:
-    """Return a job's approximate needs without planning its micro-batches, which takes seconds.
+    """Return roughly the bytes that a job needs on a GPU; no plan is made, since planning takes seconds.
 
-    usual: the tokens of the largest micro-batch under other degrees; it is assumed to have ROUGHLY
-        of them here.
+    job: a job under changed degrees of parallelism.
+    usual: the tokens of the largest micro-batch before that change. This job's largest is assumed to
+        have 0.8 (ROUGHLY) times as many.
     """
     total = int(job.padded(job.rules()).whole.sum())
     many = max(1, total // max(1, usual * job.degrees.data_size))
@@ -145,7 +150,7 @@ def _rough_needs(job: Job, usual: int, gpu_bytes: float) -> GpuNeeds:
 
 
 def _without_engine(needs: GpuNeeds) -> GpuNeeds:
-    """Return the trainer's needs alone, without the engine's bytes, since the engine's share is chosen later."""
+    """Return ``needs`` without the engine's bytes, for a search that chooses the engine's share later."""
     none = dataclasses.replace(needs.engine, while_training=0, while_generating=0, needed=0)
     training, stage = needs.training
     return dataclasses.replace(
@@ -154,10 +159,9 @@ def _without_engine(needs: GpuNeeds) -> GpuNeeds:
 
 
 def _layouts(job: Job, gpus_per_node: int) -> list[Change]:
-    """Return changes of the degrees of parallelism, each with or without full recompute.
+    """Return changes of two or more settings: degrees of parallelism, with or without full recompute.
 
-    The order is by the number of settings, then by how many ranks a replica takes. Only changes of
-    two or more settings are returned.
+    Changes of fewer settings come first; among them, those under which a replica has fewer ranks.
     """
     parallel, experts = job.config.parallel, job.shape.num_experts
     tensors = [n for n in DEGREES if parallel.tensor <= n <= gpus_per_node]
@@ -193,7 +197,7 @@ def _freed_layout(parallel: ParallelConfig) -> Change:
 
 
 def _engine_changes(job: Job, gpus_per_node: int) -> Iterator[Change]:
-    """Yield changes of the vLLM engine's share of a GPU and of its tensor parallelism, the mildest first.
+    """Yield changes of the vLLM engine's share of a GPU and of its tensor parallelism, the smallest first.
 
     Yields nothing if the GPUs have no vLLM engine.
     """
@@ -208,7 +212,9 @@ def _engine_changes(job: Job, gpus_per_node: int) -> Iterator[Change]:
 
 
 def _families(job: Job, longest: int, gpus_per_node: int) -> Iterator[Sequence[Change]]:
-    """Yield, for each kind of setting, the changes to try, the mildest first.
+    """Yield, for each setting that may save memory, the changes to try, the smallest change first.
+
+    Example: the changes of ``parallel.tensor=1`` set it to 2, 4, 8 and 16.
 
     longest: the tokens of the longest sample, below which a micro-batch's token limit cannot go.
     """
@@ -243,12 +249,15 @@ def _families(job: Job, longest: int, gpus_per_node: int) -> Iterator[Sequence[C
 
 
 def _shares(current: float) -> list[int]:
-    """Return shares of a GPU from 0.1 to 0.9 in twentieths, the nearest to ``current`` first."""
+    """Return the numbers of twentieths 2 to 18, shares of a GPU from 0.1 to 0.9, the nearest to ``current`` first."""
     return sorted(range(2, 19), key=lambda twentieths: abs(twentieths / 20 - current))
 
 
 def _mildest(family: Sequence[Change], job: Job, read_shape: ReadShape, gpu_bytes: float) -> str | None:
-    """Return the first change of ``family`` under which the job fits, as text; None if there is none."""
+    """Return the first change of ``family`` under which the job fits, as text with its bytes; None if there is none.
+
+    family: the changes of one setting, the smallest change first.
+    """
     for change in family:
         other = _changed_job(job, change, read_shape)
         if other is None or _falls_short(other, _needs_at(other, gpu_bytes, tokens=0, microbatches=0), gpu_bytes):

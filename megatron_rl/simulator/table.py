@@ -44,7 +44,12 @@ def figures(
     num_rollouts: int,
     gpu_bytes: float,
 ) -> dict[str, Any]:
-    """Return all figures of a forecast as JSON-able values, in seconds, tokens and bytes."""
+    """Return {name: JSON-able value}: all figures of a forecast, in seconds, tokens and bytes.
+
+    workload: the origin of the samples, in words.
+    num_rollouts: the number of rollouts that were forecast; this forecast is the median one's.
+    gpu_bytes: the memory of a GPU.
+    """
     config, degrees = job.config, job.degrees
     return {
         "title": title,

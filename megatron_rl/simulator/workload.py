@@ -96,7 +96,7 @@ class Workload:
         )
 
     def mini_batches(self, train: TrainConfig) -> list[np.ndarray]:
-        """Return the indices of the samples of each optimizer step; a supervised step takes all samples."""
+        """Return one array for each optimizer step, the indices of its samples; a supervised step takes them all."""
         size = None if self.supervised else train.samples_per_mini_batch
         return split_mini_batches(np.arange(len(self.rewards)), size)
 
@@ -224,7 +224,8 @@ def _workload(parts: list[dict]) -> Workload:
 def of_responses(responses: Sequence[Solution], rows_per_step: int, *, pairs: bool) -> list[Workload]:
     """Return one Workload for each supervised step, in the order of the data set.
 
-    responses: the response of each row; with ``pairs`` two for each row, the chosen one first.
+    responses: the prompt and response of each row; with ``pairs`` two for each row, the chosen one
+        first.
     rows_per_step: the number of rows of a step.
     pairs: whether rows are pairs of a chosen and a rejected response.
     """
@@ -275,7 +276,7 @@ def draw(
     """Draw a rollout's samples, or a supervised step's, at random; return them, and the distributions in words.
 
     lengths: ``lognormal:MEAN,SIGMA`` for the response tokens, cut at rollout.max_response_tokens.
-        MEAN is in tokens, SIGMA is the deviation of their logarithm.
+        MEAN is in tokens; SIGMA is the standard deviation of the logarithm of the tokens.
     pass_rate: ``beta:A,B`` for each prompt's probability of reward 1; other rewards are 0.
     prompt_tokens: one number for all prompts, or a list with one per prompt; a list that is too
         short is repeated.

@@ -74,7 +74,7 @@ def _remote(url: str, scheme: str, key: str, answer_s: float) -> RemotePath:
 
 
 def _options(scheme: str, answer_s: float) -> Mapping[str, object]:
-    """Return the options of a scheme's driver: no cached listing, since other ranks write, and socket deadlines.
+    """Return the options of a scheme's driver: deadlines for sockets, and no cached listings, since other ranks write.
 
     answer_s: seconds that a store may take for one request.
     """

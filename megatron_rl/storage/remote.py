@@ -179,12 +179,15 @@ class RemotePath:
         return {self._below(key): _version(found[key]) for key in sorted(found) if not key.endswith("/")}
 
     def matches(self) -> list[tuple[RemotePath, str]]:
-        """Return (object, version text) of each object that matches this path as a glob pattern, sorted by name."""
+        """Return (object, version text) of each object that matches this path as a glob pattern, sorted by name.
+
+        The text changes if the object does.
+        """
         found = self._ask(lambda: self.system.glob(self.key, detail=True))
         return [(self._at(key), _version(found[key])) for key in sorted(found) if found[key]["type"] == "file"]
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """Yield the objects right below this folder whose names match ``pattern``; their sizes are known already."""
+        """Yield the objects right below this folder whose names match ``pattern``, each with the size for ``stat``."""
         for path in self.iterdir():
             if path._size is not None and fnmatch.fnmatchcase(path.name, pattern):
                 yield path
@@ -281,7 +284,7 @@ def _named(error: BaseException, path: RemotePath) -> BaseException:
 
 
 def _version(facts: Mapping[str, object]) -> str:
-    """Return an object's version text: its size and the tags that the driver gives (ETag, digest, time).
+    """Return a text that changes if the object does: its size and the tags that the driver gives (ETag, digest, time).
 
     facts: what fsspec says of the object.
     """
@@ -290,9 +293,9 @@ def _version(facts: Mapping[str, object]) -> str:
 
 
 class Window(io.RawIOBase):
-    """Holds a length and a position as a file of ``length`` bytes for reading and seeking.
+    """Holds the length and the position of a file that is read, and moves the position in ``seek``.
 
-    A subclass reads at ``position`` and moves it forward.
+    A subclass defines ``readinto``, which reads at ``position`` and moves it forward.
     """
 
     def __init__(self, length: int) -> None:
@@ -313,7 +316,7 @@ class Window(io.RawIOBase):
 
 
 class _Ranges(Window):
-    """Reads an object by ranges of bytes, with one request for each read, of READ_BYTES at most."""
+    """Reads an object by ranges of bytes: each read is one request for at most READ_BYTES."""
 
     def __init__(self, path: RemotePath, size: int) -> None:
         super().__init__(size)

@@ -103,7 +103,7 @@ def build_run(config: Config) -> Iterator[Run]:
 
 
 def _held_store(config: Config) -> contextlib.AbstractContextManager[None]:
-    """Return a context that holds the lock of the run's object store; it does nothing if the run writes to none."""
+    """Return a context that holds the lock of the run's object store; without such a store it does nothing."""
     root = config.checkpoint.root(config.run.path)
     if isinstance(root, pathlib.Path) or not config.saves_checkpoints:
         return contextlib.nullcontext()
@@ -114,7 +114,7 @@ def _held_store(config: Config) -> contextlib.AbstractContextManager[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunBuilder:
-    """Builds a run from loaded data. Before it, the run's folder is locked and the reward workers are started.
+    """Builds a run from loaded data, after the caller locked the run's folder and started the reward workers.
 
     config:    the settings; those left open were decided from the model's files and the data.
     hf_config: the policy's Hugging Face config.
@@ -193,6 +193,8 @@ class RunBuilder:
         """Yield an empty list. After the block, close the run that the block added to it, and write the report.
 
         Not a collective.
+
+        is_main: whether this rank writes the report.
         """
         opened: list[Run] = []
         try:
@@ -242,10 +244,10 @@ class RunBuilder:
         return open_watchdog(backend.topology, run.deadline_s, slow_stage_s=run.slow_stage_s, say=say)
 
     def _open_writer(self, num_steps: int, is_main: bool, resumed: Mapping[str, int | None] | None) -> MetricsWriter:
-        """Return the writer of metrics.jsonl and of its sinks, after writing config.yaml. A collective.
+        """Write config.yaml; return the writer of metrics.jsonl and of trackers such as TensorBoard. A collective.
 
-        Files and sinks are opened on the main rank alone. Raises ConfigError on every rank if a
-        file cannot be written or a sink cannot be opened.
+        The main rank alone opens files and trackers. Raises ConfigError on every rank if a file
+        cannot be written or a tracker cannot be opened.
 
         num_steps: the optimizer steps of the whole run.
         resumed: the writer's state in the checkpoint; None if the run does not resume.
@@ -290,6 +292,8 @@ def _read_model(
 ):
     """Return the policy's Hugging Face config.
 
+    generates: whether the run samples from an engine. Then engine and lengths are checked too.
+
     Raises ConfigError if the engine, the configured lengths or the critic do not fit the model.
     """
     hf_config = load_hf_config(model.hf_path, provider=model.provider)
@@ -320,7 +324,11 @@ def _profiled(run: Run, config: Config, critic: Critic | RemoteCritic | None, nu
 
 
 def _assemble(standing: StandingParts, critic: Critic | RemoteCritic | None, watchdog: Watchdog) -> Run:
-    """Return the run, made of the objects in ``standing`` and of others that are built here; start the engines."""
+    """Build the objects that ``standing`` lacks, start the engines, and return the run made of all of them.
+
+    standing: the objects that exist before the engines start, such as model, data and rewards.
+    watchdog: the watchdog to which each stage of the run is reported.
+    """
     config, backend, reward, prompts = standing.config, standing.backend, standing.reward, standing.prompts
     tokenizer, timer = standing.tokenizer, StepTimer(watchdog.stage, standing.writer.measured)
     # The parts that the engines and the queue need.

@@ -1,8 +1,8 @@
 """The choice of the completions to record, from a rollout or an evaluation.
 
-A rank chooses among the prompts that it generated itself, so that no completion is sent between
-ranks. Only the first rank records completions: it generates samples under every engine and every
-parallel layout. The choice draws no random number.
+A rank chooses among the completions that it generated itself, so that ranks send each other none.
+Only the first rank records completions: it generates samples under every engine and every parallel
+layout. The choice draws no random number.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def of_training(rules: CompletionRules, taken: TrainingBatch, advantages: np.nda
 
     Not a collective.
 
+    taken: the rollout's samples and rewards.
     advantages: [S], the advantage of each sample.
     """
     if index % rules.every_rollouts:
@@ -106,11 +107,11 @@ def _chosen(
     source: str,
     number: int | None = None,
 ) -> list[Completion]:
-    """Return the best and the worst samples of the first groups, ``metrics.log_completions`` of them in all.
+    """Return ``rules.count`` samples: the best and the worst of the groups with the lowest prompt indices.
 
-    groups: this rank's groups by the prompt's index.
-    numbers: a function of a prompt's index, which returns the rewards and the advantages of its
-        samples.
+    groups: prompt's index → group, for this rank's prompts.
+    numbers: a function that takes a prompt's index. It returns two lists, the rewards and the
+        advantages of that prompt's samples.
     source, number: fields of each completion: where it comes from, and its rollout's number.
     """
     places = sorted(groups)

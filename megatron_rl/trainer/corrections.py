@@ -1,8 +1,8 @@
-"""Importance weights from log-probs, and the samples that still have signal under them.
+"""Importance weights from log-probs, and the samples that still have signal under these weights.
 
-docs/semantics.md §5 and §7. They are computed after the log-prob pass and before the training plan.
-Every rank holds the same log-probs, advantages and masks. Still every rank takes rank 0's weights,
-since another CPU may round differently and would then plan differently.
+docs/semantics.md §5 and §7. The weights are computed after the log-prob pass and before the last
+plan of optimizer steps. Every rank computes them from the same numbers, but another CPU may round
+differently. So every rank takes rank 0's weights, and all ranks make the same plan.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class CorrectedSignal:
 
     weights: float64 [T], one weight for each response token, sample after sample. None if no
              correction is configured (all weights are 1).
-    signal:  bool [S], the samples to train on: weight times advantage is not 0.
+    signal:  bool [S], the samples to train on: those with a token whose weight times advantage is
+             not 0.
     metrics: ``correction/*``.
     """
 
@@ -42,7 +43,8 @@ class Corrections:
     """Computes the importance weights of a run's rollouts.
 
     settings: the section ``correction``.
-    advantage_epsilon: ``skip.advantage_epsilon``; a sample has signal if its advantage is above it.
+    advantage_epsilon: ``skip.advantage_epsilon``. A sample has signal if weight times advantage of one
+        of its tokens is larger than this number in absolute value.
     """
 
     settings: CorrectionConfig
@@ -79,11 +81,13 @@ def apply_corrections(
     old_logprobs: np.ndarray | None,
     advantage_epsilon: float = 0.0,
 ) -> CorrectedSignal:
-    """Return a rollout's importance weights, and the samples to train on: those with a token whose weight is not 0.
+    """Return a rollout's importance weights, and the samples that these weights leave to train on.
 
-    The weights hold for all mini-batches and epochs of the rollout. A collective if a correction is
-    configured.
+    A sample stays if weight times advantage of one of its tokens is larger than
+    ``advantage_epsilon`` in absolute value. The weights hold for all mini-batches and epochs of the
+    rollout. A collective if a correction is configured.
 
+    advantages: the rollout's advantages.
     signal: bool [S], the samples to train on by their advantages alone.
     passed: bool [S], the samples whose ``old_logprobs`` are known.
     old_logprobs: [T], log π_old of each response token, sample after sample.

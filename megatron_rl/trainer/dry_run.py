@@ -115,8 +115,9 @@ class DryRun:
     def check_inputs(self) -> tuple[list[int], list[Workload]]:
         """Check folder, model, tokenizer, data, rewards and environment as a run does; raise ConfigError for a fault.
 
-        Returns two lists for the forecast: the token counts of the run's first prompts, and the
-        responses of each supervised step. No data row occurs twice.
+        Returns two lists for the forecast: the number of tokens of each of the run's first prompts,
+        and the token counts of each supervised step's responses. Neither goes on after one pass
+        over the data.
         """
         config = self.config
         look_at_run_folder(config.run.path)
@@ -162,7 +163,9 @@ class DryRun:
     def _check_data(
         self, prompts: PromptDataset, tokenizer, hf_config, required: Sequence[RequiredColumn]
     ) -> tuple[list[int], list[Workload]]:
-        """Check the training data, and the settings whose values depend on them.
+        """Check the training data, and the settings that depend on the number and content of their rows.
+
+        required: the columns that the reward functions need in every row.
 
         Returns the same as ``check_inputs``.
         """
@@ -245,7 +248,7 @@ def check_port(metrics: MetricsConfig) -> None:
 
 
 def check_model(config: Config, degrees: Degrees, *, value_head: bool = False, elsewhere: bool) -> None:
-    """Raise ConfigError if a model's layers, Megatron-Core's fields or the tensors in its files do not fit.
+    """Raise ConfigError if the settings do not fit a model: its layers, its files' tensors or Megatron-Core's fields.
 
     degrees: the parallel degrees of the model's ranks.
     value_head: whether the model gives one number per token in place of logits, as a critic does.

@@ -39,10 +39,9 @@ log = logging.getLogger(__name__)
 class Outcomes:
     """Holds the rewards of one set of P prompts with k samples each.
 
-    totals:          float64 [P, k], the total reward; NaN for a sample that is excluded, which has
-                     none.
-    by_function:     float64 [P, k, F], the reward of each function; NaN if the function did not
-                     apply.
+    totals:          float64 [P, k], each sample's total reward; NaN for an excluded sample.
+    by_function:     float64 [P, k, F], the reward of each of F functions; NaN if the function did
+                     not apply.
     response_tokens: the number of response tokens of all samples together.
     truncated:       the number of samples that were cut off at the token limit.
     errors:          how many samples had a reward function that failed, and the first failure.
@@ -185,7 +184,7 @@ class Evaluation:
     def due_at_start(self) -> bool:
         """Return whether to evaluate before RL's first step.
 
-        In a run without RL this evaluation is the last one.
+        It is due under ``eval.at_start``, and in a run without RL, which ends with this evaluation.
         """
         return self.config.eval.at_start or self.config.train.num_rollouts == 0
 

@@ -83,10 +83,10 @@ class LiveRun:
         )
 
     def _engines(self, queue: RolloutQueue) -> Iterator[tuple[int, EngineReading]]:
-        """Yield (number, reading) of each known engine.
+        """Yield (engine's number, its current values) for each known engine.
 
-        This rank's engines are read now. Other ranks' engines are as of the end of the last
-        rollout.
+        This rank's engines are asked now. For other ranks' engines the values are those of the end
+        of the last rollout.
         """
         for rank, engines in enumerate(queue.manager.metrics.engines):
             for reading in engines:

@@ -41,8 +41,9 @@ class PartChooser:
     watchdog: Watchdog
 
     def reference(self) -> Reference:
-        """Return the reference policy that a KL is measured against, or a stand-in if ``loss.kl_coefficient`` is 0.
+        """Return the reference policy that a KL is measured against.
 
+        If ``loss.kl_coefficient`` is 0, it is an object that keeps no weights and does nothing.
         Raises ConfigError for settings that clash.
         """
         config = self.config
@@ -54,7 +55,7 @@ class PartChooser:
         return ReferencePolicy(config.loss, config.reference, self.backend)
 
     def critic(self, critic: Critic | RemoteCritic | None) -> CriticPart:
-        """Return the object by which the loop trains ``critic``; if that is None, a stand-in that does nothing."""
+        """Return the object by which the loop trains ``critic``; without a critic its methods do nothing."""
         if critic is None:
             return NoCritic()
         return TrainedCritic(critic, self.timer, starts_as_policy=self.config.critic.init == "policy")

@@ -41,7 +41,7 @@ class Profile:
 
     models: this rank's policy, and its critic if it holds one.
     recording: this rank's recorder; None on a rank that does not record.
-    timer: the step's timer; the seconds of beginning and writing a recording are left out of it.
+    timer: the step's timer; its times leave out the beginning and the writing of a recording.
     """
 
     def __init__(
@@ -147,7 +147,9 @@ class ProfiledRun(Run):
     def _stage(self, stage: str, enter: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
         """Time a stage of the step, and mark it in the profile as a range of the same name.
 
-        Before the stage, a recording begins or ends if that is due.
+        Before the stage, a recording begins or ends if ``profile.steps`` asks for that.
+
+        enter: a function that takes the stage's name and returns the timer's own context around it.
         """
         if stage == "update" or self._supervised:
             step, begins = self.profile.next_step, stage in STEP_STAGES

@@ -1,4 +1,4 @@
-"""The records of a run: the writer of its metrics.jsonl, and the interface of all other records."""
+"""The writer of a run's metrics.jsonl, and the interface of objects that record a run's events, such as rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of the reference policy, and its stand-in for a run without a KL."""
+"""The interface of the reference policy, and an implementation without effect for a run without a KL."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Reference(Protocol):
         """Adjust β after rollout ``index``, and make the current policy the reference if that is due.
 
         num_samples: the number of the rollout's samples, dropped ones included.
-        kl: the KL in the reward. None if it has none, or if the rollout did not train the policy.
+        kl: the KL that was subtracted from the reward. None if the reward has no KL, or if the
+            rollout did not train the policy.
         """
         ...
 

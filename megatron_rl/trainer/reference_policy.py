@@ -93,7 +93,8 @@ class ReferencePolicy:
 
         index: counted from 0.
         num_samples: the number of the rollout's samples, dropped ones included.
-        kl: the KL in the reward. None if it has none, or if the rollout did not train the policy.
+        kl: the KL that was subtracted from the reward. None if the reward has no KL, or if the
+            rollout did not train the policy.
 
         A rollout without a measured token leaves β as it is.
         """

@@ -1,4 +1,4 @@
-"""The construction of what makes rollouts: this rank's engine and worker, the manager over all ranks, the queue."""
+"""The construction of this rank's engine and rollout worker, the manager of all ranks' rollouts, and their queue."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _with_episodes(
     tokenizer,
     watchdog: Watchdog,
 ) -> tuple[Engine, TakeCounts]:
-    """Return an engine that plays an environment's or an agent's episodes, and a function that takes its counts.
+    """Return an engine that plays an environment's or an agent's episodes, and a function that returns metrics.
 
     The function returns {metric: count since its last call}. Without an environment and an agent,
     the result is the given engine and a function that returns {}.

@@ -50,7 +50,7 @@ def check_run_folder(path: pathlib.Path, *, make: bool = True) -> None:
 
 
 def _exists(path: pathlib.Path) -> bool:
-    """Return whether the folder exists; raise OSError if it is a file, or could not be created there."""
+    """Return whether the folder exists; raise OSError if ``path`` is a file or the folder could not be created."""
     try:
         path.stat()
     except FileNotFoundError:
@@ -168,9 +168,9 @@ def refuse_finished(
     folder: pathlib.Path,
     state: Mapping,
 ) -> None:
-    """Raise ConfigError if the run has ended and the command changes settings: with them nothing would be trained.
+    """Raise ConfigError if the run has ended and the command changes its settings, to no effect.
 
-    Not a collective.
+    An ended run has no step left to train by the new settings. Not a collective.
 
     settings: the command's settings, as ``config_to_dict`` gives them.
     prompts: the training data; the call may set its cursor to the checkpoint's.

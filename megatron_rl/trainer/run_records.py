@@ -1,4 +1,4 @@
-"""The records of every run beside its metrics: replay buffer, trace, progress bar, plans and the stall warning."""
+"""Objects that follow a run's events: for replay buffer, trace file, progress bar, saved plans and stall warning."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TraceRecord(Record):
         return {}
 
     def row(self, row: Row) -> None:
-        """Write coefficients.json again, fitted to the times of all steps so far."""
+        """Replace coefficients.json by the cost model's coefficients, fitted to the times of all steps so far."""
         self.recorder.fit()
 
 
@@ -45,7 +45,7 @@ class QueueRecord(Record):
     queue: RolloutQueue
 
     def rollout(self, index: int, taken: TrainingBatch, result: AdvantageResult) -> Mapping[str, float]:
-        """Offer the rollout's groups to the replay buffer; return the metrics of the replay and re-roll buffers."""
+        """Offer the rollout's groups to the replay buffer; return the metrics of the sections replay and reroll."""
         return self.queue.remember(taken, result.plain)
 
     def update(self, update: Update) -> Mapping[str, float]:
@@ -76,7 +76,7 @@ class StallRecord(Record):
         self.watch.observe(row)
 
     def end(self) -> None:
-        """Warn if all the run's steps trained nothing and were too few for a warning before."""
+        """Warn if none of the run's steps trained anything and ``row`` gave no warning, since they were too few."""
         self.watch.end()
 
 

@@ -68,9 +68,9 @@ class StandingParts:
 
     @property
     def evaluates_first(self) -> bool:
-        """Return whether an evaluation may come first: there is no supervised start, and no rollout is trained yet.
+        """Return whether the run itself may evaluate before its first rollout.
 
-        A supervised start ends in that evaluation.
+        False with a supervised start, which ends in that evaluation, and once a rollout is trained.
         """
         return not (self.config.sft.steps or self.rollouts_done)
 
@@ -89,7 +89,7 @@ class StandingParts:
         return None if self.reward is None else evaluation
 
     def live(self, watchdog: Watchdog) -> LiveRun | None:
-        """Return the reader of the run's current values, after giving it to the sinks of metrics.
+        """Return the reader of the run's current values, after giving it to the Prometheus server.
 
         None if no port for Prometheus is set, and on all ranks but the main rank.
         """

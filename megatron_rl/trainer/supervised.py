@@ -101,7 +101,7 @@ def held_out_responses(
     """Return the responses that ``sft.eval_path`` or ``sft.eval_share`` holds out; [] without supervised steps.
 
     seed: ``run.seed``.
-    prompts: the training data, which contain the share of ``sft.eval_share``.
+    prompts: the training data, from which ``sft.eval_share`` holds rows out.
     context_tokens, vocab_size: the model's context length and vocabulary size.
 
     Raises ConfigError for a row that cannot be evaluated.
@@ -156,7 +156,7 @@ class SupervisedStart:
     keeps_reference: bool
 
     def take(self, run: Run) -> bool:
-        """Take the steps; return whether the run must stop between two of them. A collective.
+        """Take the supervised steps that are left; return whether the run must stop before their end. A collective.
 
         It must stop if a rank got SIGTERM, SIGUSR1 or SIGINT; a checkpoint is saved by then.
         """

@@ -1,9 +1,9 @@
 """The preparation of a rollout's update: signal, log-probs, importance weights and the plan of optimizer steps.
 
-All four are decided here alone, in a fixed order. A sample has signal if its advantage is not 0.
-The samples with signal get the log-prob pass. Its log-probs give importance weights, which may take
-signal away (a weight of 0) but never give it. The samples that still have signal are planned anew.
-Every rank decides from the same numbers.
+All four are decided here alone, in this order. A sample has signal if its advantage is not 0. The
+samples with signal get the log-prob pass. Its log-probs give the importance weights. A weight of 0
+takes signal away; no weight gives it. If a sample lost its signal, the steps are planned again
+without it. Every rank decides from the same numbers.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Update:
                     loss does not read it.
     importance:     float64 [T], the importance weights in the same order; None if all are 1.
     kl_coefficient: β of the KL in the loss; 0 if the loss has no KL.
-    kl:             the KL in the reward; None if it has none, or if the rollout does not train the
-                    policy.
+    kl:             the KL that was subtracted from the reward. None if the reward has no KL, or if
+                    the rollout does not train the policy.
     targets:        the critic's targets; None without a critic.
     metrics:        the metrics of advantages, log-prob passes and importance weights.
     """

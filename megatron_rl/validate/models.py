@@ -1,4 +1,4 @@
-"""Functions that return the reason against a combination of settings of policy, critic or teacher, or None."""
+"""Functions that return an error message if settings of policy, critic or teacher cannot go together, else None."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def teacher(
     off_policy_delta: float | None,
     temperature: float,
 ) -> str | None:
-    """Return an error message if the teacher's settings cannot hold, else None.
+    """Return an error message if the teacher's settings cannot work, else None.
 
-    They cannot if no teacher is used, if it has neither weights nor servers, or if another setting
-    rules out a teacher.
+    They cannot if they are set and no teacher is used, if the teacher has neither weights nor servers,
+    or if another setting rules out a teacher.
     """
     if not has_teacher:
         return _unread("teacher", teacher, TeacherConfig(), estimator, "distillation")
@@ -109,10 +109,10 @@ def teacher(
 
 
 def critic(config: Config) -> str | None:
-    """Return an error message if the critic's settings cannot hold, else None.
+    """Return an error message if the critic's settings cannot work, else None.
 
-    They cannot if no critic is used, if its directory has no config.json, or if another setting
-    rules out a critic. Raises ConfigError for an unknown field of the section.
+    They cannot if they are set and no critic is used, if the critic's directory has no config.json, or
+    if another setting rules out a critic. Raises ConfigError for an unknown field of the section.
     """
     critic, delta = config.critic, config.correction.off_policy_delta
     if not config.has_critic:
@@ -201,7 +201,7 @@ def check_lengths(data: DataConfig, rollout: RolloutConfig, context_tokens: int,
 def check_critic_model(
     critic: CriticConfig | None, data: DataConfig, rollout: RolloutConfig, policy, policy_path: str
 ) -> None:
-    """Raise ConfigError if ``critic.hf_path`` has too small a context, or fewer tokens than the policy.
+    """Raise ConfigError if ``critic.hf_path`` has too small a context, or a smaller vocabulary than the policy.
 
     critic: None in a run without a critic. A critic without ``hf_path`` is not checked.
     policy: the policy's Hugging Face config.

@@ -1,4 +1,4 @@
-"""Functions that return the reason against a combination of settings of estimators, losses or rewards, or None."""
+"""Functions that return an error message if settings of estimators, losses or rewards cannot go together, else None."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def dead_groups(
     capacity_groups: int,
     max_rounds: int,
 ) -> str | None:
-    """Return an error message if a setting acts on groups without a gradient and another rules them out, else None.
+    """Return an error message if a setting is for groups without a gradient and another leaves none, else None.
 
     capacity_groups, max_rounds: ``replay.capacity_groups`` and
         ``rollout.dynamic_sampling.max_rounds``.

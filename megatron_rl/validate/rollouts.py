@@ -1,4 +1,4 @@
-"""Functions that return the reason against a combination of settings of rollouts, or None.
+"""Functions that return an error message if settings of rollouts cannot go together, else None.
 
 They cover engines, rollouts ahead of training, weight sync, environments, reward workers and
 evaluation.
@@ -132,10 +132,10 @@ def stragglers(
 ) -> str | None:
     """Return an error message if a rollout cannot be trained before its slowest groups (stragglers) end, else None.
 
-    Unless weights are sent during generation, the next weight sync would wait for the stragglers.
-    With ``rollout.producer.min_groups`` a rollout is scored in parts, each of fixed groups. Dynamic
-    sampling waits for all prompts. An engine with an environment runs one call at a time. A further
-    reason is a staleness limit, if stragglers would exceed it when they are trained.
+    It cannot unless weights are sent during generation, since the next weight sync would wait for the
+    stragglers. ``rollout.producer.min_groups`` rules it out by scoring parts of fixed groups, dynamic
+    sampling by waiting for all prompts, and an environment because its engine runs one call at a time.
+    A staleness limit rules it out if the stragglers would exceed that when they are trained.
     """
     # A share that is no group, settings that exclude stragglers, then their age.
     producer = rollout.producer
@@ -174,7 +174,7 @@ def stragglers(
 
 
 def reward_workers(reward: RewardConfig, deadline_s: float) -> str | None:
-    """Return an error message if reward workers have settings and none is started, or answer too late, else None.
+    """Return an error message if reward workers have settings but none is started, or may be late, else None.
 
     Their deadline must be below ``deadline_s``, the seconds that the other ranks wait.
     """
@@ -285,7 +285,7 @@ def adapters_alone(adapters: str, rank: int | None, rollout: RolloutConfig) -> s
 
 
 def delta(weight_sync: WeightSyncConfig, engine: str) -> str | None:
-    """Return an error message if ``weight_sync.delta`` (send changed weights alone) cannot hold, else None.
+    """Return an error message if ``weight_sync.delta`` (send changed weights alone) cannot work, else None.
 
     It needs vLLM engines, and excludes ``weight_sync.adapters=alone``.
     """
@@ -322,7 +322,7 @@ def environment(
 
 
 def agents(endpoint: EndpointConfig, environment: str | None, deadline_s: float, routing_replay: str) -> str | None:
-    """Return an error message if an agent is used with an environment, with routing replay or for too long, else None.
+    """Return an error message if an agent is used with an environment or routing replay, or may be late, else None.
 
     deadline_s: the seconds that the other ranks wait; ``rollout.endpoint.deadline_s`` must be below
         it.

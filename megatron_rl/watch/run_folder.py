@@ -28,9 +28,12 @@ class RunFolder:
             raise ConfigError(f"{path} holds no run: neither {METRICS} nor config.yaml is there; name a run's folder")
 
     def facts(self) -> dict[str, object]:
-        """Return the run's name, state, phase titles and configuration, and the numbers of its saved rollouts.
+        """Return {"name": ..., "state": ..., "phases": ..., "config": ..., "rollouts": ...} of the run.
 
-        The configuration is the text of config.yaml; "" if there is no such file.
+        state: as ``_state`` returns it.
+        phases: the titles of a step's phases (observability.report.PHASES).
+        config: the text of config.yaml; "" if there is no such file.
+        rollouts: the numbers of the saved rollouts.
         """
         return {
             "name": self.path.resolve().name,
@@ -76,10 +79,11 @@ class RunFolder:
         return read_bytes(file, "text", most_bytes=MOST_BYTES, error=ValueError).decode("utf-8", "replace")
 
     def rows(self, offset: int) -> dict[str, object]:
-        """Return whole rows of metrics.jsonl from byte ``offset`` on, the offset after them, and ``restarted``.
+        """Return {"rows": whole rows of metrics.jsonl from byte ``offset`` on, "offset": ..., "restarted": ...}.
 
-        ``restarted`` is True if the file is shorter than ``offset``. Then the run resumed from a
-        checkpoint and removed rows, and the rows are read from byte 0 again.
+        The returned offset is that of the byte after the rows. ``restarted`` is True if the file is
+        shorter than ``offset``. Then the run resumed from a checkpoint and removed rows, and the
+        rows are read from byte 0 again.
 
         Raises ValueError for a line that is no JSON object.
         """
@@ -102,11 +106,11 @@ class RunFolder:
         return {"rows": rows, "offset": start + len(part), "restarted": restarted}
 
     def rollout(self, number: int) -> dict[str, object]:
-        """Return rollout ``number`` (from 1) as it was saved (observability/saved_rollouts.py)."""
+        """Return the saved rollout ``number`` (from 1), as the dict of ``saved_rollouts.read_rollout``."""
         return read_rollout(self.path, number)
 
     def completions(self) -> dict[str, object]:
-        """Return {"completions": ...}, the recorded completions, for a run that saves no whole rollouts."""
+        """Return {"completions": [a dict for each recorded completion]}, shown if no rollouts are saved."""
         file = self.path / FILE_NAME
         if file.is_file() and (size := file.stat().st_size) > MOST_COMPLETIONS_BYTES:
             raise ValueError(f"{file} has {size} bytes; the page shows at most {MOST_COMPLETIONS_BYTES}")

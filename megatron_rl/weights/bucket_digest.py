@@ -1,9 +1,9 @@
 """The digest of a bucket (tensors packed in one buffer), to tell whether the bucket arrived bit for bit.
 
 A CPU and a GPU compute equal digests. The bucket's bytes are read as signed 32-bit words in rows of
-ROW_WORDS, padded with zeros. Row r has the sum hᵣ = Σ_c f_c · word[r, c] modulo 2⁶⁴. The factors f
-are odd, pseudorandom, and differ in their lower 32 bits. The digest of a range of rows is Σᵣ mix(r,
-hᵣ), with splitmix64 as mix.
+ROW_WORDS, padded with zeros. Each column c has a factor f_c, odd and pseudorandom; no two factors
+have equal lower 32 bits. Row r has the sum hᵣ = Σ_c f_c · word[r, c] modulo 2⁶⁴. The digest of a
+range of rows is Σᵣ mix(r, hᵣ), where mix is splitmix64, a hash.
 
 A bucket is cut into NUM_PARTS ranges of rows, the bucket's parts. Each part has a digest, so that
 each worker of an inference engine may read a few parts only. The bucket's checksum covers the
@@ -12,10 +12,10 @@ digests of the parts, the number of bytes and the descriptions of the tensors.
 The digests take two kernels per slab (SLAB_ROWS rows), some forty for a bucket of 128 MiB, whatever
 the number of tensors. The host waits for the device once.
 
-A change of one word, or a swap of two words that differ, always changes a row's sum. Any other
-change within a row is missed for 2⁻⁶⁴ of the possible factors, or for 2⁻³³ if only the top bits of
-words change. Changes in several rows cancel only by a collision of mix (2⁻⁶⁴), so that two tensors
-that changed places are seen too. The digest is no defence against an adversary.
+If one word changes, or two different words change places, a row's sum always changes. Any other
+change within a row is missed with a probability of 2⁻⁶⁴ (2⁻³³ if only the top bits of words
+change). Changes in several rows, such as two tensors that change places, are missed only if values
+of mix collide (2⁻⁶⁴). The digest is no defence against an adversary.
 
 This module imports torch alone, as weights/checksum.py does, and needs a little-endian host.
 """
@@ -63,10 +63,10 @@ def checksum_of(tensors: Sequence, num_bytes: int, digests: Sequence[int]) -> st
 
 
 def part_bounds(num_bytes: int) -> list[int]:
-    """Return the bytes at which a bucket's parts begin, and the bucket's end: NUM_PARTS + 1 ascending numbers.
+    """Return the byte offsets at which a bucket's NUM_PARTS parts begin, and last the bucket's end, in ascending order.
 
-    Every part has whole rows except the last one that is not empty. The last parts of a small
-    bucket are empty.
+    Each part begins at a row. Only the bucket's last row may be incomplete. A small bucket's last
+    parts are empty.
 
     Example: a bucket of 20 rows has parts of 3, 3, 3, 3, 3, 3, 2 and 0 rows.
     """
@@ -75,12 +75,15 @@ def part_bounds(num_bytes: int) -> list[int]:
 
 
 def parts_of(worker: int, workers: int) -> range:
-    """Return the numbers of the parts of a bucket that worker number ``worker`` of an engine's ``workers`` checks.
+    """Return the numbers of the parts of a bucket whose digests one worker of an inference engine computes.
 
-    Together the workers check all parts. If there are more workers than parts, some parts are
-    checked twice.
+    Together the workers compute all digests. If there are more workers than parts, some digests
+    are computed twice.
 
-    Example: the second of three workers checks parts 1, 4 and 7.
+    worker: the worker's number, from 0.
+    workers: the number of workers.
+
+    Example: worker 1 of 3 has parts 1, 4 and 7.
     """
     return range(worker % NUM_PARTS, NUM_PARTS, min(workers, NUM_PARTS))
 
@@ -111,9 +114,11 @@ def _part_digest(packed: torch.Tensor, start: int, end: int, factors: torch.Tens
 
 @torch.no_grad()
 def row_sums(packed: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Return the sum hᵣ of each row of ROW_BYTES bytes, int64 [rows] on the bytes' device.
+    """Return Σ_c factors[c] · word[r, c] modulo 2⁶⁴ for each row r of ROW_WORDS words, int64 [rows].
 
-    packed: [bytes] uint8; the last row is padded with zeros.
+    The sums are on the device of ``packed``.
+
+    packed: [bytes] uint8, read as signed 32-bit words; the last row is padded with zeros.
     factors: int64 [ROW_WORDS], as ``factors_on`` returns them.
     """
     whole, rest = divmod(len(packed), ROW_BYTES)
@@ -133,9 +138,9 @@ def row_sums(packed: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 
 def factors_on(device: torch.device) -> torch.Tensor:
-    """Return the factors f of a row's words, int64 [ROW_WORDS] on ``device``.
+    """Return the factors by which ``row_sums`` multiplies a row's words, int64 [ROW_WORDS] on ``device``.
 
-    They are computed anew in each call: stored factors could lie in memory that a sleeping engine
-    gives away.
+    Each call computes the factors anew.
     """
+    # Stored factors could lie in GPU memory that an engine releases while it sleeps.
     return mix_words(torch.zeros(ROW_WORDS, dtype=torch.int64, device=device)) | 1

@@ -2,7 +2,7 @@
 
 The bytes are read as int64 words in a grid of ROW_WORDS columns, padded with zeros. Each row and
 each column is summed modulo 2⁶⁴. The checksum is Σᵢ mix(i, vᵢ) over the vector v of column sums,
-row sums and the number of bytes, with splitmix64 as mix. A word enters the sum of its row and the
+row sums and the number of bytes, where mix is splitmix64, a hash. A word enters the sum of its row and the
 sum of its column, so that both its value and its position count.
 
 The sums run on the tensor's device at the speed of the device's memory, without a copy of the
@@ -98,9 +98,10 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mix_words(values: torch.Tensor, first: int = 1) -> torch.Tensor:
-    """Return splitmix64 (Steele, Lea, Flood 2014) of each value and its index, int64 [values].
+    """Return a hash of each value and its index: splitmix64 (Steele, Lea, Flood 2014), int64 [values].
 
-    Indices count from ``first``. Additions and multiplications wrap around modulo 2⁶⁴.
+    The hashed number is value + index · 0x9E3779B97F4A7C15 modulo 2⁶⁴. Indices count from
+    ``first``.
     """
     z = torch.arange(first, first + len(values), device=values.device).mul_(_signed(0x9E3779B97F4A7C15)).add_(values)
     z = (z ^ _shifted(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))

@@ -178,9 +178,11 @@ def read_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, pr
 
 
 def _check_own(fields: Mapping[str, object], where: str) -> None:
-    """Raise ConfigError if a config.json lacks a size, describes a model within the model, or names code to load.
+    """Raise ConfigError if a config.json lacks a field of SIZES, holds another model's config, or names code to load.
 
-    fields: the fields of config.json, whose family is built here.
+    An error is also a field that would replace a method of transformers' config class.
+
+    fields: the fields of config.json; ``model_type`` names a family that is built here.
     where: the file's name, for messages.
     """
     from transformers import CONFIG_MAPPING
@@ -203,7 +205,7 @@ def _check_own(fields: Mapping[str, object], where: str) -> None:
 
 
 def load_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, provider: str = "native") -> Any:
-    """Return the config of ``read_hf_config``, with ``tie_word_embeddings`` set as the folder's weights have it."""
+    """Return the config of ``read_hf_config`` after ``settle_tying``, which compares LM head and embedding."""
     config = read_hf_config(folder, key, provider=provider)
     settle_tying(config, folder)
     return config
@@ -236,10 +238,9 @@ def random_state(
 ) -> dict[str, Any]:
     """Return {tensor name: weights} of transformers' model of a config, with random weights drawn from ``seed``.
 
-    shape: the sizes of this model, which give the number of weights.
-    device: a torch.device. A GPU draws a small model's weights itself, in a tenth of the time that
-        the host takes; they differ from the host's weights. A large model's weights are drawn on
-        the host.
+    shape: the sizes of this model, from which its weights are counted.
+    device: the torch.device that draws the weights. A model of more than DRAWN_ON_DEVICE weights is
+        drawn on the host. A GPU takes a tenth of the host's time, and draws other numbers.
 
     Raises ConfigError as ``transformers_model`` does. It is also raised, before drawing, if the
     weights would not fit in the host's memory.
@@ -284,7 +285,12 @@ def read_fields(folder: str | pathlib.Path, key: str = "model.hf_path") -> dict[
 
 
 def _check_sizes(config: Any, where: str) -> None:
-    """Raise ConfigError if two sizes contradict each other, or a number of the rotary embedding is out of range."""
+    """Raise ConfigError if a config's sizes do not fit together, or a rotary embedding's number is out of range.
+
+    Example: ``num_attention_heads`` must be a multiple of ``num_key_value_heads``.
+
+    where: the name of config.json, for messages.
+    """
     family, fields = family_of(config.model_type), config.to_dict()
     if family is not None:
         own = class_fields(type(config)) | {"head_dim"}

@@ -6,14 +6,17 @@ compared: −0.0 differs from 0.0, and a NaN is equal to itself. The changed wor
 
     codes | zeros up to a multiple of 4 bytes | the new words, in the order of their positions
 
-The codes have the shortest of three forms. The first is a bit for each word. The others are the
-number of unchanged words before each changed word (the gap), in 1 byte or in 2.
+The codes tell the positions. They have the shortest of three forms:
+
+- A bit for each word of the bucket, 1 for a changed word.
+- For each changed word its gap, the number of unchanged words right before it, in 1 byte.
+- The gaps in 2 bytes each.
 
 In a byte the code 255 means "255 unchanged words, and no changed word yet", so that any gap can be
 written: 600 unchanged words and a changed one are 255, 255, 90. In 2 bytes 65535 has this meaning.
 
-If codes and words take as many bytes as the bucket, there is no difference, and the bucket itself
-is sent.
+If codes and new words take no fewer bytes than the bucket, no difference is made, and the bucket
+itself is sent.
 
 This module imports torch alone, as weights/bucket_digest.py does. It works on a CPU and on a GPU,
 and needs a little-endian host.
@@ -33,15 +36,17 @@ PADDING = 4  # bytes; the values start at a multiple of it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Describes how to read a payload, the codes and new words of a difference.
+    """Describes the form of a payload: codes that tell which words changed, then the new words.
 
     word_bytes: bytes of a word, 2 or 4.
-    code_bytes: bytes of a code for a gap, 1 or 2; 0 if the codes are a bit for each word.
-    num_codes: the number of codes for gaps, or the number of bytes of the bits.
+    code_bytes: 0 if the codes are a bit for each word. Else 1 or 2, the bytes of a code, which
+        counts the unchanged words before a changed one (the gap).
+    num_codes: the number of codes of gaps; for ``code_bytes=0`` the number of bytes of the bits.
     num_changed: the number of changed words.
 
-    Example: 3 of 1,000 bfloat16 words changed, and two of the gaps are above 254 → ``word_bytes=2,
-    code_bytes=1, num_codes=5, num_changed=3``; the payload has 5 + 3 + 6 bytes.
+    Example: 3 of 1,000 bfloat16 words changed, and two gaps take two codes each → ``word_bytes=2,
+    code_bytes=1, num_codes=5, num_changed=3``. The payload has 5 bytes of codes, 3 zeros, and 6
+    bytes of new words.
     """
 
     word_bytes: int
@@ -80,13 +85,16 @@ def changed_words(old: torch.Tensor, new: torch.Tensor, word_bytes: int) -> torc
 def compare(
     old: torch.Tensor, new: torch.Tensor, word_bytes: int
 ) -> tuple[int, tuple[Difference, torch.Tensor] | None]:
-    """Return (number of changed words, (difference, payload) as ``encode`` returns them, or None).
+    """Return (number of changed words, (difference, payload)) of two buckets; the pair is from ``encode``.
 
-    None means that the payload would not be smaller than the bucket. If this is clear from the
-    number of changed words alone, no position is computed.
+    The pair is None if the payload would not be smaller than the bucket.
+
+    old, new: uint8 [bytes], as ``changed_words`` takes them.
+    word_bytes: bytes of a word, 2 or 4.
     """
     changed = changed_words(old, new, word_bytes)
     count = int(torch.count_nonzero(changed))
+    # The least that a payload with so many words takes: if that is too much, no position is computed.
     least = count * word_bytes + min(count, len(new) // word_bytes // 8)
     return count, None if least >= len(new) else encode(changed, new, word_bytes)
 
@@ -94,10 +102,11 @@ def compare(
 def encode(changed: torch.Tensor, new: torch.Tensor, word_bytes: int) -> tuple[Difference, torch.Tensor] | None:
     """Return (difference, payload), the payload uint8 [bytes] on the device of ``new``.
 
-    None if the payload would not be smaller than the bucket.
+    The result is None if the payload would not be smaller than the bucket.
 
     changed: bool [words], as ``changed_words`` returns it.
-    new: the bucket's bytes, uint8.
+    new: the new bucket's bytes, uint8.
+    word_bytes: bytes of a word, 2 or 4.
     """
     positions = changed.nonzero().flatten()
     num_words, num_changed = len(changed), len(positions)
@@ -123,7 +132,7 @@ def encode(changed: torch.Tensor, new: torch.Tensor, word_bytes: int) -> tuple[D
 def apply(packed: torch.Tensor, difference: Difference, payload: torch.Tensor) -> None:
     """Write the changed words of a payload into the bucket ``packed``, uint8, in place.
 
-    Raises ValueError for a payload whose length or positions do not fit.
+    Raises ValueError for a payload whose length or positions do not fit ``difference`` and the bucket.
 
     payload: uint8 on the same device, aligned to 4 bytes.
     """
@@ -140,7 +149,10 @@ def apply(packed: torch.Tensor, difference: Difference, payload: torch.Tensor) -
 
 
 def difference_of(fields: Mapping[str, int]) -> Difference:
-    """Return the ``Difference`` with a message's fields. Raises ValueError if a field has an impossible value."""
+    """Return the ``Difference`` with these fields. Raises ValueError for an impossible number.
+
+    fields: {field of ``Difference``: number}, from the message that announces a payload.
+    """
     difference = Difference(**fields)
     known = difference.word_bytes in WORDS and difference.code_bytes in (0, *CODES)
     if not known or min(difference.num_codes, difference.num_changed) < 0:

@@ -4,18 +4,20 @@ A ``Layout`` says how the tensors lie in the parameter, and how the parameter is
 tensor-parallel ranks:
 
 - ``REPLICATED``: the whole tensor on every rank (norms).
-- ``ROWS``:       split by rows (embeddings, LM head); rows past the vocabulary are zeros.
+- ``ROWS``:       split by rows (embeddings, LM head), after rows of zeros are added at the end to
+                  make their number a multiple of the ranks.
 - ``COLUMNS``:    split by columns (o_proj, down_proj).
 - ``QKV``:        q, k and v interleaved by query group: [group, (heads per group + 2) · head_dim,
-                  …], groups split over ranks (read, megatron-core 0.16.1
+                  …], groups split over ranks (source: megatron-core 0.16.1
                   ``transformer/attention.py`` SelfAttention.get_query_key_value_tensors).
 - ``GATE_UP``: a rank holds its rows of gate, then its rows of up (0.16.1
-               ``transformer/mlp.py``). If the parameter has a single Hugging Face tensor that
-               is not ``joined``, a rank holds its rows of that tensor.
-- ``SPLIT``:      one vector, split in equal slices (a norm over all heads of q or k, sinks).
+               ``transformer/mlp.py``). A parameter with a single Hugging Face tensor that does not
+               hold both (LoRA's B) is split by rows.
+- ``SPLIT``:      one vector, split in equal slices (a norm over all heads of q or k, the logits
+                  of attention sinks).
 - ``INTERLEAVED``: as ``GATE_UP`` in Megatron-Core. The one Hugging Face tensor is the transpose,
                    and its columns alternate: 0, 2, … are gate's, 1, 3, … up's. A bias alternates
-                   likewise, and has no transpose.
+                   likewise, and is not transposed.
 - ``TRANSPOSED``: as ``COLUMNS`` in Megatron-Core; the Hugging Face tensor is the transpose.
 
 In some families one Hugging Face tensor holds q, k and v, or gate and up, one below the other
@@ -77,13 +79,15 @@ class Entry:
     joined: bool = False
 
     def held_by(self, expert_rank: int, shape: ModelShape, expert_size: int) -> Entry:
-        """Return the entry with the Hugging Face names of the expert that one expert-parallel rank holds.
+        """Return the entry with ``{expert}`` in its Hugging Face names replaced by a number among all experts.
 
-        The entry of a parameter outside the experts is returned unchanged. Rank e has experts
-        e·E/size to (e + 1)·E/size - 1 (``moe/moe_layer.py``).
+        The number is that of the expert ``self.expert`` of rank ``expert_rank``. Of E experts, rank
+        e of n holds experts e·E/n to (e + 1)·E/n - 1 (``moe/moe_layer.py``). An entry outside the
+        experts is returned unchanged.
 
         expert_rank: the expert-parallel rank e.
-        expert_size: the number of expert-parallel ranks.
+        shape: the model's shape, which has E.
+        expert_size: the number n of expert-parallel ranks.
         """
         if self.expert is None:
             return self

@@ -83,17 +83,18 @@ def named_weights(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Describes parameters of one pipeline stage whose shards are gathered together, by their entries and sizes.
+    """Describes parameters of one pipeline stage whose shards are gathered in one buffer.
 
     stage: the pipeline stage.
     entries: the ``Entry`` of each parameter.
-    sizes: the shape of one rank's shard of each parameter.
+    sizes: for each parameter, the shape of one rank's shard.
     ranks: the number of tensor ranks (for experts, of expert tensor ranks) that each parameter is
         split over.
-    holders: ``ranks`` times the number of expert-parallel ranks.
+    holders: the number of ranks whose shards are gathered: ``ranks``, for experts times the number
+        of expert-parallel ranks.
     gathered_elements: the number of elements of all holders' shards; 0 if nothing is gathered.
-    copied_elements: the number of elements of the largest Hugging Face tensor that has to be
-        copied, since its elements do not lie in order among the shards.
+    copied_elements: the number of elements of the largest Hugging Face tensor that must be copied,
+        since the shards do not hold its elements in order; 0 if there is none.
 
     Example: o_proj [64, 64] at TP 2, alone: one size (64, 32), 2 holders, 4096 elements gathered
     and 4096 copied.
@@ -163,8 +164,8 @@ def cut_buckets(
     """Return buckets that hold every entry of every stage once, in the order of the stages.
 
     The buckets follow from the config alone, so that all ranks have equal ones. A bucket takes the
-    next entries as long as it has at most ``most_elements`` elements. A larger entry has a bucket
-    of its own.
+    next entries as long as its gathered and copied elements are at most ``most_elements``. A
+    larger entry has a bucket of its own.
 
     entries: called with (shape, stage, number of expert-parallel ranks); returns the stage's
         entries.
@@ -194,9 +195,9 @@ def export_weights(
     """Yield (Hugging Face name, whole tensor) of every weight, on every rank.
 
     A collective over the model-parallel group and the experts' group. One bucket after the other is
-    broadcast over the pipeline and gathered over the ranks that hold its shards. All ranks must run
-    the iterator to its end, with equal bucket_bytes. The order of the tensors does not depend on
-    bucket_bytes.
+    broadcast over the pipeline ranks and gathered over the ranks that hold its shards. All ranks
+    must run the iterator to its end, with equal bucket_bytes. The order of the tensors does not
+    depend on bucket_bytes.
 
     A tensor is valid until the next is asked for: copy it out before, and do not write to it. It is
     a view of the export's memory, or of the parameter itself if nothing is gathered.
@@ -204,10 +205,10 @@ def export_weights(
     chunks: for each model chunk, {Megatron name: this rank's shard} of the parameters and frozen
         buffers, or tensors of equal shapes (gradients). Shards must be gathered over replicas
         before (backend.export does it).
-    bucket_bytes: the most memory taken beside the chunks: all shards of a bucket and one tensor
-        laid out from them, allocated once. A larger entry has its own bucket: an embedding takes
-        its own size, any other entry its size and the size of its largest Hugging Face tensor. A
-        mapping that makes tensors on request takes one tensor's memory too.
+    bucket_bytes: the most bytes taken beside the chunks, allocated once: all shards of a bucket,
+        and one tensor copied from the shards. A larger entry has its own bucket: an embedding
+        takes its own size, any other entry its size and the size of its largest Hugging Face
+        tensor. If ``chunks`` make tensors on request, one of these takes memory too.
     entries: the entries to export: the model's parameters, or its adapters
         (``mapping.adapter_entries``).
     """
@@ -233,9 +234,12 @@ def export_weights(
 def _gather(
     bucket: Bucket, chunks: Sequence[Mapping[str, torch.Tensor]], memory: torch.Tensor, topology: Topology
 ) -> Iterator[torch.Tensor]:
-    """Return an iterator over the entries' shards, one tensor [holders, *shard] each, which lies in ``memory``.
+    """Return an iterator over the bucket's entries that yields all shards of each, [holders, *shard].
 
-    If nothing has to be gathered, the iterator yields each parameter itself, as [1, *shard].
+    The shards lie in ``memory``. If nothing has to be gathered, the iterator yields each parameter
+    itself, as [1, *shard].
+
+    memory: a vector of at least ``bucket.gathered_elements`` elements.
     """
     chunk, owner = divmod(bucket.stage, topology.pipeline_size)
     if not bucket.gathered_elements:

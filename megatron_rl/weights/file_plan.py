@@ -1,10 +1,10 @@
 """The plan of which rank writes which tensors to which files of an export, so that all ranks write at once.
 
 Each parameter has one owner, a rank of its pipeline stage that writes all Hugging Face tensors of
-the parameter. The owner gets the parameter's shards within its own group: its tensor ranks, or the
-ranks that share an expert. A stack (one tensor in a file of all experts of a layer) gets shards
-from all expert-parallel ranks. Data-parallel replicas hold equal shards, and divide the parameters
-among them.
+the parameter. The owner collects the parameter's shards from the ranks of one group: its tensor
+ranks, or the ranks that share an expert. The owner of a stack (one tensor of all experts of a
+layer) collects from all expert-parallel ranks. Data-parallel replicas hold equal shards, and divide
+the parameters among themselves.
 
 Invariants (tests/unit/weights/test_file_plan.py):
 
@@ -64,8 +64,8 @@ class FileSizes:
 class Piece:
     """Describes one Megatron parameter whose shards are collected by its owner, the rank that writes it.
 
-    entry: the parameter's ``Entry``. An expert's entry stands for the i-th expert of every
-        expert-parallel rank (``Entry.held_by``).
+    entry: the parameter's ``Entry``. An expert's entry is the same on all expert-parallel ranks;
+        ``Entry.held_by`` gives it the names of the expert on ``expert_rank``.
     pipeline_rank, chunk: the pipeline rank and the model chunk that the parameter belongs to.
     expert_rank: the expert-parallel rank that holds the expert; None for a parameter outside the
         experts.
@@ -97,11 +97,12 @@ class Piece:
 class Unit:
     """Holds tensors that one rank must write, and the pieces (Megatron parameters) that they are made of.
 
-    pieces: in the order in which their tensors are written.
+    pieces: the pieces, in the order in which their tensors are written.
     tensors: the Hugging Face tensors.
     num_bytes: the bytes of the tensors.
 
-    Example: q, k and v of a layer, of one piece; a stack of 8 experts' down_proj, of 8 pieces.
+    Examples: q, k and v of a layer are three tensors of one piece; a stack of 8 experts' down_proj
+    is one tensor of 8 pieces.
     """
 
     pieces: tuple[Piece, ...]
@@ -135,9 +136,9 @@ class FilePlan:
     """Holds the files that each rank writes, and the pieces (Megatron parameters) that it collects for them.
 
     dtype: the tensors' dtype, except for frozen buffers, which are float32.
-    files: in the order of their numbers.
-    pieces: {rank: its pieces in the order of its files} of the ranks that write. Pieces outside the
-        experts come first.
+    files: all ranks' files, in the order of the numbers in their names.
+    pieces: {rank: its pieces} of the ranks that write. A rank writes the tensors of its pieces in
+        this order, those outside the experts first.
     """
 
     dtype: torch.dtype
@@ -246,8 +247,8 @@ def _pieces(
 def _shared_out(units: Sequence[Unit], sizes: Sizes, pipeline_rank: int, limits: FileSizes) -> dict[int, list[Unit]]:
     """Return {rank: the units that it writes} for the ranks with this pipeline rank, with nearly equal bytes each.
 
-    The largest unit is given first, to the rank with the fewest bytes so far. A stack of experts
-    goes to any of the ranks. An expert's tensors go to a rank that shares the expert. A parameter
+    Of the units of a kind the largest is given first, to the rank with the fewest bytes so far. A
+    stack of experts goes to any of the ranks. An expert's tensors go to a rank that shares the expert. A parameter
     that all tensor ranks hold whole goes to the first of them.
     """
     num_ranks = sizes.world_size // sizes.pipeline_size
@@ -294,10 +295,10 @@ def _kind(unit: Unit) -> int | str:
 
 
 def _spread(ranks: Sequence[int], num_bytes: int, limits: FileSizes) -> list[int]:
-    """Return the ranks that write ``num_bytes`` together: fewer than all if each would write too few bytes.
+    """Return the ranks, some or all of ``ranks``, that write ``num_bytes`` together.
 
-    Too few are less than ``limits.least_bytes``; one rank at least writes. The ranks are spread
-    evenly over ``ranks``, and so over hosts.
+    If all would write less than ``limits.least_bytes`` each, fewer ranks write, at least one. They
+    are chosen at equal distances in ``ranks``, so that several hosts write.
     """
     count = min(len(ranks), max(1, num_bytes // limits.least_bytes))
     return [ranks[i * len(ranks) // count] for i in range(count)]

@@ -26,7 +26,7 @@ def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, 
         (weights/stacked.py).
 
     Example: ``model.layers.0.mlp.experts.down_proj`` of a mixtral →
-    ``model.layers.0.block_sparse_moe.experts.{0…E−1}.w2.weight``.
+    ``model.layers.0.block_sparse_moe.experts.0.w2.weight``, and so on for each expert.
     """
     names = FAMILIES[family].experts if family in FAMILIES else None
     if names is None:

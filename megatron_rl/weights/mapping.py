@@ -52,9 +52,9 @@ def own_experts(shape: ModelShape, expert_size: int, layer: int) -> Iterator[tup
 def stage_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator[Entry]:
     """Yield an ``Entry`` with full names for each parameter of one pipeline stage, in the same order on every rank.
 
-    An expert's entry stands for the i-th expert of every expert-parallel rank. A tied output layer
-    on another stage than the embedding is a copy: it is loaded, but not exported (weights/export.py
-    skips it).
+    An expert's entry stands for one expert on each expert-parallel rank: the one with the number
+    ``Entry.expert`` there. A tied output layer on another stage than the embedding is a copy: it is
+    loaded, but not exported (weights/export.py skips it).
 
     stage: counts model chunks in the order of the layers: chunk c of pipeline rank r is stage c ·
         PP + r of PP · VPP.
@@ -131,8 +131,8 @@ def pair_entries(weight: Entry) -> Iterator[Entry]:
     """Yield the entries of LoRA's A and B, under PEFT's names, for each Hugging Face tensor of an adapted weight.
 
     If the linear layer is split by rows over tensor ranks, A is whole on every rank and B is split
-    by rows. B's rows are in the order of its own Hugging Face tensor, not interleaved. If the layer
-    is split by columns, A is split by columns and B is whole.
+    by rows. B's rows keep the order of B's Hugging Face tensor, even if the weight's layout is
+    ``QKV``. If the layer is split by columns, A is split by columns and B is whole.
 
     weight: the ``Entry`` of the adapted weight.
     """
@@ -152,7 +152,7 @@ def adapter_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator
     """Yield an ``Entry`` for each LoRA matrix of one pipeline stage.
 
     Hugging Face names are PEFT's without ``base_model.model.``. As in ``stage_entries``, an
-    expert's entry stands for the i-th expert of every expert-parallel rank.
+    expert's entry stands for one expert on each expert-parallel rank.
     """
     for local, layer in enumerate(shape.layers_on(stage)):
         for entry in (pair for weight in target_entries(shape, layer, expert_size) for pair in pair_entries(weight)):
@@ -198,12 +198,12 @@ def shard_size(entry: Entry, shape: ModelShape, ranks: int) -> tuple[int, ...]:
 
 
 def part_rows(entry: Entry, shape: ModelShape) -> list[tuple[str, int, int]]:
-    """Return where q, k, v or gate, up of a ``QKV`` or ``GATE_UP`` entry lie in the Hugging Face tensors.
+    """Return [(Hugging Face tensor, first row, number of rows)] of q, k, v, or of gate, up, in this order.
 
-    The list has a tuple (name of the tensor, first row, number of rows) for each, in this order.
+    entry: an entry with layout ``QKV`` (q, k, v) or ``GATE_UP`` (gate, up).
 
-    Example: q, k, v of 4 heads and 2 groups of width 16, joined: rows 0 to 63 of the one tensor, 64
-    to 95 and 96 to 127.
+    Example: one tensor "x" holds q of 4 heads, k and v of 2 heads, all of width 16 → [("x", 0, 64),
+    ("x", 64, 32), ("x", 96, 32)].
     """
     if not entry.joined:
         return [(name, 0, hf_size(shape, name)[0]) for name in entry.hf]
@@ -276,8 +276,8 @@ def load_shard(entry: Entry, shape: ModelShape, read: ReadRows, rank: int, ranks
 def hf_parts(entry: Entry, shape: ModelShape, shards: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
     """Yield (name, pieces) for each Hugging Face tensor of a Megatron parameter; the inverse of ``load_shard``.
 
-    shards: [ranks, *shard], the shards of all tensor ranks; they may be rows of a wider buffer,
-        except for ``ROWS``.
+    shards: [ranks, *shard], the shards of all tensor ranks. The shards need not be adjacent in
+        memory, except for layout ``ROWS``.
 
     Nothing is copied: a piece is a view of ``shards`` with the tensor's elements in order. It has
     more dimensions than the tensor if the elements come from several ranks or query groups. The
@@ -315,7 +315,10 @@ def _by_tensor(entry: Entry, parts: tuple[torch.Tensor, ...]) -> Iterator[tuple[
 
 
 def is_copied(layout: Layout, ranks: int) -> bool:
-    """Return whether ``laid_out`` copies tensors of this layout, for a parameter split over ``ranks`` tensor ranks."""
+    """Return whether ``laid_out`` copies tensors of this layout, as it does if the shards hold elements out of order.
+
+    ranks: the number of tensor ranks that the parameter is split over.
+    """
     return layout in (Layout.QKV, Layout.INTERLEAVED, Layout.TRANSPOSED) or (
         ranks > 1 and layout in (Layout.COLUMNS, Layout.GATE_UP, Layout.SPLIT)
     )

@@ -79,6 +79,8 @@ def save_hugging_face(
     the main rank alone writes all files. An error on one rank (a full disk) is raised on every
     rank.
 
+    hf_config: transformers' config, saved as config.json.
+    tokenizer: transformers' tokenizer, saved if no tokenizer files are copied.
     path: on a disk the folder gets this name at the end. In an object store it is whole if
         config.json is there (weights/store_folder.py).
     source: the directory that the model came from, whose generation_config.json, tokenizer and
@@ -149,7 +151,7 @@ def _finish(folder: pathlib.Path | RemotePath, write_side: Callable[[pathlib.Pat
 
 
 def _seen_by_all(folder: pathlib.Path | RemotePath, token: str, *, is_main: bool) -> bool:
-    """Return whether every rank can read the main rank's file ``TOKEN`` within SEEN_S. A collective.
+    """Return whether every rank can read the main rank's file ``TOKEN`` within SEEN_S seconds. A collective.
 
     A warning names a rank that cannot. Raises ConfigError on every rank if the folder is in an
     object store that not all ranks share (memory://).
@@ -183,9 +185,10 @@ def _reads(file: pathlib.Path | RemotePath, token: str) -> bool:
 
 
 def _write_own(parameters: Parameters, plan: FilePlan, folder: pathlib.Path | RemotePath) -> None:
-    """Write the files that this rank owns. After an error the rank goes on collecting, so that no other waits for it.
+    """Write the files that this rank owns. A collective over the world.
 
-    The error is raised on every rank at the end.
+    After an error a rank goes on exchanging shards, which the other ranks need. The error is raised
+    on every rank at the end.
     """
     writer, error = FileWriter(folder, plan.of(parameters.topology.rank)), None
     for name, tensor in own_tensors(parameters, plan):
@@ -266,9 +269,10 @@ def _exchange(
 ) -> torch.Tensor:
     """Send this rank's shards of other ranks' pieces, and return the shards [num_shards, *shard] of its own piece.
 
-    The result is empty if this rank collects no piece in this round.
+    All ranks of ``group`` call this with equal ``wanted``. The result is empty if this rank is not
+    in ``wanted``.
 
-    wanted: {collecting rank: its piece}.
+    wanted: {collecting rank: the piece that it collects in this call}.
     memory: uint8, the buffer for the shards that come from other ranks.
     """
     topology, sent, transfers = parameters.topology, [], []

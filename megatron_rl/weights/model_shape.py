@@ -10,7 +10,7 @@ from megatron_rl.config import LoraConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedAttentionShape:
-    """Holds the features of Llama 4's attention that are not sizes. Layers are given by their numbers, from 0.
+    """Holds the features of attention that only Llama 4 has. Layers are given by their numbers, from 0.
 
     chunk_tokens: positions are cut into chunks of this many tokens; in a chunked layer a token
         attends to its own chunk alone.
@@ -42,7 +42,7 @@ class ModelShape:
         projected from the hidden state.
     rope_head_dim, value_head_dim: in multi-latent attention, the width of the rotated part of a
         head's q and k, and the width of a head's v; else 0.
-    chunked: the two kinds of layers of Llama 4's attention; None for any other model.
+    chunked: the features of Llama 4's attention; None for any other model.
     post_norms: True for a norm after attention, a norm after the MLP, and norms over all heads of q
         and of k together (OLMo 2).
     mlp_matrices: the number of matrices of an MLP: 3 with gate, up and down, or 2 without a gate.
@@ -56,7 +56,7 @@ class ModelShape:
         to; 0 for a dense model.
     num_dense_layers, dense_ffn_hidden_size: in a mixture, the number of layers that have one MLP in
         place of experts, and this MLP's hidden width; else 0.
-    dense_layers: the numbers of the ``num_dense_layers`` layers; () if these are the first layers.
+    dense_layers: which layers ``num_dense_layers`` counts, by number; () for the first layers.
     shared_ffn_hidden_size: the hidden width of the expert that every token goes to beside its
         routed experts; 0 without a shared expert.
     router_groups, router_groups_per_token: the number of groups of experts, and the number of
@@ -71,8 +71,8 @@ class ModelShape:
     linear_bias: True for biases on attention's output projection, the router and the experts
         (gpt-oss).
     sinks: True for a learned logit per head in the softmax's denominator.
-    swiglu_limit: an expert's gate is clamped to at most this number, and up to at most it in
-        absolute value; 0.0 for no clamp.
+    swiglu_limit: the bound c of an expert's SwiGLU, which takes min(gate, c), and up clamped to
+        [−c, c]; 0.0 for no clamp.
     padded_vocab_size: the vocabulary rounded up to a multiple of TP; padding tokens get no
         probability and no gradient.
     layer_spec: Megatron-Core's layer spec, "transformer_engine" (norms fused into linears) or
@@ -148,10 +148,9 @@ class ModelShape:
         return bool(self.num_experts) and not dense
 
     def attended(self, mean_context: float) -> float:
-        """Return the number of tokens that a token attends to on average, summed over the layers.
+        """Return the sum over the layers of the mean number of tokens that a token attends to.
 
-        mean_context: the mean number of tokens that a token attends to in a layer that sees the
-            whole sequence.
+        mean_context: the mean in a layer where a token attends to all tokens before it.
         """
         chunked = self.chunked.chunked_layers if self.chunked else ()
         within = min(mean_context, self.chunked.chunk_tokens / 2) if self.chunked else 0.0
@@ -173,7 +172,10 @@ class ModelShape:
 
     @property
     def score_width(self) -> float:
-        """Return a query's attention cost at each key: half the sum of q's and v's widths over all heads."""
+        """Return half the sum of the widths of q and v over all heads, the factor w of attention's cost.
+
+        In a layer, attention over a causal sequence of T tokens takes w · T² multiply-adds.
+        """
         return self.num_heads * (self.head_dim + (self.value_head_dim or self.head_dim)) / 2
 
     @property
@@ -202,9 +204,9 @@ class ModelShape:
         return self.attention_parameters() + self.hidden_size * width
 
     def rank_shares(self, pipeline: int) -> tuple[tuple[float, float], ...]:
-        """Return, for each pipeline rank, (the cost of its layers in units of a mean layer's cost, their number).
+        """Return (cost of the layers, number of layers) of each pipeline rank, over all its model chunks.
 
-        The layers of all model chunks of the rank are counted together.
+        A layer's cost is ``passed_parameters`` over its mean, so that a mean layer costs 1.
 
         pipeline: the number of pipeline ranks; stage s is on rank s modulo ``pipeline``.
         """
@@ -216,15 +218,15 @@ class ModelShape:
 
     @property
     def square_share(self) -> float:
-        """Return s such that attention over a causal sequence of T tokens costs s · T².
+        """Return s such that in one layer attention over a causal sequence of T tokens costs s · T².
 
-        The unit is the cost of one token in a layer of mean cost, without attention's scores.
+        The unit is the cost of one token in the matrices of a mean layer.
         """
         return self.score_width / self.layer_parameters
 
     @property
     def head_layers(self) -> float:
-        """Return the LM head's cost in units of a mean layer's cost, if every token goes through the head."""
+        """Return the number of the LM head's weights, divided by a mean layer's (``layer_parameters``)."""
         return self.head_cost() / self.layer_parameters
 
     def head_cost(
@@ -233,8 +235,8 @@ class ModelShape:
         """Return the mean number of weights of the last matrix (LM head or value head) that multiply a token.
 
         loss_tokens, tokens: of ``tokens`` tokens, only the ``loss_tokens`` tokens with a loss go
-            through the matrix.
-        times: a factor of the result.
+            through the matrix; the mean is over all ``tokens``.
+        times: how often the matrix multiplies these tokens; the result is multiplied by it.
         columns: the matrix's columns; None for the vocabulary without padding, or for a value
             head's single column.
         """

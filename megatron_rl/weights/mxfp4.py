@@ -5,8 +5,8 @@ share a scale: a byte that holds the exponent of a power of two plus 127. Each n
 sign, two bits of exponent, one of mantissa.
 
 In the files ``…_blocks`` is uint8 [experts, rows, groups, 16], two numbers in a byte, the first in
-the low half. ``…_scales`` is uint8 [experts, rows, groups]. A row here is a column of the tensor in
-transformers' bfloat16 layout [experts, 32 · groups, rows] (5.19 ``integrations/mxfp4.py``).
+the low half. ``…_scales`` is uint8 [experts, rows, groups]. In transformers' bfloat16 layout the
+same tensor is transposed, [experts, 32 · groups, rows] (5.19 ``integrations/mxfp4.py``).
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ _VALUES = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)])
 
 
 def unpack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return bfloat16 [..., rows, 32 · groups] of blocks [..., rows, groups, 16] and scales [..., rows, groups].
+    """Return the numbers that blocks and scales of MXFP4 stand for, bfloat16 [..., rows, 32 · groups].
 
-    A value has two significant bits, so that its product with a scale is exact, except at the ends
-    of bfloat16's range.
+    The numbers are exact, except at the ends of bfloat16's range.
 
-    Example: the byte 0x21 under scale 128 is 0.5 · 2 and 1.0 · 2.
+    blocks: uint8 [..., rows, groups, 16], two numbers in a byte.
+    scales: uint8 [..., rows, groups].
+
+    Example: a byte 0x21 in blocks with scale 128 is 0.5 · 2 and 1.0 · 2.
     """
+    # exact, since a number has two significant bits and a scale is a power of two
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
     exponents = scales.to(torch.int32) - 127
     return torch.ldexp(_VALUES.to(torch.bfloat16)[codes.long()], exponents[..., None]).flatten(-2)

@@ -26,9 +26,9 @@ PREFIX = "base_model.model."  # PEFT's prefix for the model that PeftModel wraps
 def adapter_config(shape: ModelShape, hf_path: str) -> dict[str, object]:
     """Return the fields of PEFT's LoraConfig (0.21) for the model's adapters.
 
-    target_modules has the names of experts' projections as files have them. PEFT stacks the
-    adapters of experts as transformers 5 stacks the experts, with gate and up as a block-diagonal
-    matrix (``utils/transformers_weight_conversion.py``).
+    ``target_modules`` names experts' projections as a checkpoint's files do (``gate_proj``, say).
+    PEFT itself maps them to the experts that transformers 5 stacks in memory
+    (``utils/transformers_weight_conversion.py``).
 
     hf_path: the directory of the frozen model.
 
@@ -58,9 +58,9 @@ def adapter_config(shape: ModelShape, hf_path: str) -> dict[str, object]:
 def lost_by_peft(shape: ModelShape) -> str:
     """Return the reason why PEFT would not load all adapters of the model; "" if it would.
 
-    PEFT (0.21.2, read and run) over transformers 5 takes the name of a routed expert's projection
-    for the stacked experts alone. It leaves out the adapters of other layers with the same name (a
-    dense MLP, a shared expert), with or without a warning.
+    If routed experts and other layers (a dense MLP, a shared expert) have projections of the same
+    name, PEFT (0.21.2) over transformers 5 loads adapters for the routed experts
+    only. It leaves out those of the other layers, with or without a warning.
     """
     targets = _targets(shape)
     routed = {_projection(name) for entry in targets if entry.expert is not None for name in entry.hf}
@@ -91,8 +91,8 @@ def save_peft(
 ) -> None:
     """Write a PEFT directory that appears whole or not at all.
 
-    tensors: (name, tensor), with PEFT's names without PREFIX; each tensor is valid until the next
-        one is asked for.
+    tensors: (name, tensor), with PEFT's names without ``base_model.model.``; each tensor is valid
+        until the next one is asked for.
     config: the content of adapter_config.json.
     path: the directory. In an object store it counts as whole if adapter_config.json is there.
     """

@@ -80,10 +80,10 @@ class HuggingFaceReader:
     """Reads slices of a Hugging Face directory's safetensors files, sharded or not; never a whole file.
 
     A weight of block FP8 is read as the float32 numbers that it stands for
-    (weights/quantization.py), and a stack of experts in MXFP4 as bfloat16. ``files`` has a name for
-    each expert's tensor in place of a stack's name (weights/stacked.py). It has no names of scales.
+    (weights/quantization.py), and a stack of experts in MXFP4 as bfloat16.
 
-    files: {tensor name: its file}.
+    files: {tensor name: its file}. A stack of experts has a name for each expert's tensor
+        (weights/stacked.py). Scales are left out.
     views: {tensor name: function that takes nothing and returns the tensor's reader}, for FP8
         weights and tensors within a stack.
     scaled: the names of the weights in block FP8.
@@ -236,7 +236,7 @@ def left_over(reader: HuggingFaceReader, used: Iterable[str]) -> list[str]:
 
 
 def heads_differ(reader: HuggingFaceReader) -> bool:
-    """Return whether the files hold both an LM head and an embedding, and the two have different numbers."""
+    """Return whether the files hold both an LM head and an embedding, and the two have different values."""
     if not (reader.has(HEAD_NAME) and reader.has(EMBEDDING_NAME)):
         return False
     rows = reader.size(HEAD_NAME)
@@ -304,8 +304,8 @@ def check_finite(values: torch.Tensor, sources: Callable[[], Iterable[tuple[str,
     values: weights in the dtype in which they will be used.
     sources: a callable without arguments that returns (name, tensor) of the tensors that the values
         come from, in their own dtype; called only for the error message.
-    way_out: the end of the message if all sources are finite, so that their numbers exceed the
-        range of the values' dtype. It names the setting of a wider dtype.
+    way_out: advice at the end of the message if all sources are finite, which means that the dtype
+        of ``values`` is too narrow: the setting of a wider dtype.
     """
     if torch.stack(torch.aminmax(values.detach())).isfinite().all():  # one pass, without a copy
         return

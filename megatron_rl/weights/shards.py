@@ -28,14 +28,14 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """Describes a tensor that will be written to a file, and under which names its content will be added.
+    """Describes a tensor to write to a file, and the names of the tensors that its content comes in.
 
     Example: ``Planned(name="norm.weight", shape=(64,), dtype=torch.bfloat16)`` has 128 bytes.
 
     slices: the names under which the writer gets the tensor's slices along the first dimension, in
         order; () if it gets the whole tensor under ``name``.
-    parts: if above 0, the writer gets each slice as ``parts`` tensors, one after the other: the
-        transposes of equal ranges of its columns. ``slices`` then has the names of these tensors.
+    parts: 0 if each slice comes as one tensor. Else each slice comes as ``parts`` tensors, all named
+        in ``slices``: its columns are cut into equal ranges, and each range comes transposed.
     """
 
     name: str

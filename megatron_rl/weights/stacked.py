@@ -73,7 +73,9 @@ def is_stack(name: str, names: ExpertNames) -> bool:
 
 
 def _last_parts(stack: str, names: ExpertNames) -> tuple[str, ...]:
-    """Return the last components of the names of an expert's tensors, from the last component of a stack's name.
+    """Return the last components of the names of an expert's tensors in a stack.
+
+    stack: the last component of the stack's name.
 
     Example: gate_up_proj of llama4_text → ("gate_proj.weight", "up_proj.weight").
     """
@@ -111,10 +113,11 @@ def slice_of(name: str, names: ExpertNames | None) -> Slice | None:
 
 
 def joined_plan(planned: Iterable[Planned], family: str) -> list[Planned]:
-    """Return the tensors to write, in order, with runs of experts' tensors replaced by the stacks that they form.
+    """Return the tensors to write, in order, where each stack stands in place of its experts' tensors.
 
-    planned: the tensors to write, one per expert; the tensors of a stack follow one another, by the
-        experts' numbers.
+    planned: the tensors to write, with one or more per expert. The tensors of one stack follow one
+        another, by the experts' numbers.
+    family: a config's ``model_type``.
     """
     names = stacking(family)
     joined: list[Planned] = []
@@ -134,7 +137,10 @@ def joined_plan(planned: Iterable[Planned], family: str) -> list[Planned]:
 
 
 def slices(tensors: Iterable[tuple[str, torch.Tensor]], family: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) as given, but for a stack a view of each expert's tensor under the expert's own name."""
+    """Yield (name, tensor) of ``tensors``; a stack is replaced by views, one for each tensor of each expert.
+
+    family: a config's ``model_type``.
+    """
     names = stacking(family)
     for name, tensor in tensors:
         if names is not None and is_stack(name, names):
@@ -148,6 +154,7 @@ def copies(tensors: Iterable[tuple[str, torch.Tensor]], family: str, num_experts
     """Return {name in a checkpoint's files: copy in host memory}, with the tensors of experts put into their stacks.
 
     tensors: (name, tensor) in any order; a tensor is valid until the next one is asked for.
+    family: a config's ``model_type``.
     num_experts: the number of experts in a stack.
     """
     names = stacking(family)

@@ -20,7 +20,7 @@ BLOCK_BYTES = 1 << 22
 
 @contextlib.contextmanager
 def filled(place: RemotePath, last: str) -> Iterator[RemotePath]:
-    """Yield the folder ``place`` after removing its objects; if the ``with`` block raises, remove what it wrote.
+    """Yield the store folder ``place`` after removing all its objects; remove them again if the ``with`` block raises.
 
     last: the name of the object that is written last and makes the folder whole.
     """

@@ -1,9 +1,9 @@
 """The conversion by NVIDIA's megatron-bridge on a GPU, for model families that `megatron-rl convert` has no tables for.
 
-Our tables (weights/families) map names and shapes of weights. Written from the source of
-megatron-bridge 0.3.1 (``models/conversion/auto_bridge.py``: can_handle, import_ckpt, export_ckpt).
-NOT RUN by us: it builds layers of Transformer Engine, which needs a GPU. The test replaces it by a
-stand-in.
+Our tables (weights/families) map the names and shapes of weights. This module was written from the
+source of megatron-bridge 0.3.1 (``models/conversion/auto_bridge.py``: can_handle, import_ckpt,
+export_ckpt). We have NOT RUN megatron-bridge: it builds layers of Transformer Engine, which needs a
+GPU. The test replaces it by a fake module.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def family_of(folder: pathlib.Path) -> str | None:
 
 
 def needs_bridge(options: argparse.Namespace) -> bool:
-    """Return True if megatron-bridge must do the conversion, and is installed.
+    """Return True if megatron-bridge is installed, and only it can do the conversion.
 
-    This is so for an import or export of a model family that our tables (weights/families) lack.
+    Only it can import or export a model family that our tables (weights/families) lack.
     """
     from megatron_rl.weights.families.register import ALIASES, FAMILIES
 
@@ -36,10 +36,12 @@ def needs_bridge(options: argparse.Namespace) -> bool:
 
 
 def bridge_command(options: argparse.Namespace) -> tuple[int, dict]:
-    """Import or export a model by megatron-bridge; return the exit code 0 and a JSON-able report.
+    """Import or export a model by megatron-bridge; return the exit code 0 and {"wrote", "family", "by": texts}.
 
-    Raises ConfigError, with the reason and the fix, if megatron-bridge cannot convert the model
-    here.
+    options: the parsed command line of `megatron-rl convert`.
+
+    Raises ConfigError, with the reason and the fix, if megatron-bridge cannot convert the model on
+    this host.
     """
     import torch
 

@@ -47,6 +47,7 @@ def gguf_library() -> ModuleType:
 class StoredTensor:
     """Holds the type, shape and position of one tensor in a GGUF file.
 
+    type_name: GGML's name of the quantization or number type.
     shape: the number of elements along each dimension, in torch's order.
     start: the offset of the tensor's first byte in the file.
 
@@ -62,6 +63,7 @@ class StoredTensor:
 class GgufFile:
     """Holds a GGUF file's keys and the positions of its tensors; ``read`` returns a tensor's numbers.
 
+    path: the file, whose header is read at once.
     values: {key: value}; a value is a number, a bool, a text, a list of texts, or an array of
         numbers.
     tensors: {name in the file: StoredTensor}.

@@ -2,8 +2,8 @@
 
 The gguf library dequantizes one tensor at a time to float32, which is then cast to the wanted
 dtype. The same library's table maps the tensors' names, and transformers makes the tokenizer.
-transformers' own loading uses the same two (5.19 ``load_gguf_checkpoint``), so every tensor is
-equal to the bit.
+transformers 5.19 (``load_gguf_checkpoint``) calls the same library, so every tensor is equal to the
+bit to what transformers loads.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def import_gguf(
     overwrite: bool = False,
     progress: Progress = lambda _: None,
 ) -> dict:
-    """Write the model of a GGUF file to the Hugging Face directory ``target``; return a report of JSON-able values.
+    """Write the model of a GGUF file to the Hugging Face directory ``target``; return a JSON-able report.
 
     dtype: the dtype of the written tensors; they are dequantized to float32 first.
     shard_bytes: the largest size of a safetensors file.
@@ -143,7 +143,7 @@ def config_fields(file: GgufFile, dtype: torch.dtype) -> tuple[dict, dict]:
 
 
 def rope(file: GgufFile, family: str) -> dict:
-    """Return config.json's ``rope_parameters``, made from the file's keys on rotary embedding."""
+    """Return config.json's ``rope_parameters``, made from the file's keys ``<family>.rope.*``."""
     base = shortest(single(file, f"{family}.rope.freq_base", float, 10000.0, least=1.0))
     if (factor := rope_scaling(file, family)) == 1.0:
         return {"rope_type": "default", "rope_theta": base}

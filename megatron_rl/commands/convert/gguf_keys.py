@@ -1,4 +1,4 @@
-"""The check of a GGUF file's keys: each key is used by `gguf_import.py`, or has no effect, or is refused by name.
+"""The check of a GGUF file's keys: each is used by `gguf_import.py`, has no effect, or raises an error that names it.
 
 The meaning of a key is llama.cpp's (src/llama-model.cpp ``load_hparams``, src/llama-vocab.cpp
 ``load``, 2026). The names are the gguf library's (0.19 ``constants.py`` Keys).
@@ -49,9 +49,10 @@ BEGINS = ("llama-bpe", "llama3", "llama-v3", "falcon3")
 def single(file: GgufFile, key: str, kind: type, absent: Any, **bounds: float):
     """Return the value of a key, or ``absent`` if the file lacks the key.
 
-    kind, bounds: the type and the limits that the value must satisfy, as in ``json_text.check``.
+    kind: the type that the value must have; for float an integer passes too.
+    bounds: ``least`` and ``most``, the smallest and the largest number allowed.
 
-    Raises ConfigError if the value does not satisfy them.
+    Raises ConfigError if the value has another type or is out of bounds.
     """
     return check(file.values.get(key, absent), f"{file.path}: {key}", kind, **bounds)
 
@@ -68,11 +69,12 @@ def check_kind(file: GgufFile) -> None:
 
 
 def check_keys(file: GgufFile, family: str, head_dim: int) -> None:
-    """Raise ConfigError for the first key whose effect on the model would be lost.
+    """Raise ConfigError for the first key that changes the model and that the import would ignore.
 
     A key passes if the import reads it, if it only describes the file, or if its value has no
     effect on the model.
 
+    family: the architecture, with which the names of its keys begin: ``llama``, ``qwen2``.
     head_dim: the width of an attention head, computed from other keys of the file.
     """
     bpe = file.values.get("tokenizer.ggml.model") == "gpt2"
@@ -107,6 +109,8 @@ def rope_scaling(file: GgufFile, family: str) -> float:
 
     As in llama.cpp, a missing scaling type means linear. A missing factor is taken from
     ``rope.scale_linear``, and a factor of 0 means no scaling.
+
+    family: the architecture, with which the names of its keys begin.
 
     Raises ConfigError for any scaling but linear.
     """

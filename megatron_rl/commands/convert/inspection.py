@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def inspect(source: pathlib.Path | RemotePath, hf: pathlib.Path | RemotePath | None, iteration: int | None) -> dict:
-    """Return {fact: value} about a directory, in display order; ``convertible`` is "yes" or "no: " and the reason.
+    """Return {property: value} of a directory in display order, as "tensors", "parameters" and "family".
+
+    "convertible" is "yes", or "no: " and the reason.
 
     source: a Hugging Face directory or the folder of a Megatron checkpoint.
     hf: the directory of the checkpoint's config; None to look for it in the checkpoint's folder.
@@ -40,7 +42,7 @@ def inspect(source: pathlib.Path | RemotePath, hf: pathlib.Path | RemotePath | N
 
 
 def _sizes(tensors: list[tuple[str, tuple[int, ...], object]]) -> dict:
-    """Return the number of parameters, the size in gigabytes and the dtypes of tensors, as {fact: value}.
+    """Return {"parameters": number, "gigabytes": size, "dtypes": text} of tensors together.
 
     tensors: (name, shape, dtype) of each tensor.
     """

@@ -10,9 +10,9 @@ seconds.
 | exit code | when |
 |---|---|
 | 0 | the run has ended |
-| EXIT_AGAIN, else 75 | the ranks were asked to leave, or failed past the checkpoint that they began with |
-| 2 | a setting cannot work: the job should end |
-| 1 and others | a failure, without a newer checkpoint: the job counts it |
+| the variable EXIT_AGAIN, by default 75 | the ranks were asked to leave, or failed after they saved a checkpoint |
+| 2 | a setting cannot work: the manifest lets the whole job fail |
+| 1 and others | the ranks failed and saved no checkpoint: this counts towards the job's limit of failures |
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run this pod's ranks of the job; return the pod's exit code.
 
     arguments: the trainer's arguments; None for ``sys.argv``. With ``--dry-run`` no rank starts:
-        this process becomes the forecast of the whole job.
+        a forecast of the whole job runs in place of this process.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -60,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def trainer_words(place: Place, given: Sequence[str]) -> list[str]:
-    """Return the trainer's arguments: the run folder and checkpoint interval of this pod, then ``given``.
+    """Return the trainer's arguments: the run folder and checkpoint interval that ``place`` holds, then ``given``.
 
-    Later arguments override earlier ones.
+    given: the arguments of `megatron-rl pod`. They come last, and so override the others.
     """
     folder = ["--run-dir", place.run_dir] if place.run_dir else []
     return [*folder, f"checkpoint.save_every_rollouts={place.save_every}", *given]
@@ -175,7 +175,7 @@ class Pod:
         return code
 
     def _newest(self) -> tuple[int, int]:
-        """Return the iterations of the newest whole checkpoint of RL and of the supervised start; -1 for none."""
+        """Return the iterations of the newest whole checkpoints: (of RL, of supervised steps before it); -1: none."""
         return (_newest(self._root), _newest(self._root / "supervised"))
 
     def _checkpoint(self, newest: tuple[int, int]) -> str:

@@ -1,15 +1,15 @@
 """The wait of a job's pods for one another, so that torchrun starts on all of them together.
 
-torchrun's ranks meet at a store on pod 0. A pod that Kubernetes has replaced could find the store
-of the previous attempt, as long as one of the other pods still runs it. So every pod first connects
-to pod 0 and sends its number. Once all pods are connected, pod 0 answers and closes the port. So no
+torchrun's ranks meet at a store on pod 0. A pod that Kubernetes has replaced could join the store of
+the previous attempt, which the other pods may not have left yet. So every pod first connects to pod
+0 and sends its number. Once all pods are connected, pod 0 answers and closes the port. So no
 pod can join an attempt that already runs.
 
 Invariants (tests/unit/test_pod.py):
 
 1. No pod starts before the pods 0 … N - 1 are connected at the same time.
 2. A pod that leaves while it waits is forgotten; a second pod of the same number replaces it.
-3. Every wait ends by ``meet_s``, or within a second once this pod is told to leave.
+3. Every wait ends after at most ``meet_s`` seconds, or within a second once this pod is told to leave.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def _is_started(line: socket.socket, deadline: float, asked: Callable[[], bool])
 
 
 def _resolved(place: Place, deadline: float, asked: Callable[[], bool]) -> str:
-    """Return the address of pod 0's name, and retry until DNS knows it.
+    """Return the IP address of pod 0's host name; look it up again until DNS knows it.
 
     Raises RunError at the deadline, and Left if this pod is told to leave.
     """

@@ -93,8 +93,8 @@ def place_of(environment: Mapping[str, str]) -> Place:
 def _first(environment: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, str]:
     """Return (name, value) of the first of ``names`` that is set; ("", "") if none is.
 
-    A variable that is empty or holds torchrun's ``auto`` or ``gpu`` counts as not set: the GPUs are
-    counted here. ``auto`` is the default of Kubeflow's operators.
+    A variable that is empty counts as not set. So does torchrun's ``auto`` or ``gpu``: this module
+    then counts the GPUs itself. ``auto`` is the default of Kubeflow's operators.
     """
     return next(((name, environment[name]) for name in names if environment.get(name, "") not in UNSET), ("", ""))
 

@@ -97,7 +97,7 @@ def translate(
 
 
 def _own(trainer: str, settings: dict[str, Any]) -> None:
-    """Replace settings that only axolotl has by TRL's settings of the same meaning, in place."""
+    """Replace in ``settings`` those that only axolotl has by TRL's settings of the same meaning."""
     for name in ("rl", "reward_model"):
         settings.pop(name, None)
     if settings.get("packing") is False:

@@ -1,7 +1,7 @@
 """The check of a translated configuration, as far as it can be done without the run's model, data and rewards.
 
-It loads the configuration as a run would, compares its sections, and lists what could not be
-checked.
+It loads the configuration as a run would, checks that its sections agree, and lists what could not
+be checked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Check:
 
 
 def nested(ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping of dotted keys (``section.key``) as nested dicts."""
+    """Return nested dicts made of a mapping with dotted keys: {"a.b": 1} becomes {"a": {"b": 1}}."""
     sections: dict[str, Any] = {}
     for key, value in sorted(ours.items()):
         *path, last = key.split(".")
@@ -50,7 +50,7 @@ def nested(ours: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(translation: Translation) -> Check:
-    """Return the check of a translation's settings, without those that the user still has to fill in.
+    """Return the Check of a translation's settings; those that the user still has to fill in are left out.
 
     The model's context length is only checked if its config is on this host. Data rows are never
     read.
@@ -96,13 +96,15 @@ def checked(translation: Translation) -> Check:
 def _stand_ins(
     models: Mapping[str, str | None], folder: str, *, open_keys: Collection[str], rewards: bool, not_done: list[str]
 ) -> dict[str, Any]:
-    """Return {key: value} that replaces, during the check, models, evaluation sets and rewards that are missing.
+    """Return {setting's key: temporary value} for settings of models, evaluation sets and rewards that are missing.
+
+    The temporary values let the check of the other settings run.
 
     models: {setting's key: folder of a model, or None}.
-    folder: a folder with an empty config.json, which stands in for a missing model.
+    folder: a folder with an empty config.json, the temporary value for a missing model.
     open_keys: the keys that the user still has to fill in.
     rewards: whether the user still has to name reward functions.
-    not_done: a list to which each property is added that a stand-in leaves unchecked.
+    not_done: a list of sentences, to which one is added for each missing model or reward.
     """
     stand_ins: dict[str, Any] = {}
     for key, path in models.items():
@@ -122,8 +124,8 @@ def _stand_ins(
 def _faults(settings: dict[str, Any]) -> list[str]:
     """Return the reasons why a run with these settings would not start; [] if it would.
 
-    If the first reason is that ``skip.mode=exact`` refuses a setting, the check is repeated with
-    ``skip.mode=off``.
+    Loading stops at the first fault. If that is a conflict with the default ``skip.mode=exact``, the
+    check is repeated with ``skip.mode=off`` to find others.
     """
     try:
         validate_config(load_config(settings))

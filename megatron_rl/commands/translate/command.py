@@ -31,9 +31,11 @@ def translated(
 ) -> tuple[Translation, Settings]:
     """Return the translation of another framework's file of settings, and the settings that were read from it.
 
+    framework: one of the keys of FRAMEWORKS: ``verl``, ``trl`` or ``axolotl``.
+    path: a YAML file or a shell script.
     processes: the number of training processes, if no setting gives it.
     trainer: the trainer that the file is for, if the file does not say.
-    values: {name: value} of a script's variables; its arguments are named "1", "2" and so on.
+    values: {name: value} of a script's variables; the script's arguments are named "1", "2", ….
 
     Raises ConfigError for a file that is not ``framework``'s.
     """
@@ -72,7 +74,7 @@ def _translation(kind: Kind, read: Settings, path: str, processes: int | None) -
 def translate_command(arguments: Sequence[str]) -> int:
     """Print a file of settings as our YAML, below a comment for each setting that is not translated; return 0.
 
-    arguments: the command line behind `megatron-rl translate`.
+    arguments: the words after `megatron-rl translate` in the command line.
     """
     parser = argparse.ArgumentParser(
         prog="megatron-rl translate",

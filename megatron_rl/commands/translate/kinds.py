@@ -1,6 +1,6 @@
 """The detection of the framework and trainer that a file of settings is for.
 
-They are found by the program that a command line starts, or by names of settings that only one
+The program that a command line starts tells them, or else the names of settings that only one
 framework or trainer has.
 """
 
@@ -22,7 +22,8 @@ OF_TRL = (
 class Kind:
     """Names a framework and one of its trainers; ``trainer`` is "" if the file does not tell.
 
-    assumed: True if another trainer also has all the setting names in the file.
+    assumed: True if ``trainer`` is a guess: another trainer has all the setting names in the file
+        too.
     """
 
     framework: str
@@ -134,9 +135,9 @@ def _trl_kind(names: Collection[str]) -> Kind:
 
 
 def require_kind(kind: Kind | None, framework: str, path: str, trainer: str | None) -> Kind:
-    """Return the framework and trainer by which a file is translated.
+    """Return the framework and trainer whose rules translate a file.
 
-    kind: what the file tells; None if it tells nothing.
+    kind: the framework and trainer that the file's content shows; None if it shows none.
     framework: the framework that the user named.
     path: the file's name in messages.
     trainer: the trainer that the user named; None if not given.
@@ -172,8 +173,10 @@ _INSTEAD = {
 
 
 def refuse_trainer(kind: Kind, path: str, known: Collection[str]) -> ConfigError:
-    """Return the error for a file of a trainer that is not translated, or of an unnamed one.
+    """Return the error for a file whose trainer is not translated, or is not named.
 
+    kind: the file's framework and trainer.
+    path: the file's name in the message.
     known: the framework's trainers that are translated.
     """
     if not kind.trainer:

@@ -32,11 +32,11 @@ _OF_VERL = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatro
 
 
 def read_settings(path: pathlib.Path, framework: str = "verl", values: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings in a YAML file, or in the script's command that starts the framework.
+    """Return the settings in a YAML file, or in a shell script's command that starts the framework.
 
-    values: {name: value} of a script's variables; its arguments are named "1", "2" and so on.
+    values: {name: value} of a script's variables; the script's arguments are named "1", "2", ….
 
-    Raises ConfigError for a file that cannot be read as either.
+    Raises ConfigError for a file that cannot be read as YAML or as a script.
     """
     if path.suffix in _OTHER_FORMS:
         raise ConfigError(
@@ -94,12 +94,12 @@ def _of_script(script: Script, framework: str, path: pathlib.Path, text: str) ->
 
 
 def _elsewhere(call: Call, framework: str, written: dict[str, Any], script: pathlib.Path, notes: list[str]) -> Settings:
-    """Return the settings of the YAML file that a command line names; none if it names no file.
+    """Return the settings of the YAML file that a command line names; empty Settings if it names no file.
 
-    written: the settings of the command line; the setting that names the file is removed from it.
-    script: the path of the script, beside which the file is looked for too.
-    notes: a list of sentences for the user. A YAML of verl's gets a sentence there and is not read,
-        since it builds upon other files.
+    written: the settings of the command line; the key ``config``, the file's name, is removed.
+    script: the path of the script; the file is looked for in the working directory, then beside it.
+    notes: a list of sentences for the user. verl's YAML is not read, since it builds upon other
+        files; a sentence that says so is added.
 
     Raises ConfigError if TRL's or axolotl's YAML is not found.
     """
@@ -134,8 +134,9 @@ def _note(branch: Branch) -> str:
 def _named(call: Call, *, flags: bool) -> tuple[dict[str, Any], dict[str, str]]:
     """Return {name: value} of a command line's settings, and {name: reason} of settings whose value is not known.
 
-    flags: whether ``--name value`` is a setting too. Flags before the program are its launcher's;
-        of them only ``--num_processes`` is a setting.
+    flags: whether ``--name value`` is a setting too, beside ``name=value``. Flags before the
+        program belong to its launcher (``accelerate launch``); of them only ``--num_processes``
+        counts.
     """
     written: dict[str, Any] = {}
     unknown: dict[str, str] = {}

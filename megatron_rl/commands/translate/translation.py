@@ -25,7 +25,7 @@ class Translation:
     open:    {our key: reason} of keys that the user has to fill in. Their value is MISSING, with
         which the configuration does not load.
     left:    {their name: reason} of settings that are not translated.
-    needless: their names that need no setting of ours.
+    needless: their names of settings that need none of ours, as our behaviour is the same without.
     """
 
     framework: str
@@ -39,7 +39,7 @@ class Translation:
     _read: set[str] = field(default_factory=set)
 
     def get(self, name: str) -> Any:
-        """Return the value of their setting, or its default, and count the setting as read; None if it has neither.
+        """Return the value of their setting, its default, or None if it has neither; count the setting as read.
 
         If the value is not known, the default is returned, and ``left`` gets a note.
         """
@@ -58,8 +58,8 @@ class Translation:
     def need(self, key: str, why: str) -> None:
         """Mark our ``key`` as one that the user has to fill in, for the reason ``why``.
 
-        A key that begins with one of FREE_NAMES is noted in ``left`` instead, since such a mapping
-        would accept MISSING as a value.
+        A key in one of the free mappings FREE_NAMES, as ``rollout.vllm.``, is noted in ``left``
+        instead: these take any value, so MISSING would not stop the run.
         """
         if key.startswith(FREE_NAMES):
             self.left[key] = why
@@ -149,7 +149,7 @@ class Translation:
 
 
 def number(value: Any) -> float | int:
-    """Return a number that may be given as a text. Raises ValueError for a value that is no number."""
+    """Return ``value``, a number or the text of one, as an int or float. Raises ValueError for any other value."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError("it is no number")
     if isinstance(value, str):
@@ -158,7 +158,7 @@ def number(value: Any) -> float | int:
 
 
 def whole(value: Any) -> int:
-    """Return a whole number that may be given as a text or a float. Raises ValueError for any other value."""
+    """Return ``value``, a whole number or the text of one, as an int. Raises ValueError for any other value."""
     as_number = number(value)
     if not float(as_number).is_integer():
         raise ValueError("it is no whole number")
@@ -178,9 +178,9 @@ def paths(value: Any) -> list[str]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one dict with dotted names.
+    """Return nested mappings as one dict with dotted names: {"a": {"b": 1}} becomes {"a.b": 1}.
 
-    prefix: the beginning of every name.
+    prefix: a text put before every name.
 
     Raises ConfigError for a name that is not one line of text.
     """

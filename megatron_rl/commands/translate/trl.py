@@ -171,10 +171,10 @@ def _loss(translation: Translation) -> None:
 
 
 def _advantages(translation: Translation) -> None:
-    """Set the advantage estimator.
+    """Set our ``advantage`` section from ``multi_objective_aggregation`` and ``scale_rewards``.
 
-    TRL's ``normalize_then_sum`` is GDPO, whose advantages TRL whitens by their mean and standard
-    deviation.
+    TRL's ``normalize_then_sum`` is GDPO. TRL then subtracts the mean of the advantages and divides by
+    their standard deviation (our ``advantage.whiten``).
     """
     if translation.given.get("multi_objective_aggregation") == "normalize_then_sum":
         translation.ours |= {"advantage.estimator": "gdpo", "advantage.whiten": "center_and_scale"}

@@ -88,10 +88,9 @@ def model_and_data(translation: Translation) -> None:
 
 
 def _data_set(translation: Translation, name: object) -> str:
-    """Return a data set's name with its configuration and split, as data.train takes it (docs/object-storage.md).
+    """Return a data set's name with its configuration and split, in the form of data.train (docs/object-storage.md).
 
-    The name stays as it is if there is no configuration and no split but ``train``, as for a file's
-    path.
+    The name stays as it is if the settings name no configuration, and no split or ``train``.
     """
     subset, split = translation.get("dataset_config"), translation.get("dataset_train_split")
     if subset is None and split in (None, "train"):
@@ -117,7 +116,9 @@ def _adapters(translation: Translation) -> None:
 
 
 def targets(value: Any) -> list[str]:
-    """Return our names of the layers whose Hugging Face projections ``value`` lists, for LoRA.
+    """Return ``lora.targets``: our names of the layers that the Hugging Face projections in ``value`` form.
+
+    value: the projections' names, such as ``["q_proj", "k_proj", "v_proj"]``; or ``all-linear``.
 
     Raises ValueError if only some of the projections that we join into one layer are listed.
     """
@@ -138,7 +139,7 @@ def _dtype(value: Any) -> str:
 
 
 def schedule(translation: Translation, section: str) -> None:
-    """Set the learning rate, its schedule, weight decay, gradient clipping and AdamW's numbers.
+    """Set our learning rate, its schedule, weight decay, gradient clipping and AdamW's betas and epsilon.
 
     section: the section of our configuration for the learning rate: ``optimizer`` or ``sft``.
     """

@@ -186,10 +186,10 @@ def _data(translation: Translation) -> None:
 
 
 def _named(files: list[str]) -> dict[str, str]:
-    """Return {name: path} of evaluation sets; a set's name is its file's name without the suffix.
+    """Return {name: path} of evaluation sets; a set is named after its file, without the suffix.
 
-    A file called ``test``, ``val`` or the like gets its folder's name. A name that occurs again
-    gets a number.
+    The set of a file called ``test``, ``val``, ``validation`` or ``eval`` is named after the folder.
+    A name that occurs again gets a number.
     """
     sets: dict[str, str] = {}
     for path in map(pathlib.PurePath, files):
@@ -244,10 +244,12 @@ def _rewards(translation: Translation) -> None:
 
 
 def _overlong(translation: Translation, section: str, limit: str) -> None:
-    """Translate DAPO's penalty for long responses: min(0, −factor · (tokens − (limit − len)) / len).
+    """Translate DAPO's penalty for long responses: min(0, −penalty_factor · (tokens − (limit − len)) / len).
+
+    tokens is the response's length; len is the width of the penalized range below the limit.
 
     section: the name of verl's section with ``len`` and ``penalty_factor``.
-    limit: the name of verl's setting for the limit.
+    limit: the name of verl's setting for the longest response.
     """
     translation.skip(f"{section}.log")
     enabled = translation.get(f"{section}.enable")

@@ -217,7 +217,7 @@ def _critic(translation: Translation) -> None:
 
 
 def _groups_and_weights(translation: Translation) -> None:
-    """Translate the settings on dynamic sampling of groups, and on importance weights between trainer and engine."""
+    """Translate the settings on dynamic sampling, and on importance weights π_trainer / π_engine of tokens."""
     # Groups that are drawn again.
     filtered = translation.get("algorithm.filter_groups.enable")
     if filtered is not None and truth(filtered):

@@ -44,9 +44,9 @@ def of_yaml(path: pathlib.Path) -> Settings:
 
 
 def followed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings in which Hydra's references ``${name}`` are replaced by the values that they refer to.
+    """Return settings in which Hydra's references ``${name}`` are replaced by the values of those settings.
 
-    A reference whose value is not known stays as it is.
+    A reference to a setting that is absent stays as it is.
     """
     values = dict(settings)
     for _ in range(_MOST_PASSES):

@@ -83,13 +83,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Thin:
-    """Holds what every rank makes from the command line alone, equal on all ranks.
+    """Holds the configurations and samples of the comparison; all ranks make equal ones from the command line.
 
     The thin model is the user's model with fewer layers and less width.
 
     config: the user's Config, changed for the thin model.
     real, hf_config: the Hugging Face configs of the user's model and of the thin model.
-    work: the synthetic samples, a Work.
+    work: the synthetic samples, a Work (thin.py).
     world: the number of ranks.
     """
 
@@ -117,8 +117,8 @@ class Thin:
 def prepare(options: argparse.Namespace) -> Thin:
     """Return the thin model's configurations and the synthetic samples.
 
-    The thin model is the user's model with fewer layers and less width. Raises ConfigError on every
-    rank alike. No rank has joined the others by then.
+    The thin model is the user's model with fewer layers and less width. No process group exists
+    yet. Raises ConfigError, on every rank alike, if an option or a setting cannot work.
     """
     from megatron_rl import hub
     from megatron_rl.algorithm.signal import signal_rule
@@ -207,9 +207,10 @@ def measure(options: argparse.Namespace, thin: Thin) -> tuple[object, object]:
 
 
 def share_logprobs(bare, main_work):
-    """Return the samples of ``bare`` with the main rank's log-probs, equal to the bit on every rank. A collective.
+    """Return ``bare`` with the main rank's log-probs in its samples, equal to the bit on every rank. A collective.
 
-    main_work: the samples whose log-probs are sent; only the main rank's count.
+    bare: a Work (thin.py), the same on every rank.
+    main_work: on the main rank, the Work whose log-probs are sent; on other ranks one of equal size.
     """
     import numpy as np
     import torch
@@ -225,7 +226,7 @@ def share_logprobs(bare, main_work):
 def report(options: argparse.Namespace, thin: Thin, measured, reference) -> bool:
     """Compare the measurements, print the result, and write the JSON file if asked; return whether all checks pass.
 
-    Only the main rank calls this.
+    measured, reference: the Measured of the topology and of one process, on the main rank.
     """
     from megatron_rl.algorithm.signal import coupling_terms
     from megatron_rl.commands.verify.report import (
@@ -326,8 +327,8 @@ def run(options: argparse.Namespace) -> int:
 def main() -> NoReturn:
     """Run the comparison, and end the process at once by ``os._exit``, even on success.
 
-    A normal exit may lose the exit code: models keep gloo groups alive in reference cycles, and
-    gloo's threads may abort while the interpreter shuts down.
+    A normal exit may lose the exit code. Reference cycles in the models keep gloo's process groups
+    alive, and gloo's threads may abort while the interpreter shuts down.
     """
     from megatron_rl.cli import EXIT_FAILED, set_up_logging
 

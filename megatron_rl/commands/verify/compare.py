@@ -1,8 +1,9 @@
 """The comparison of two sets of measurements, for megatron-rl verify. Its functions are pure: tensors in, errors out.
 
-An error is ‖measured − wanted‖ / ‖wanted‖. A check passes or fails by the error of a class of
-tensors together. So a single tensor whose gradient is only rounding noise, as a key's bias often
-is, cannot fail it. The errors of single tensors show which one is at fault.
+An error is ‖measured − wanted‖ / ‖wanted‖. A check passes or fails by the joint error of all tensors
+of one class, such as all norms. So a tensor whose gradient is only rounding noise cannot fail the
+check; the bias of a key projection often is such a tensor. If a check fails, the errors of the
+single tensors show which tensor is at fault.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Point:
 
     layer: the number of the layer, from 0 over the whole model, as in ``model.layers.0``; −1
         outside the layers.
-    name: one of POINTS.
+    name: one of POINTS, such as ``attention output``.
     """
 
     layer: int
@@ -113,14 +114,14 @@ class Measured:
     """Holds the measurements of one topology: unsharded tensors on the host, under Hugging Face names.
 
     logprobs: {sample id: [response] float32}.
-    gradient: the gradient of the dense step, in which no sample is dropped.
-    grad_norm: the gradient norm that the first ``optim_step`` reports.
-    weights: the weights after the last optimizer step.
-    traces: for each replica, the activations of one sample at each Point, [tokens, columns]. A
-        point has several tensors if several ranks hold a copy.
+    gradient: {name: gradient of the dense step}, in which no sample is dropped.
+    grad_norm: the gradient norm of the first optimizer step.
+    weights: {name: weight after the last optimizer step}.
+    traces: for each data-parallel replica, {Point: activations of one sample}. The activations are
+        a list of [tokens, columns], with one element for each rank that holds a copy.
     skip_gradient: the gradient of the step that drops samples without signal; None if it is not
         compared.
-    facts: JSON-able facts, such as the numbers of micro-batches.
+    facts: other JSON-able values, such as the numbers of micro-batches.
     """
 
     logprobs: Mapping[str, np.ndarray]
@@ -210,7 +211,7 @@ def backward_order(names: Iterable[str]) -> list[str]:
 class ClassError:
     """Holds the error of all tensors of one class together, and each tensor's error.
 
-    error: the relative error of the class.
+    error: the relative error of the class, as if its tensors were one vector.
     worst: the name of the tensor with the largest error of its own.
     tensors: {name: the tensor's own relative error}.
     judged: {name: True if the tensor differs enough to be named in the verdict}.
@@ -225,7 +226,9 @@ class ClassError:
 def class_errors(
     measured: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float
 ) -> dict[str, ClassError]:
-    """Return {class: ClassError} in the order of CLASSES.
+    """Compare tensors; return {class of tensors: ClassError} in the order of CLASSES.
+
+    measured, wanted: {name: tensor}.
 
     A tensor that only one side has gets an infinite error.
     """
@@ -262,7 +265,7 @@ def total_error(measured: Mapping[str, torch.Tensor], wanted: Mapping[str, torch
 def common_factor(
     measured: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float
 ) -> float | None:
-    """Return the factor f ≠ 1 with which every class of ``measured`` is f · ``wanted``, within the tolerance.
+    """Return the factor f ≠ 1 for which ``measured`` equals f · ``wanted``, in each class within the tolerance.
 
     Returns None if no such factor exists.
     """
@@ -281,8 +284,8 @@ def common_factor(
 def explain_factor(factor: float, counts: Mapping[str, int]) -> str:
     """Return a sentence on a factor that all gradients have in common.
 
-    counts: {name: count} of micro-batches and ranks; those equal to the factor or its inverse are
-        named.
+    counts: {name: number}, as of micro-batches and of ranks. The sentence names those that equal the
+        factor or its inverse.
 
     Example: 0.25 and {"micro-batches": 4} → "every gradient is 1/4 of the reference: divided by the
     4 micro-batches".

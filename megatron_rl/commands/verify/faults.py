@@ -1,6 +1,6 @@
 """Faults that megatron-rl verify can put into the user's topology, to show that it finds them.
 
-They are mistakes that ports to another topology and patches of Megatron-Core make.
+They are typical mistakes of code that is ported to another topology, or that patches Megatron-Core.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ FAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Names one fault of FAULTS.
+    """Names a fault, and the layer that gets it.
 
+    name: a key of FAULTS, such as ``microbatch_mean``.
     layer: the number of the layer, from 0, that gets the fault ``tp_all_reduce``; other faults
         ignore it.
     """
@@ -42,9 +43,9 @@ class Fault:
 
     @contextlib.contextmanager
     def planted(self, backend: MegatronBackend) -> Iterator[None]:
-        """Put the fault into the backend's model or plan; raise ConfigError if the topology cannot have this fault.
+        """Put the fault into the backend's model or planner; raise ConfigError if the topology cannot have this fault.
 
-        Some faults end with the block. The others last as long as the backend.
+        Some faults end with the ``with`` block. The others last as long as the backend.
         """
         with {
             "tp_all_reduce": _tp_all_reduce,

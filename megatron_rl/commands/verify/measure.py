@@ -40,9 +40,9 @@ class Bench:
     batch: Batch
 
     def mini_batch(self, *, drops: bool) -> tuple[StepPlan, bytes]:
-        """Return the plan of the whole batch as one optimizer step, and the plan's fingerprint.
+        """Plan the whole batch as one optimizer step; return the plan and its digest, which ranks compare.
 
-        Each rank gets the tokens of the samples that it will run.
+        ``batch`` gets the tokens of the samples that this rank will run.
 
         drops: whether samples without signal are dropped.
         """
@@ -96,7 +96,7 @@ class Bench:
 def open_bench(backend: MegatronBackend, work: Work, fault: Fault | None = None) -> Iterator[Bench]:
     """Yield a Bench of the backend, with a fault if one is given.
 
-    At the end Megatron's process groups are destroyed; torch's world stays.
+    At the end Megatron's process groups are destroyed, but torch.distributed stays initialized.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(topology.destroy)
@@ -122,8 +122,8 @@ def measure_reference(
     These log-probs lie near the model's own, as if an engine with slightly other weights had
     generated the samples.
 
-    The process joins a world of its own, which is gone afterwards. Its store is passed explicitly.
-    Under torchrun, torch's own rendezvous would join the store of all ranks
+    torch.distributed is initialized with this process alone, and destroyed at the end. The process
+    gets a store of its own: under torchrun, torch would else join the store of all ranks
     (TORCHELASTIC_USE_AGENT_STORE).
     """
     timeout = datetime.timedelta(seconds=config.run.deadline_s)
@@ -145,7 +145,9 @@ def measure_reference(
 
 
 def measure_topology(bench: Bench, watch: Watchdog, *, skips: bool) -> Measured:
-    """Return the log-probs, gradients and activations under the user's topology; ``add_steps`` adds the other fields.
+    """Return the log-probs, gradients and activations under the user's topology.
+
+    ``add_steps`` adds ``grad_norm`` and ``weights``.
 
     watch: the watchdog that ends a stage which hangs.
     skips: whether the gradient with dropped samples is measured too.
@@ -184,6 +186,8 @@ def add_steps(measured: Measured, bench: Bench, watch: Watchdog) -> Measured:
 def token_holders(backend: MegatronBackend, tokens: int) -> list[int]:
     """Return, for each token of the traced sample, the number of the context-parallel rank that holds it.
 
+    tokens: the number of the sample's tokens.
+
     A sample is split into 2·CP chunks, of which rank r holds the chunks r and 2·CP − 1 − r.
     """
     ranks = backend.topology.context_size
@@ -198,10 +202,10 @@ def token_holders(backend: MegatronBackend, tokens: int) -> list[int]:
 
 
 def trace_sample(backend: MegatronBackend, sample: Sample) -> list[dict[Point, list[torch.Tensor]]]:
-    """Return, for each replica, the activations of one sample that is forwarded alone, without pads.
+    """Return, for each replica, the activations of one sample that runs alone in a micro-batch, without pads.
 
-    The main rank gets {Point: copies of [tokens, columns]} of every replica; the other ranks get
-    []. A collective.
+    The main rank gets a list of {Point: [activations, one for each copy]}, one dict for each
+    replica. Activations are [tokens, columns]. The other ranks get []. A collective.
     """
     ranks = backend.topology
     copies = tuple(dataclasses.replace(sample, sample_id=f"{sample.sample_id}{d}") for d in range(ranks.data_size))
@@ -216,10 +220,10 @@ def trace_sample(backend: MegatronBackend, sample: Sample) -> list[dict[Point, l
 
 
 def run_tokens(backend: MegatronBackend, sample: Sample) -> int:
-    """Return the number of a sample's tokens that the model runs.
+    """Return the number of a sample's tokens that the model reads.
 
-    These are the tokens before the last loss token. If a setting makes activations depend on other
-    samples' tokens (``token_coupling``), they are all tokens.
+    The model reads the tokens before the last loss token. It reads all tokens if a setting makes
+    activations depend on the tokens of other samples (``token_coupling``).
     """
     if token_coupling(backend.config.megatron):
         return len(sample.token_ids)
@@ -228,7 +232,7 @@ def run_tokens(backend: MegatronBackend, sample: Sample) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """Holds the activations at one point that one rank has.
+    """Holds one rank's part of the activations at one point.
 
     part: [tokens of the rank, columns of the rank] float32.
     columns: True if each tensor-parallel rank holds a slice of the columns; False if it holds a
@@ -246,8 +250,11 @@ class Record:
     positions: list[int] = dataclasses.field(default_factory=list)
 
     def keep(self, layer: int, name: str, value: torch.Tensor, *, columns: bool = False) -> None:
-        """Store the activations at one point, unless the point has some already: later micro-batches are only fillers.
+        """Store the activations at one point, if it has none: only the first micro-batch counts.
 
+        Later micro-batches are fillers, which only even the ranks' numbers of micro-batches.
+
+        layer, name: the point, as in Point.
         columns: as in Taken.
         """
         point = Point(layer=layer, name=name)
@@ -349,7 +356,9 @@ def assemble(backend: MegatronBackend, taken: Record, num_tokens: int) -> list[d
 def join(
     parts: Mapping[tuple[int, int], torch.Tensor], columns: bool, positions: Mapping[int, list[int]]
 ) -> list[torch.Tensor]:
-    """Return the whole activations at one point, joined from the parts of all ranks of a replica, once for each copy.
+    """Return the whole activations at one point, [tokens, columns], joined from the parts of a replica's ranks.
+
+    The list has one tensor, or one for each tensor-parallel rank if these ranks hold copies.
 
     parts: {(tensor-parallel rank, context-parallel rank): tensor}.
     columns: True if tensor-parallel ranks hold slices of the columns. Otherwise they hold slices of

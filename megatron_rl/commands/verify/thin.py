@@ -48,7 +48,7 @@ class Size:
     """Sets the size of the thin model.
 
     layers_per_stage: the number of layers of the smallest pipeline stage.
-    keep: the widths, of KEEP, that stay as in the real model.
+    keep: the sizes that stay as in the real model; elements of KEEP, such as ``hidden``.
     """
 
     layers_per_stage: int = 1
@@ -76,9 +76,10 @@ def thin_layout(real, settings: ModelSettings, layers_per_stage: int) -> tuple[i
 def thin_hf_config(real, settings: ModelSettings, size: Size):
     """Return the real model's Hugging Face config with fewer layers and smaller widths.
 
-    Family, heads, head size, biases, norms, tying and rotary embedding stay. The vocabulary leaves
-    the same remainder over the tensor-parallel ranks as the real one, so that it is padded if the
-    real one is.
+    Family, heads, head size, biases, norms, tying and rotary embedding stay. The vocabulary's size
+    modulo the tensor-parallel ranks stays too, so that the vocabulary is padded if the real one is.
+
+    real: the real model's Hugging Face config.
     """
     check_real(real, settings.parallel, settings.model.hf_path)
     parallel = settings.parallel
@@ -167,8 +168,8 @@ def _multiple(number: int, of: int) -> int:
 def thin_weights(hf_config, seed: int) -> Mapping[str, torch.Tensor]:
     """Return {Hugging Face name: random float32 weight}, equal on every rank.
 
-    Norms and biases are moved off 1 and 0, so that a lost one shows. Matrices are scaled to keep
-    activations near 1 at any width. So attention and softmax are neither flat nor one-hot.
+    No norm's weight is 1 and no bias 0, so that a lost one changes the result. Matrices are scaled to
+    keep activations near 1 at any width. So attention and softmax are neither flat nor one-hot.
     """
     from transformers import AutoModelForCausalLM
 
@@ -187,9 +188,9 @@ def thin_weights(hf_config, seed: int) -> Mapping[str, torch.Tensor]:
 class Work:
     """Holds the synthetic samples of the measurements.
 
-    groups: the number of each sample's group.
-    advantages: [samples] float; two of three groups have advantages of exactly 0.
-    traced: one more sample, which is forwarded alone.
+    groups: for each sample, the number of its group.
+    advantages: [samples] float; in two groups of every three, all advantages are exactly 0.
+    traced: one more sample, which runs alone and whose activations are compared.
     """
 
     samples: tuple[Sample, ...]
@@ -204,10 +205,10 @@ class Work:
     def near_policy(self, flat: np.ndarray) -> Work:
         """Return a copy of the work whose samples have log-probs near the model's own.
 
-        They are shifted by SHIFTS, as if an engine with slightly other weights had generated the
-        samples.
+        Each differs from the model's by one of SHIFTS, as if an engine with slightly other weights
+        had generated the samples.
 
-        flat: the model's log-probs of all response tokens, sample after sample.
+        flat: [response tokens], the model's log-probs, sample after sample.
         """
         shifts = [np.resize(SHIFTS, len(s.logprobs)) for s in self.samples]
         return self.with_logprobs(flat + np.concatenate(shifts))
@@ -267,14 +268,15 @@ def _sample(name: str, prompt: int, response: int, vocab_size: int, random: np.r
 
 
 def user_config(config: Config, dtype: str, work: Work, world: int, layout: tuple[int, ...]) -> Config:
-    """Return the user's configuration changed for the thin model: same parallelism, plan and optimizer, one mini-batch.
+    """Return the user's configuration changed for the thin model; parallelism and the kind of optimizer stay.
 
-    dtype: the dtype of the run.
+    dtype: the dtype of the thin model.
+    work: the samples, which all form one mini-batch.
     layout: the number of layers of each pipeline stage of the thin model.
 
     The learning rate is constant. The token limit of a micro-batch is lowered, so that every
-    replica gets about four micro-batches or more. Otherwise a batch of a few hundred tokens would
-    be a single one.
+    replica gets about four micro-batches or more. Otherwise these few hundred tokens would form a
+    single one.
     """
     lengths = np.array([len(s.token_ids) for s in work.samples])
     multiple, replicas = pad_multiple(config.parallel), data_size(config.parallel, world)

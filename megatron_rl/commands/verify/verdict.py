@@ -31,7 +31,8 @@ class Verdict:
     diagnosis: a sentence on the first difference; "" if all checks pass.
     tensors, skip_tensors: {tensor's name: relative error} of the dense gradient and of the gradient
         with dropped samples.
-    activations, samples: the error at each point, and {sample id: error of its log-probs}.
+    activations: the error at each point of each replica.
+    samples: {sample id: relative error of its log-probs}.
     """
 
     rows: tuple[Row, ...]
@@ -65,8 +66,9 @@ def judge(
     """Compare the measurements with the reference's, and return the verdict.
 
     wanted: the reference's measurements.
-    counts: {name: count} of micro-batches and of each kind of ranks; a factor common to all
-        gradients may equal one of them.
+    tolerance: the largest relative error that passes.
+    counts: {name: number} of micro-batches and of each kind of ranks. If all gradients are wrong by
+        one factor, the diagnosis names the counts that equal it.
     no_skip: the reason why the gradient with dropped samples is not compared, if it is not.
     """
     errors = _errors_of(measured, wanted, tolerance)

@@ -1,9 +1,9 @@
 """The rotation of queries and keys by each token's rotary angles within the core attention, in few kernels.
 
 Megatron-Core (0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``) computes cosine and
-sine in every layer, for queries and again for keys. Its rotation takes 24 kernels forward and 24
-backward. These are half of a layer's kernels, as tests/latest counts them without a GPU. Here
-rotating the queries takes three kernels forward and three backward, and so does rotating the keys.
+sine in every layer, for queries and again for keys. Its rotation launches 24 kernels forward and 24
+backward, half of all kernels of a layer (tests/latest counts them without a GPU). Here the rotation
+of the queries launches three kernels forward and three backward, and so does that of the keys.
 Cosine and sine are computed once per micro-batch.
 """
 
@@ -54,8 +54,8 @@ def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int
 def turn(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Return the heads [T, n, d] rotated by rotary angles.
 
-    Column i < h is rotated with column h + i. Columns from 2 h on stay as they are. In bfloat16 the
-    result is rounded twice.
+    The pairs of columns i and h + i, for i < h, are rotated. Columns from 2 h on stay as they are.
+    In bfloat16 the result is rounded twice.
 
     cos, sin: [T, 1, h] in the heads' dtype, h ≤ d / 2.
     """

@@ -1,10 +1,11 @@
-"""Llama 4's core attention: interleaved rotary angles in most layers and none in the others, and chunks of positions.
+"""Llama 4's core attention: chunks of positions, and neighbouring columns rotated by rotary angles in most layers.
 
 Megatron-Core 0.16.1 cannot compute it. It rotates pairs of neighbouring columns only in tensors of
 four dimensions (``models/common/embeddings/rope_utils.py`` _rotate_half), and packed input has
 three. It norms q and k before their rotation, in every layer. It has no attention within chunks,
-and no scale of q by position. So its layers get no angles (``no_rope_freq``). The core attention
-here rotates, norms and scales q and k as transformers does (5.19 ``Llama4TextAttention``).
+and no scale of q by position. So Megatron-Core is told to rotate in no layer (``no_rope_freq``).
+The core attention here rotates, norms and scales q and k as transformers does (5.19
+``Llama4TextAttention``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 
 class ChunkedAttention(TorchAttention):
-    """Rotates, norms or scales q and k as Llama 4 does in this layer, then attends as ``TorchAttention`` does.
+    """Prepares q and k as Llama 4 does in the given layer, then attends as ``TorchAttention`` does.
+
+    A layer with rotary angles rotates q and k (and norms them under ``l2_norm``). Another may scale
+    q by position.
 
     frequencies: [d / 2] float32, the rotary embedding's inverse frequencies.
     """
@@ -49,7 +53,7 @@ class ChunkedAttention(TorchAttention):
     def _turned(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
         """Return x [T, h, d] with each pair of neighbouring columns rotated; then normed, if the model has ``l2_norm``.
 
-        turn: complex64 [T, 1, d / 2], e^(i · angle) for each pair.
+        turn: complex64 [T, 1, d / 2], e^(i · angle) of each token and pair.
         """
         pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
         turned = torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)

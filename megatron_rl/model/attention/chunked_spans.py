@@ -15,7 +15,8 @@ from megatron_rl.model.attention.spans import ContextShard, Span, own_parts
 def chunked_spans(layout: Layout, context: ContextShard, chunk_tokens: int) -> list[Span]:
     """Return the spans of this context rank's queries, in a layer with chunks of ``chunk_tokens`` positions.
 
-    Causal triangles come first, and each query is in exactly one triangle.
+    Causal triangles (spans in which query i sees keys 0 to i) come first. Each query is in exactly
+    one of them.
 
     Example: a sequence of 5 tokens in chunks of 2 has three triangles: tokens 0 and 1, tokens 2 and
     3, and token 4.
@@ -40,7 +41,9 @@ def chunked_spans(layout: Layout, context: ContextShard, chunk_tokens: int) -> l
 
 
 def _cut(first: int, stop: int, offset: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of the pieces of a segment's tokens [first, stop), split wherever a chunk begins.
+    """Split a segment's tokens [first, stop) wherever a chunk begins, and yield (begin, end) of each piece.
+
+    All are indices within the segment, a run of tokens of one sequence.
 
     offset: the sequence position of the segment's first token.
     """

@@ -109,7 +109,12 @@ def _add(total: torch.Tensor, rows: Rows, part: torch.Tensor) -> None:
 
 
 def _merged(kernel, query, key, value, *, batches, scale) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output [T, h, d] and log-sum-exp [h, T] of all queries, each merged over the query's spans."""
+    """Return the output [T, h, d] and log-sum-exp [h, T] of all queries, each merged over the query's spans.
+
+    kernel: ``_CpuFlash``, ``_CudaFlash`` or ``_CudaMemoryEfficient``, which computes one batch of
+        spans.
+    batches, scale: as in ``span_attention``.
+    """
     first, *others = batches
     out = lse = None
     for rows, part, part_lse in kernel.forward(query, key, value, first, scale):
@@ -134,12 +139,15 @@ def _kernel_for(query: torch.Tensor):
 
 
 def _heads_first(x: torch.Tensor, rows: slice, mirrored: bool = False) -> torch.Tensor:
-    """Return the n rows ``rows`` of x [T, h, d] as [1, h, n, d]: a view, or for a mirrored span a reversed copy."""
+    """Return the n rows ``rows`` of x [T, h, d] as [1, h, n, d], in reverse order if ``mirrored``.
+
+    A mirrored span (spans.py ``Span``) is a causal one if its queries and keys are read in reverse.
+    """
     return _turned(x[rows], mirrored).transpose(0, 1)[None]
 
 
 def _turned(x: torch.Tensor, mirrored: bool, dim: int = 0) -> torch.Tensor:
-    """Return x, or for a mirrored span a copy of x in reverse order along ``dim``."""
+    """Return x, or if ``mirrored`` a copy of x in reverse order along ``dim``."""
     return x.flip(dim) if mirrored else x
 
 

@@ -1,13 +1,14 @@
-"""The layout of a micro-batch: segments laid end to end, a prompt that several samples share laid once.
+"""The layout of a micro-batch: the order of its samples' tokens, in which samples can share one copy of a prompt.
 
-A sample that shares no prompt is one segment: prompt and response. Samples that share a prompt are
-a segment of the prompt, followed by a segment for each response. A response's queries see the
-prompt's keys and its own, at positions that continue from the prompt. The prompt's last hidden
-state predicts the response's first token. So each sample's log-probs are the same as without
-sharing: attention gives it the same keys, and everything else is computed token by token.
+A segment is a run of tokens of one sequence, and the segments lie end to end. A sample that shares
+no prompt is one segment: prompt and response. Samples that share a prompt are a segment of the
+prompt, followed by a segment for each response. A response's queries see the prompt's keys and its
+own, at positions that continue from the prompt. The prompt's last hidden state predicts the
+response's first token. So each sample's log-probs are the same as without sharing: attention gives
+it the same keys, and everything else is computed token by token.
 
-A response's tokens are laid only up to the one before its last loss token, whose hidden state
-predicts that token. A response without such tokens has no segment.
+A response ends here with the token before its last loss token, since the hidden state of the former
+predicts the latter. A response that has no token left has no segment.
 """
 
 from __future__ import annotations
@@ -38,12 +39,15 @@ class SharedPrompt:
 class Layout:
     """Holds where the tokens of K samples lie in a micro-batch.
 
+    A segment is a run of tokens of one sequence: a whole sample, a shared prompt, or a response to
+    one.
+
     lengths: the number of tokens of each segment, pads included.
     offsets: the sequence position of each segment's first token: 0, or for a response to a shared
         prompt the number of the prompt's tokens.
     prompts: int64 [K], the index in the micro-batch of each sample's first prompt token.
-    responses: int64 [K], the index in the micro-batch of each sample's first response token;
-        without meaning if no response token is laid.
+    responses: int64 [K], the index in the micro-batch of each sample's first response token; not to
+        be read if the micro-batch has no token of the response.
     shared: the prompts that several samples share.
     """
 
@@ -57,7 +61,8 @@ class Layout:
     def of(cls, lengths: tuple[int, ...]) -> Layout:
         """Return the layout of sequences of these lengths, without shared prompts.
 
-        The field ``responses`` has no meaning in it.
+        It does not divide a sequence into prompt and response, so do not read its field
+        ``responses``.
         """
         starts = np.cumsum([0, *lengths])[:-1]
         return cls(lengths=lengths, offsets=(0,) * len(lengths), prompts=starts, responses=starts)
@@ -77,12 +82,12 @@ class Layout:
         return max(length + offset for length, offset in zip(self.lengths, self.offsets, strict=True))
 
     def squares(self, windows: tuple[int, ...]) -> float:
-        """Return the sum of l² over segments of l tokens, the measure of attention's cost.
+        """Return the sum of l² over sequences of l tokens, a measure of attention's cost (twice the query-key pairs).
 
-        A response of r tokens to a shared prompt of p tokens adds 2·p·r.
+        A response of r tokens to a shared prompt of p tokens counts r² + 2·p·r.
 
-        windows: the model's attention windows, which lower the result (planning/tokens.py
-            ``window_squares``).
+        windows: each layer's attention window in tokens, 0 for none. Windows lower the result
+            (planning/tokens.py ``window_squares``).
         """
         offsets = np.array(self.offsets)
         whole, prompts = (window_squares(x, windows) for x in (offsets + np.array(self.lengths), offsets))
@@ -95,7 +100,8 @@ class Layout:
     def spans(self, context: ContextShard = WHOLE) -> list[Span]:
         """Return the spans (query ranges with the key ranges that they see) of this context rank's queries.
 
-        Causal triangles come first, and each query is in exactly one triangle.
+        Causal triangles (spans in which query i sees keys 0 to i) come first. Each query is in
+        exactly one of them.
         """
         starts, spans = self.starts, causal_spans(self.lengths, context)
         for prompt in self.shared:
@@ -121,13 +127,14 @@ def lay_out(
 ) -> Layout:
     """Return the layout of K samples in their order, except that samples that share a prompt lie together.
 
-    prompt_tokens, response_tokens: int64 [K], the number of tokens to lay; a response may have
-        none.
+    prompt_tokens, response_tokens: int64 [K], the number of tokens of each prompt and of each
+        response; a response may have none.
     groups: int64 [K]; samples with equal numbers share their prompt. None if no sample shares a
         prompt.
-    pad_multiple: each segment is padded to a multiple of it.
-    row_multiple: the sum of all segments is padded to a multiple of it, by pads in the last
-        segment.
+    pad_multiple: the length of each segment (see ``Layout``) is padded to a multiple of this
+        number.
+    row_multiple: the length of the whole micro-batch is padded to a multiple of this number, by
+        pads in the last segment.
 
     Example: two samples of one group, with a prompt of 3 tokens and responses of 2 and 1, have
     segments of 3, 2 and 1 tokens. The responses begin at the indices 3 and 5.

@@ -39,8 +39,11 @@ SpansOf = Callable[[Layout, ContextShard, int], list[Span]]
 class KeySegments:
     """Describes which keys each segment's queries see, for a kernel that aligns each segment's last query and last key.
 
-    pieces: the lengths of the pieces into which the micro-batch's keys are split. A segment (a
-        sequence, or a shared prompt) is one piece. A shared prompt's pads are one more piece.
+    A segment is a run of tokens of one sequence (layout.py ``Layout``). The kernel takes gathered
+    keys: the keys that segment 0 sees, then those that segment 1 sees, and so on.
+
+    pieces: the lengths of the pieces into which the micro-batch's keys are split: one per segment,
+        and one more for the pads of a shared prompt.
     order: the indices of the pieces that each segment sees, segment after segment; None if each
         segment sees only its own piece.
     query_bounds, key_bounds: int32 [segments + 1], the index of each segment's first query, and of
@@ -57,7 +60,7 @@ class KeySegments:
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device) -> KeySegments:
-        """Return the description of a layout's segments, with its tensors on ``device``.
+        """Return the ``KeySegments`` of a layout, with its tensors on ``device``.
 
         Example: a prompt of 3 tokens with responses of 2 and 1 tokens has the pieces 3, 2, 1,
         gathered in the order 0, 0, 1, 0, 2. The segments' queries end at 3, 5, 6, and their keys at
@@ -101,14 +104,14 @@ class KeySegments:
     def attend(
         self, key: torch.Tensor, value: torch.Tensor, attention: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return ``attention(keys, values)`` of the gathered keys and values, which backward gathers again.
+        """Return ``attention(keys, values)`` of the gathered keys and values, which are not kept for backward.
 
         key, value: [T, g, d], before the gather.
         attention: a function of the gathered keys and values that returns the attention output.
 
-        A prompt of p tokens with n responses has (n + 1)·p rows in each gathered tensor. Kept for
-        backward in every layer, these tensors would outgrow all other activations. So only key and
-        value are kept.
+        A prompt of p tokens with n responses has (n + 1)·p rows in each gathered tensor. Kept in
+        every layer, these tensors would outgrow all other activations. So only key and value are
+        kept, and backward gathers them again.
         """
         gathered = self.gather(key), self.gather(value)
         if self.order is None:
@@ -128,17 +131,17 @@ class KeySegments:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Adds lengths on the host to Megatron-Core's packed-sequence parameters, so that attention never reads the device.
+    """Holds Megatron-Core's packed-sequence parameters, and the lengths on the host: attention never reads the device.
 
     layout: where the tokens of all sequences lie, over all context ranks.
     position_ids: int64 [T], the position of each of this rank's tokens in its sequence, for the
         rotary embedding.
     context: this rank among the context ranks that share the sequences.
-    segments: the keys that each segment sees, which Transformer Engine's attention takes instead of
-        sequence bounds (cu_seqlens) if samples may share one copy of their prompt. Otherwise None.
+    segments: the keys that each segment sees. Transformer Engine's attention takes them in place of
+        sequence bounds (cu_seqlens) if samples may share one copy of their prompt; None otherwise.
     shared: values that the first layer computes from the layout and later layers reuse (``once``).
-    angles: inverse frequencies [d / 2], and the tensors that the first layer's attention computed
-        from them for later layers. None before the first layer.
+    angles: (inverse frequencies [d / 2], tensors that the first layer's attention computes from
+        them for all layers). None before the first layer.
 
     For ``TorchAttention`` only:
 
@@ -160,8 +163,8 @@ class PackedSequences(PackedSeqParams):
         """Return the spans of a layer whose tokens see only a window or a chunk of ``tokens`` tokens.
 
         tokens: None if a token sees all earlier tokens of its sequence.
-        spans_of: ``windowed_spans`` or ``chunked_spans``; None if tokens is None. Layers with equal
-            arguments share the spans.
+        spans_of: ``windowed_spans`` or ``chunked_spans``, which computes the spans; None if tokens
+            is None. Layers with equal arguments get the same spans, computed once.
         """
         if tokens is None or tokens >= self.layout.longest:
             return self.spans
@@ -189,12 +192,13 @@ def pack(
     """Return packed-sequence parameters for sequences laid one after the other.
 
     layout: where the sequences' tokens lie.
-    for_transformer_engine: whether to give sequence bounds (cu_seqlens), which Transformer Engine's
-        kernels read, instead of spans. If Megatron-Core finds bounds and has no fused rotary
-        kernel, it asks the device for the lengths twice in every layer. Without bounds it applies
-        rotary angles token by token (model/rotary.py).
+    for_transformer_engine: True gives sequence bounds (cu_seqlens), which Transformer Engine's
+        kernels read; False gives spans.
     share_prompts: whether samples may share one copy of their prompt. Then Transformer Engine gets
         ``KeySegments``, since with bounds the positions of every segment would count from 0.
+
+    With bounds and without its fused rotary kernel, Megatron-Core asks the device for the lengths
+    twice in every layer. Without bounds it applies rotary angles token by token (model/rotary.py).
 
     Example: sequences of 2 and 3 tokens have the bounds [0, 2, 5], or one batch of two triangular
     spans.
@@ -227,8 +231,8 @@ def _bounds(lengths: tuple[int, ...], device: torch.device, context: ContextShar
 
     Under context parallelism Transformer Engine's FlashAttention asserts that padded bounds are
     given; FusedAttention makes them itself (2.3 to 2.20, context_parallel.py and backends.py). Here
-    no pad lies between sequences. One tensor for both kinds of bounds tells Transformer Engine so,
-    without a read from the device.
+    no pad lies between sequences, so the same tensor is given as plain and as padded bounds. This
+    shows Transformer Engine, without a read from the device, that there are no pads.
     """
     cu_seqlens = send(_bounds_of(lengths), device)
     fields: dict[str, object] = dict(
@@ -297,13 +301,13 @@ class TorchAttention(torch.nn.Module):
     """Computes causal attention over packed input: q [T, h, d], k [T, g, d] and v [T, g, e] → [T, h·e].
 
     A token sees itself and earlier tokens of its own sequence, within the layer's window
-    (``window_of``). The kernels take q, k and v of one width. So the narrower ones
-    (model/latent_attention.py) are padded with zeros, and the output is cut to v's width. The
-    constructor takes Megatron-Core's arguments of a core attention.
+    (``window_of``). The kernels need d = e. If they differ (model/latent_attention.py), the
+    narrower tensors are padded with zeros, and the output is cut to v's width. The constructor's
+    arguments are those of Megatron-Core's core attentions.
 
     softmax_offset: [h], attention sinks (model/gpt_oss.py); None without sinks.
-    inv_freq: float32 [d2 / 2], the inverse frequencies by which it rotates the first d2 ≤ d columns
-        of queries and keys. None if queries and keys come rotated already.
+    inv_freq: float32 [d2 / 2], the inverse frequencies by which the module rotates the first d2 ≤ d
+        columns of queries and keys. None if queries and keys come rotated already.
     """
 
     inv_freq: torch.Tensor | None = None

@@ -30,6 +30,7 @@ from megatron_rl.distributed.platform import send
 class ContextShard:
     """Describes this rank among the context-parallel ranks that share each sequence.
 
+    rank, size: this rank's number among them, and how many they are.
     group: None if this rank holds the sequences whole.
     """
 
@@ -90,11 +91,15 @@ class Span(NamedTuple):
 
 
 def own_parts(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> Iterator[tuple[int, int, int, int]]:
-    """Yield four numbers for each contiguous piece of this rank's tokens.
+    """Yield (segment, query, first, count) for each contiguous piece of this rank's tokens.
 
-    They are the segment's index, the index of the piece's first token among this rank's tokens,
-    that token's index in the segment, and the number of tokens. Without context parallelism a
-    segment is one piece. With it, two of the segment's 2·CP chunks are pieces of this rank.
+    segment: the index of the piece's segment in ``lengths``.
+    query: the index of the piece's first token among this rank's tokens.
+    first: that token's index in the segment.
+    count: the number of tokens.
+
+    Without context parallelism a segment is one piece. With it, two of the segment's 2·CP chunks
+    are pieces of this rank.
     """
     start = 0
     for segment, length in enumerate(lengths):
@@ -107,7 +112,8 @@ def own_parts(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> Iterat
 def causal_spans(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> list[Span]:
     """Return the spans of this context rank's queries, for sequences of ``lengths`` tokens laid one after the other.
 
-    Causal triangles come first, and each query is in exactly one triangle.
+    Causal triangles (spans in which query i sees keys 0 to i) come first. Each query is in exactly
+    one of them.
 
     Example: one sequence of 8 tokens on rank 1 of 2, which holds chunks 1 and 2, of two tokens
     each. The chunks' triangles are Span(0, 2, 2, 2, True) and Span(2, 2, 4, 2, True). Span(0, 2, 0,
@@ -123,9 +129,9 @@ def causal_spans(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> lis
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SpanBatch:
-    """Holds spans of one kind, of which no two share a query, so that one call of a variable-length kernel takes all.
+    """Holds spans with the same ``causal`` and ``mirrored``, and no query in common, for one call of a kernel.
 
-    The tensors are for that kernel, and None on a CPU:
+    The tensors are for a kernel of variable lengths, and None on a CPU:
 
     query_rows, key_rows: int64, the indices of the spans' queries and keys, one span after the
         other. None also if they are all tokens in order.
@@ -149,7 +155,9 @@ class SpanBatch:
 
 
 def batch_spans(spans: Iterable[Span], num_queries: int, num_keys: int, device: torch.device) -> tuple[SpanBatch, ...]:
-    """Return the spans in few batches, in order, with each batch's index tensors on ``device``.
+    """Return the spans in batches, each with its index tensors on ``device``.
+
+    A span goes to the first batch that can take it (``SpanBatch`` says which can).
 
     num_queries: the number of this rank's tokens.
     num_keys: the number of the micro-batch's tokens, over all context ranks.

@@ -1,9 +1,9 @@
 """Spans of sliding-window attention: a token sees itself and the ``window - 1`` tokens before it in its sequence.
 
 A span is a range of queries with the range of keys that they see. The queries are split in blocks
-of the window's length. Within a block they see each other by a causal triangle. They see the keys
-before the block by a rectangle and a mirrored triangle, since later queries see fewer of the
-earliest keys. So kernels compute only the pairs within the window, and no mask tensor is made.
+of the window's length. A block's queries see the block's own keys by a causal triangle. They see
+the keys before the block by a rectangle and a mirrored triangle, since later queries see fewer of
+the earliest keys. So kernels compute only the pairs within the window, and no mask tensor is made.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from megatron_rl.model.attention.spans import ContextShard, Span, own_parts
 def windowed_spans(layout: Layout, context: ContextShard, window: int) -> list[Span]:
     """Return the spans of this context rank's queries in a layer with a sliding window.
 
-    Causal triangles come first, and each query is in exactly one triangle.
+    Causal triangles (spans in which query i sees keys 0 to i) come first. Each query is in exactly
+    one of them.
 
     window: the number of tokens that a token sees, itself included; at least 1.
 
@@ -49,10 +50,10 @@ def _seen_before(query: int, count: int, position: int, key: int, num_keys: int,
     position: the number of sequence positions from the first key to the first query.
     key, num_keys: the first key's index in the micro-batch, and the number of keys.
 
-    Query i of the block sees keys j ≥ i + below; ``below`` is the number of keys before the first
-    query's window.
+    Query i of the block sees the keys j > i + position − window; i counts from the block's first
+    query, and j from the first key.
     """
-    below = position - window + 1
+    below = position - window + 1  # the number of keys before the first query's window
     # the first queries see every key
     whole = min(max(1 - below, 0), count)
     if whole and num_keys:

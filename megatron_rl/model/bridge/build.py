@@ -1,4 +1,4 @@
-"""Chunks of a model that Megatron-Bridge's provider builds, with the layers that packing and shared prompts need.
+"""The GPTModels that Megatron-Bridge's provider builds, with layers that take packed sequences and shared prompts.
 
 The provider builds Megatron-Core's GPTModel and adds its family's changes (Gemma scales its
 embeddings). This module sets the fields that the token-sum loss needs, the parallel sizes and the
@@ -51,7 +51,7 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 def norm_of(config: TransformerConfig) -> type[torch.nn.Module]:
-    """Return the norm class for torch's layers that a provider's config asks for.
+    """Return the norm class that a provider's config asks for; only layers of torch's modules use it.
 
     The config's fields ``normalization`` and ``layernorm_zero_centered_gamma`` decide.
     """
@@ -61,10 +61,10 @@ def norm_of(config: TransformerConfig) -> type[torch.nn.Module]:
 
 
 def bridged_config(shape: ModelShape, hf_config: Any, settings: ModelSettings, topology: Topology) -> TransformerConfig:
-    """Return Megatron-Bridge's provider, which is a TransformerConfig, with all fields set.
+    """Return Megatron-Bridge's provider of a model, which is a TransformerConfig, with all fields set.
 
-    This function sets the fields that the token-sum loss and the topology need, and the user's
-    ``megatron.transformer``. Raises ConfigError if Megatron-Core refuses the fields.
+    Some fields are set as the token-sum loss and the topology need, some to the values of the
+    user's ``megatron.transformer``. Raises ConfigError if Megatron-Core refuses the fields.
     """
     provider, _ = read_provider(hf_config)
     extra = users_fields(settings.megatron.transformer, lora_rank=settings.lora.rank)
@@ -108,9 +108,10 @@ def bridged_config(shape: ModelShape, hf_config: Any, settings: ModelSettings, t
 
 
 def put_norms(spec: TransformerBlockSubmodules, config: TransformerConfig, layer_spec: str) -> None:
-    """Put the norm class of ``config`` into the spec of torch's layers, in place.
+    """Put the norm class that ``config`` asks for (``norm_of``) into a block's spec, in place.
 
-    Transformer Engine's layers are left as they are, since they read the config themselves.
+    layer_spec: "torch", or "transformer_engine", whose spec stays as it is: its modules read the
+        config themselves.
     """
     if layer_spec != "torch":
         return
@@ -152,6 +153,7 @@ class BridgeProvider:
         """Return one chunk of a pipeline stage, built by Megatron-Bridge's provider ``transformer``.
 
         spec: the spec of the chunk's layers; its norms are replaced.
+        first, last, number: as in ``Provider.chunk`` of model/build.py.
 
         Raises ConfigError if the provider builds no GPTModel.
         """

@@ -1,9 +1,9 @@
-"""The conversion of a family of NVIDIA's Megatron-Bridge: its provider to a ModelShape, its mapping to entries.
+"""The conversion of Megatron-Bridge's description of a model family: provider to ModelShape, mapping to ``Entry``.
 
 A provider is Megatron-Bridge's configuration of a model, which also builds the model. A mapping
-gives each Megatron parameter its Hugging Face tensors. Read in megatron-bridge 0.6.2
-(``models/conversion/auto_bridge.py``, ``mapping_registry.py``, ``param_mapping.py``,
-``models/gpt_provider.py``) beside megatron-core 0.19.2.
+gives each Megatron parameter its Hugging Face tensors, as an ``Entry`` (weights/entry.py) does
+here. Read in megatron-bridge 0.6.2 (``models/conversion/auto_bridge.py``, ``mapping_registry.py``,
+``param_mapping.py``, ``models/gpt_provider.py``) beside megatron-core 0.19.2.
 
 A family is accepted if its layers are Megatron-Core's plain GPT layers. The layers built here
 differ from these only in attention's kernel. Any other family is refused with the reason.
@@ -130,7 +130,7 @@ def refuse_other_layers(provider: Any, family: str) -> None:
 
 
 def refuse_other_angles(hf_config: Any) -> None:
-    """Raise ConfigError for a rotary scaling that is not in ``ROTARY``, or for rotary parameters by kind of layer."""
+    """Raise ConfigError if the config's ``rope_type`` is not in ``ROTARY``, or if each kind of layer has its own."""
     kind = hf_config.rope_parameters.get("rope_type")
     if kind not in ROTARY:
         raise ConfigError(
@@ -142,7 +142,8 @@ def bridged_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int) -> Mo
     """Return the shape that Megatron-Bridge's provider gives a Hugging Face config, and add its family to FAMILIES.
 
     model/hf_config.py ``read_shape`` describes the arguments. Raises ConfigError as
-    ``read_provider`` does, and for a mapping with a layout that weights/entry.py lacks.
+    ``read_provider`` does, and if no ``Layout`` of weights/entry.py describes a parameter's
+    mapping.
     """
     provider, registry = read_provider(hf_config)
     refuse_other_angles(hf_config)
@@ -171,8 +172,8 @@ def bridged_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int) -> Mo
 def _family(provider: Any, registry: Any, model_type: str, layer_spec: str, *, tied: bool) -> Family:
     """Return the ``Family`` of a provider's model, with one entry per layer parameter from Megatron-Bridge's mapping.
 
-    Raises ConfigError if the mapping names other Hugging Face tensors for embedding, final norm or
-    head than are read here.
+    Raises ConfigError if the mapping gives the embedding, the final norm or the head another
+    Hugging Face name than this package reads.
     """
     names = _parameters(provider, fused=layer_spec == "transformer_engine")
     entries = tuple(
@@ -229,9 +230,9 @@ def _entry(registry: Any, name: str, kind: str, model_type: str, *, gated: bool)
     kind: the parameter's split over tensor ranks, "rows", "columns" or "whole".
     gated: whether the MLP has a gate.
 
-    The class of Megatron-Bridge's mapping decides the layout. Megatron-Bridge lays out q, k, v and
+    The class of the parameter's mapping decides the layout. Megatron-Bridge lays out q, k, v and
     gate, up as this package does (tests/bridge_oracle.py, tests/bridge). Raises ConfigError for a
-    mapping whose layout is not known here.
+    mapping whose layout this package cannot read.
     """
     from megatron.bridge.models.conversion import param_mapping
 

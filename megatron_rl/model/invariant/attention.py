@@ -2,11 +2,11 @@
 
 A query reads its keys in blocks of ``KEY_BLOCK`` positions, in order, from its sequence's first
 position. It keeps a running maximum and sum (the online softmax of Milakov and Gimelshein, 2018,
-arXiv:1805.02867). Every product has the same shape: ``ITEMS`` items, each of ``QUERIES`` queries of
-one sequence and one block of keys, filled up if there are fewer. A block that a query does not see
-multiplies the query's sums by exactly 1 and adds exactly 0. Products are in float32. The flash
-kernel (model/attention/flash.py) computes the gradient, from the output and log-sum-exps of this
-forward.
+arXiv:1805.02867). Every matrix product has one shape, that of ``ITEMS`` items. An item is
+``QUERIES`` queries of one sequence with one block of keys, and dummies stand for missing ones. A
+block that a query does not see multiplies the query's sums by exactly 1 and adds exactly 0.
+Products are in float32. The flash kernel (model/attention/flash.py) computes the gradient, from the
+output and log-sum-exps of this forward.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ def attend(
 
 
 def _grouped(x: torch.Tensor) -> torch.Tensor:
-    """Return queries as [ITEMS · g, (h / g) · QUERIES, d], for a batched product with the keys of each group.
+    """Return queries as [ITEMS · g, (h / g) · QUERIES, d], for a batched product with the keys of each key head.
 
-    x: [ITEMS, QUERIES, g, h / g, d]: ITEMS blocks of QUERIES tokens, with h heads in g groups.
+    x: [ITEMS, QUERIES, g, h / g, d]: ITEMS times QUERIES tokens, with h query heads that share g
+        key heads.
     """
     return x.permute(0, 2, 3, 1, 4).reshape(x.shape[0] * x.shape[2], -1, x.shape[-1])
 
@@ -61,12 +62,13 @@ def _grouped(x: torch.Tensor) -> torch.Tensor:
 def _one_product(
     q: torch.Tensor, limit: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float32 outputs [ITEMS · g, M, d] and log-sum-exps [ITEMS · g, M] of q [ITEMS · g, M, d].
+    """Return float32 outputs [ITEMS · g, M, d] and log-sum-exps [ITEMS · g, M] of queries q [ITEMS · g, M, d].
 
-    M is (h / g) · QUERIES: the queries of an item, for each query head of one key head's group.
-
+    q: from ``_grouped``, so M is (h / g) · QUERIES for h query heads and g key heads.
     limit: int64 [ITEMS · g, M, 1], the number of keys that each query sees.
-    keys: int64 [ITEMS, blocks · KEY_BLOCK], each item's rows of ``key`` and ``value``.
+    key, value: [K, g, d], the whole tensors.
+    keys: int64 [ITEMS, blocks · KEY_BLOCK], the rows of ``key`` and ``value`` that each item may
+        see.
     """
     groups = key.shape[1]
     highest = q.new_full(q.shape[:2], -torch.inf)
@@ -117,7 +119,7 @@ class Cache:
         return held
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Copy the rows ``source`` to the rows ``target`` in every layer."""
+        """Copy the rows ``source`` [n] to the rows ``target`` [n] in the keys and values of every layer."""
         for held in self.layers.values():
             for memory in held:
                 memory[torch.from_numpy(target)] = memory[torch.from_numpy(source)]
@@ -138,10 +140,11 @@ class CachedSequences(PackedSequences):
 
     @classmethod
     def of(cls, cache: Cache, parts: Sequence[tuple[np.ndarray, int, np.ndarray]]) -> CachedSequences:
-        """Return the description of the next tokens of several sequences.
+        """Return the ``CachedSequences`` of the next tokens of several sequences.
 
-        parts: for each sequence its rows of the query tensor, its first query's position, and its
-            rows of the cache in the order of positions.
+        parts: a triple for each sequence: the new tokens' rows of the query tensor, the first one's
+            position, and the sequence's rows of the cache, position by position, new tokens
+            included.
         """
         positions = np.concatenate([first + np.arange(len(rows)) for rows, first, _ in parts])
         written = np.concatenate([keys[first : first + len(rows)] for rows, first, keys in parts])

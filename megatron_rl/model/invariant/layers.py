@@ -33,7 +33,7 @@ class InvariantNorm(torch.nn.Module):
 
 
 def _product(input, weight, bias=None, *, allreduce_dgrad=False, tp_group=None, **_) -> torch.Tensor:
-    """Return input times the transpose of ``weight``, plus ``bias``, row-invariantly.
+    """Return input times the transpose of ``weight``, plus ``bias``; a row's result has the same bits in any batch.
 
     The arguments are those that ColumnParallelLinear passes to its product (Megatron-Core 0.16.1
     ``layers.py``).
@@ -45,12 +45,13 @@ def _product(input, weight, bias=None, *, allreduce_dgrad=False, tp_group=None, 
 
 
 class InvariantColumnLinear(ColumnParallelLinear):
-    """Computes a row-invariant linear layer whose output is split over tensor ranks.
+    """Computes a linear layer whose output is split over tensor ranks; a row's result has the same bits in any batch.
 
     A whole model may compute in place of several tensor ranks (``compute_for_ranks``). Then:
 
     shards: each rank's rows of the weight; () otherwise.
-    order: int64, each output's index among the shards' concatenated outputs.
+    order: int64, the index of each of the layer's outputs in the concatenated outputs of the
+        shards.
     """
 
     shards: tuple[torch.Tensor, ...] = ()
@@ -64,7 +65,7 @@ class InvariantColumnLinear(ColumnParallelLinear):
 
 
 class InvariantRowLinear(RowParallelLinear):
-    """Computes a row-invariant linear layer whose input is split over tensor ranks.
+    """Computes a linear layer whose input is split over tensor ranks; a row's result has the same bits in any batch.
 
     The ranks' products are added up in the order of the ranks.
 
@@ -83,7 +84,7 @@ class InvariantRowLinear(RowParallelLinear):
 
 
 def invariant_block_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
-    """Return the spec of a block of ``num_layers`` dense layers with row-invariant modules."""
+    """Return the spec of ``num_layers`` dense layers with which a row's result has the same bits in any batch."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = InvariantNorm
     layer.submodules.mlp = mlp_spec(MLP, InvariantColumnLinear, InvariantRowLinear)
@@ -107,11 +108,11 @@ def give_angles(model: GPTModel, frequencies: torch.Tensor) -> None:
 
 
 def compute_for_ranks(model: GPTModel, ranks: int) -> None:
-    """Make a whole model compute the same bits as ``ranks`` tensor ranks would compute together.
+    """Make an unsplit model compute the same bits as ``ranks`` tensor ranks would compute together.
 
-    Call it after the weights are loaded, since it copies them. A product's order of summation may
-    depend on its width, so each rank's shard is multiplied separately. A rank's shard of an MLP's
-    first linear holds some of the gate's rows and some of up's rows. No gradient passes through.
+    Each rank's shard of a weight is multiplied separately, since a product's order of summation may
+    depend on its width. In an MLP's first linear a shard has some of the gate's rows and some of
+    up's. The shards are copies without a gradient, so call this after the weights are loaded.
     """
     if ranks == 1:
         return

@@ -44,9 +44,9 @@ def in_blocks(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor)
 
 
 def elementwise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Return function(x) in the shape of x, for a function of single elements.
+    """Return function(x) in the shape of x; an element's result does not depend on its place in x.
 
-    The function is called on pieces that fill whole vector registers.
+    The function acts on single elements. It is called on pieces that fill whole vector registers.
     """
     flat = aligned(x).view(-1)
     result = torch.empty_like(flat)
@@ -62,7 +62,10 @@ def elementwise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tenso
 
 
 def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return x [R, K] times the transpose of weight [N, K]; no gradient passes through."""
+    """Return x [R, K] times the transpose of weight [N, K]; a row's result has the same bits in any batch.
+
+    No gradient passes through.
+    """
     weight = aligned(weight).t()
     return in_blocks(lambda block: block @ weight, x)
 
@@ -86,7 +89,9 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return x [..., K] times the transpose of weight [N, K], [..., N], row-invariantly.
+    """Return x [..., K] times the transpose of weight [N, K], as [..., N].
+
+    A row's result has the same bits in any batch.
 
     group: the ranks over which backward sums the gradient of x; None if it sums nothing.
     """
@@ -116,7 +121,7 @@ class _RankSum(torch.autograd.Function):
 
 
 def rank_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum of x over a group's ranks, added up in their order.
+    """Return the sum of x over a group's ranks, added up in the order of the ranks.
 
     Backward passes the sum's gradient to every rank unchanged.
     """
@@ -136,7 +141,10 @@ class _Silu(torch.autograd.Function):
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """Return x · sigmoid(x), row-invariantly; the gradient is torch's ordinary one."""
+    """Return x · sigmoid(x); an element's result does not depend on its place in x.
+
+    The gradient is torch's ordinary one.
+    """
     return _Silu.apply(x)
 
 
@@ -170,7 +178,7 @@ class _Norm(torch.autograd.Function):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return weight [H] · x [..., H] / √(mean of x² + eps), row-invariantly.
+    """Return weight [H] · x [..., H] / √(mean of x² + eps); a row's result has the same bits in any batch.
 
     The quotient is computed in float32 and cast to x's dtype before the product with the weight.
     """

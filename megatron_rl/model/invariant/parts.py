@@ -24,7 +24,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 
 
 class InvariantParts:
-    """Gives row-invariant versions of torch's layers; implements ``Parts`` of model/parts.py."""
+    """Gives modules with which a row's result has the same bits in any batch.
+
+    It implements ``Parts`` of model/parts.py.
+    """
 
     layer_spec = "torch"
     logprob_kernel = "invariant"

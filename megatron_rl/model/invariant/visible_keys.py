@@ -23,8 +23,8 @@ ITEMS = 16  # items of one product
 class Sight:
     """Describes which rows of the key tensor each query sees.
 
-    The queries come in I items, each of QUERIES queries of one sequence. I is a multiple of ITEMS.
-    Missing queries are filled up by dummies.
+    The queries are divided into I items, each of QUERIES queries of one sequence. Dummies fill up
+    an item with fewer queries, and make I a multiple of ITEMS.
 
     queries: int64 [I, QUERIES], rows of the query tensor; 0 for a dummy.
     real: bool [I, QUERIES], False for a dummy.
@@ -43,10 +43,10 @@ class Sight:
 
     @classmethod
     def of(cls, parts: Iterable[tuple[np.ndarray, int, np.ndarray]]) -> Sight:
-        """Return the description of sequences in which the query at position p sees the keys of positions 0 to p.
+        """Return the ``Sight`` of sequences in which the query at position p sees the keys of positions 0 to p.
 
-        parts: for each sequence its rows of the query tensor, its first query's position, and its
-            rows of the key tensor in the order of positions.
+        parts: a triple for each sequence: its rows of the query tensor, the position of its first
+            query, and its rows of the key tensor, position by position.
         """
         items: list[tuple[np.ndarray, np.ndarray, int]] = []
         sequences: list[np.ndarray] = []
@@ -71,8 +71,8 @@ class Sight:
         """Return the rows of the key tensor that the items of the slice ``part`` may see, in the order of positions.
 
         The result is int64 [items, blocks · KEY_BLOCK], with 0 after the last key that an item
-        sees. Call the method for one product at a time: the rows of all items would number about
-        queries times keys.
+        sees. Call the method for the items of one product at a time: for all items the result would
+        be about as large as queries times keys.
         """
         last = self.seen[part].amax(1, keepdim=True)
         width = -(-int(last.max()) // KEY_BLOCK) * KEY_BLOCK
@@ -82,7 +82,7 @@ class Sight:
 
     @classmethod
     def of_layout(cls, layout: Layout) -> Sight:
-        """Return the description of a packed micro-batch.
+        """Return the ``Sight`` of a packed micro-batch.
 
         A response to a shared prompt sees the prompt's keys, then its own.
         """

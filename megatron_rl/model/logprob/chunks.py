@@ -39,7 +39,8 @@ TILE_TOKENS = 128  # rows of a matrix product's tile on a GPU
 def bytes_per_logit(kernel: Kernel, size: int) -> int:
     """Return the number of bytes that a chunk's buffers take per logit.
 
-    size: the bytes of one element of the hidden states, whose dtype the matrix product has.
+    size: the number of bytes of one element of the hidden states, and so of a logit that the matrix
+        product returns.
     """
     if kernel == "triton":
         return size
@@ -49,7 +50,8 @@ def bytes_per_logit(kernel: Kernel, size: int) -> int:
 def default_chunk_tokens(device_type: str, columns: int, kernel: Kernel, size: int) -> int:
     """Return the number of tokens in one chunk of ``linear_logprob``, on a device of ``device_type``.
 
-    columns: V/TP, this tensor rank's columns. size: bytes of an element of the hidden states.
+    columns: V/TP, this tensor rank's columns.
+    size: the number of bytes of one element of the hidden states.
     """
     if device_type == "cpu":
         return CPU_CHUNK_TOKENS
@@ -85,12 +87,19 @@ def check_kernel(kernel: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """Holds the settings, apart from tensors, that linear_logprob's forward and backward share."""
+    """Holds the settings, apart from tensors, that ``linear_logprob``'s forward and backward share.
+
+    start: this rank's first column of the vocabulary.
+    num_valid: the number of this rank's columns that are not pads.
+    group: the tensor ranks; None if this rank has the whole vocabulary.
+
+    The other fields are the arguments of ``linear_logprob`` (linear.py) with the same names.
+    """
 
     temperature: float
-    start: int  # this rank's first column
-    num_valid: int  # number of this rank's columns that are not pads
-    group: dist.ProcessGroup | None  # None if this rank has the whole vocabulary
+    start: int
+    num_valid: int
+    group: dist.ProcessGroup | None
     train_entropy: bool
     reduce_hidden_grad: bool
     into_main_grad: bool
@@ -132,7 +141,7 @@ def own_columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int
 
 
 class Chunks:
-    """Combines softmax statistics over the tensor ranks that share the vocabulary.
+    """Combines each row's softmax maximum and sums over the tensor ranks that split the vocabulary.
 
     Each kernel's subclass adds ``statistics`` and ``gradient``, which compute on one chunk of
     logits.
@@ -141,10 +150,11 @@ class Chunks:
     head: Head
 
     def combined(self, peak: torch.Tensor, stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each row's maximum [N] and sums [3, N] over all tensor ranks. A collective.
+        """Return each row's maximum m [N] and sums [3, N] over all tensor ranks. A collective.
 
-        peak, stats: this rank's maximum and sums, as kernels.py ``statistics`` defines them; they
-            are overwritten.
+        The sums are Σ e^{x−m}, Σ (x−m) e^{x−m} and the target's x, with x = logits / temperature.
+
+        peak, stats: the maximum and the sums over this rank's columns; they are overwritten.
         """
         own_peak = peak.clone()
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=self.head.group)
@@ -164,9 +174,9 @@ class Chunks:
 class TorchChunks(Chunks):
     """Computes on chunks of logits by torch's operations, in two float32 buffers and one of hidden's dtype.
 
-    ``product`` holds the logits in hidden's dtype, ``x`` the logits over the temperature, and ``e``
-    exponentials. ``product`` and ``x`` are one tensor if hidden is float32. ``e`` and ``x`` are one
-    tensor in a backward without an entropy gradient.
+    The buffer ``product`` holds the logits in hidden's dtype, ``x`` the logits divided by the
+    temperature, and ``e`` their exponentials. If hidden is float32, ``product`` and ``x`` are one
+    tensor. In a backward without an entropy gradient, ``e`` and ``x`` are one.
     """
 
     def __init__(self, head: Head, hidden: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> None:
@@ -187,7 +197,14 @@ class TorchChunks(Chunks):
         return x if self.head.temperature == 1.0 else x.div_(self.head.temperature)
 
     def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
-        """Fill ``peak`` [r] and ``stats`` [3, r] of one chunk's r rows, as kernels.py ``statistics`` does."""
+        """Fill ``peak`` [r] with the maximum m of each of a chunk's r rows, and ``stats`` [3, r] with three sums.
+
+        The sums are Σ e^{x−m}, Σ (x−m) e^{x−m} and the target's x, with x = logits / temperature.
+
+        rows: the chunk's rows of the hidden states.
+        column: int64 [r], the target's column; −1 if another tensor rank has it, and then ``stats``
+            gets 0 for its x.
+        """
         x = self.scaled_logits(rows)
         stats[2] = x.gather(1, column.clamp(min=0)[:, None])[:, 0].masked_fill_(column < 0, 0)
         # clamped to the lowest float: if a rank's logits are all masked, −inf − (−inf) would be NaN
@@ -208,7 +225,11 @@ class TorchChunks(Chunks):
     ) -> torch.Tensor:
         """Return the gradient [r, columns] of the logits of one chunk's r rows, in hidden's dtype, in a reused buffer.
 
-        The other arguments are [r]; kernels.py ``turn_into_gradient`` describes them.
+        rows: the chunk's rows of the hidden states.
+        column: int64 [r], the target's column; −1 if another tensor rank has it.
+        log_z, entropy: [r], in nats, over all tensor ranks.
+        at_logprob, at_entropy: [r], the gradients of log-prob and entropy, divided by the
+            temperature.
         """
         x = self.scaled_logits(rows).sub_(log_z[:, None])
         e = torch.exp(x, out=self.e[: x.shape[0]])
@@ -241,7 +262,14 @@ class TritonChunks(Chunks):
         return torch.mm(hidden, self.weight.t(), out=self.product[: hidden.shape[0]])
 
     def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
-        """Fill ``peak`` [r] and ``stats`` [3, r] of one chunk's r rows, as kernels.py ``statistics`` does."""
+        """Fill ``peak`` [r] with the maximum m of each of a chunk's r rows, and ``stats`` [3, r] with three sums.
+
+        The sums are Σ e^{x−m}, Σ (x−m) e^{x−m} and the target's x, with x = logits / temperature.
+
+        rows: the chunk's rows of the hidden states.
+        column: int64 [r], the target's column; −1 if another tensor rank has it, and then ``stats``
+            gets 0 for its x.
+        """
         self.kernels.statistics(self.logits(rows), column, peak, stats, **self.numbers)
 
     def gradient(
@@ -255,7 +283,11 @@ class TritonChunks(Chunks):
     ) -> torch.Tensor:
         """Return the gradient [r, columns] of the logits of one chunk's r rows, in hidden's dtype, in a reused buffer.
 
-        The other arguments are [r]; kernels.py ``turn_into_gradient`` describes them.
+        rows: the chunk's rows of the hidden states.
+        column: int64 [r], the target's column; −1 if another tensor rank has it.
+        log_z, entropy: [r], in nats, over all tensor ranks.
+        at_logprob, at_entropy: [r], the gradients of log-prob and entropy, divided by the
+            temperature.
         """
         logits = self.logits(rows)
         trained = at_entropy if self.head.train_entropy else None

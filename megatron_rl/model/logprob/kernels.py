@@ -123,7 +123,7 @@ def statistics(
 
     logits:     [N, columns] in any float dtype, without pads; each row is contiguous.
     own_column: int64 [N], the target's column; −1 if another tensor rank has it.
-    peak:       [N] float32 (float64 for float64 logits), not below the lowest finite number.
+    peak:       [N] float32 (float64 for float64 logits); finite, even if a row's logits are all −inf.
     stats:      [3, N] in peak's dtype: Σ e^{x−m}, Σ (x−m) e^{x−m}, and the target's x, or 0 if another
                 tensor rank has the target.
     underflow:  a finite number at and below which e^x is 0. Lower x−m, also −inf, are raised to it,
@@ -160,7 +160,7 @@ def turn_into_gradient(
 ) -> None:
     """Replace a chunk's logits by their gradient, in place; they are read once and written once.
 
-    logits, own_column, underflow: as in ``statistics``.
+    logits, own_column, temperature, underflow: as in ``statistics``.
     log_z, entropy: [N], in nats, over all tensor ranks.
     at_logprob: [N], the gradient of the log-prob, divided by the temperature.
     at_entropy: [N], the gradient of the entropy, divided by the temperature; None if there is none.

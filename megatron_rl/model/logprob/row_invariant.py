@@ -1,9 +1,9 @@
 """Log-probs under ``rollout.bitwise``: a row has the same bits in any batch, in the trainer and in the engine.
 
-The trainer's kernel "invariant" computes on blocks of ``BLOCK_ROWS`` rows of logits. The rollout
-engine has the whole model and the logits of one sampling step. ``rank_logits`` and ``rank_logprob``
-give it the bits that the trainer's tensor ranks compute together. The operations are from
-model/invariant/operations.py.
+The trainer's kernel "invariant" computes on blocks of ``BLOCK_ROWS`` rows of logits, on each tensor
+rank's columns. The rollout engine has the whole model. By ``rank_logits`` and ``rank_logprob`` it
+computes from a sampling step's logits the same bits as the trainer's tensor ranks. The operations
+are from model/invariant/operations.py.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ from megatron_rl.model.logprob.chunks import UNDERFLOW, TorchChunks, own_columns
 class InvariantChunks(TorchChunks):
     """Computes on chunks of logits; the forward goes by blocks of rows, so that a row has the same bits in any batch.
 
-    The gradient is computed on whole chunks, as in TorchChunks.
+    The gradient is computed on whole chunks, by the method of TorchChunks.
     """
 
     def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
-        """Fill ``peak`` [r] and ``stats`` [3, r] of one chunk's r rows, in blocks of ``BLOCK_ROWS`` rows.
+        """Fill ``peak`` [r] with the maximum m of each of a chunk's r rows, and ``stats`` [3, r] with three sums.
 
-        kernels.py ``statistics`` defines peak and stats.
+        The sums are Σ e^{x−m}, Σ (x−m) e^{x−m} and the target's x, with x = logits / temperature,
+        computed on blocks of ``BLOCK_ROWS`` rows.
+
+        rows: the chunk's rows of the hidden states.
+        column: int64 [r], the target's column; −1 if another tensor rank has it, and then ``stats``
+            gets 0 for its x.
         """
         hidden, weight = aligned(self.hidden[rows]), aligned(self.weight).t()
         for start in range(0, len(hidden), BLOCK_ROWS):
@@ -36,7 +41,8 @@ class InvariantChunks(TorchChunks):
     def combined(self, peak: torch.Tensor, stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each row's maximum [N] and sums [3, N] over all tensor ranks, added up in the order of the ranks.
 
-        peak, stats: this rank's maximum and sums.
+        peak, stats: the maximum and the sums over this rank's columns, as ``block_statistics``
+            computes them.
 
         A collective.
         """
@@ -52,11 +58,14 @@ class InvariantChunks(TorchChunks):
 def block_statistics(
     logits: torch.Tensor, temperature: float, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor
 ) -> None:
-    """Fill ``peak`` [r] and ``stats`` [3, r] of the first r rows of ``logits`` [BLOCK_ROWS, V], row-invariantly.
+    """Fill ``peak`` [r] with the maximum m of each of the first r rows of ``logits``, and ``stats`` [3, r] with sums.
 
-    column: int64 [r], the target's column; −1 if another tensor rank has it.
+    The sums are Σ e^{x−m}, Σ (x−m) e^{x−m} and the target's x, with x = logits / temperature. They
+    have the same bits in any batch.
 
-    kernels.py ``statistics`` defines peak and stats.
+    logits: [BLOCK_ROWS, V].
+    column: int64 [r], the target's column; −1 if another tensor rank has it, and then ``stats``
+        gets 0 for its x.
     """
     x, count = logits.to(peak.dtype) / temperature, len(peak)
     stats[2] = x[:count].gather(1, column.clamp(min=0)[:, None])[:, 0].masked_fill_(column < 0, 0)
@@ -70,7 +79,7 @@ def block_statistics(
 def combine_in_order(ranks: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's maximum [N] and sums [3, N] over all tensor ranks, added up in the order of the ranks.
 
-    ranks: each rank's own maximum [N] and sums [3, N].
+    ranks: each rank's own maximum [N] and sums [3, N], as ``block_statistics`` computes them.
     """
     if len(ranks) == 1:
         return ranks[0]

@@ -1,1 +1,1 @@
-"""LoRA adapters: their layers, and functions that add, fill, turn off and merge a model's adapters."""
+"""LoRA adapters: their layers, and functions that add, load, turn off and merge a model's adapters."""

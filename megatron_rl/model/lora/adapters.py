@@ -1,4 +1,4 @@
-"""Functions that add, initialise, fill, turn off and merge all LoRA adapters of a model.
+"""Functions that add, initialise, load, turn off and merge all LoRA adapters of a model.
 
 model/lora/layer.py has the adapter of one linear layer.
 """
@@ -68,8 +68,8 @@ def _put_beside(
 ) -> None:
     """Add adapter modules to a block, beside its linear layer ``name``, and add their outputs to the linear's output.
 
-    weights: the entry of the linear's weight; for a grouped linear, the entries of the weights of
-        all experts of this rank.
+    weights: the ``Entry`` (weights/entry.py) of the linear's weight; for a grouped linear, the
+        entries of the weights of all experts of this rank.
     """
     linear = block.get_submodule(name)
     adapters = [Adapter(linear, weight, shape, topology) for weight in weights]
@@ -162,7 +162,7 @@ def _check_place(shape: ModelShape, overlaps: bool) -> None:
 
 
 class _Start:
-    """Reads the values of untrained adapters, as a ``WeightReader`` reads a file's: random numbers for A, zeros for B.
+    """Gives the values of untrained adapters by the methods of ``WeightReader``: random numbers for A, zeros for B.
 
     A is drawn whole on the host, and the wanted slice of it is returned.
     """

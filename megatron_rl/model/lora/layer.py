@@ -25,9 +25,8 @@ expert. A grouped linear of Transformer Engine has one module with all its exper
 (``GroupedAdapter``). The dispatcher gathers an expert's tokens over its tensor ranks. It sums their
 outputs, and in backward the gradients of their inputs (0.16.1 ``moe/token_dispatcher.py``). So the
 adapter's output needs no other sum. Of A and B, one is whole on every expert tensor rank, and only
-its gradient is summed here, in backward. On the first expert tensor rank that parameter has the
-attribute ``tensor_model_parallel``. So the norm counts it there, whatever the rank's number among
-tensor ranks.
+its gradient is summed here, in backward. That parameter has the attribute ``tensor_model_parallel``
+on the first expert tensor rank alone, so that the gradient norm counts it once.
 
 Transformer Engine's fused layers contain the norm of their input. Their adapters compute that norm
 again, with the layer's frozen weight.
@@ -62,7 +61,7 @@ MERGED_ROWS = 1024  # rows of a weight that are merged at a time, in float32
 class Adapter(torch.nn.Module):
     """Holds the LoRA pairs (A, B) of one linear layer, as parameters ``<projection>_A`` and ``<projection>_B``.
 
-    The pairs are zeros until they are filled.
+    The pairs are zeros until ``start_adapters`` or ``fill_adapters`` fills them.
 
     enabled: False inside ``adapters_off``.
     target: the linear layer's name in ``lora.targets``.
@@ -103,9 +102,11 @@ class Adapter(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the adapter adds to this rank's output of the linear layer, in the shape of that output.
 
-        x: [S, 1, in], the input of the linear's product, or [T, in], the tokens of an expert.
+        x: [S, 1, in], the linear's input (after its fused norm, if any), or [T, in], an expert's
+            tokens.
 
-        The result is [S', 1, out] or [T, out]. S' differs from S only under sequence parallelism.
+        The result is [S', 1, out] or [T, out]. S' is S, but under sequence parallelism on TP ranks
+        it is TP · S for a linear split by rows, and S / TP for one split by columns.
         """
         pairs = self.pairs()
         a, b = torch.cat([a for a, _ in pairs]), [b for _, b in pairs]
@@ -122,10 +123,13 @@ class Adapter(torch.nn.Module):
         return torch.cat([part.unflatten(-1, (self.groups, -1)) for part in parts], -1).flatten(-2)
 
     def _over_ranks(self, narrow: torch.Tensor) -> torch.Tensor:
-        """Return A x as B takes it, from the A x of this tensor rank.
+        """Return the A x that this rank multiplies by B.
 
-        If the linear is split by rows, A x is gathered along the sequence, or returned as it is. If
-        it is split by columns, A x is summed over ranks.
+        narrow: the A x of this tensor rank.
+
+        If the linear is split by rows, ``narrow`` is returned as it is, or under sequence
+        parallelism gathered. If it is split by columns, ``narrow`` is summed over ranks, and under
+        sequence parallelism each rank keeps its own tokens.
         """
         if self.in_rows and self.sequence_parallel:
             return gather_from_sequence_parallel_region(narrow, tensor_parallel_output_grad=True, group=self.tp_group)
@@ -180,7 +184,7 @@ class GroupedAdapter(torch.nn.ModuleList):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Return {key: ShardedTensor} of all experts' pairs, with the expert's number as an axis of each tensor.
 
-        A model whose experts have separate linears has equal keys.
+        A model whose experts have separate linears saves its pairs under the same keys.
         """
         tensors, topology = {}, self.topology
         for number, adapter in enumerate(self):

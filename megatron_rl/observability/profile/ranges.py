@@ -70,6 +70,7 @@ class WatchedPasses:
         """Set up the watch before any pass.
 
         mark: the result of ``mark_for``.
+        topology: tells this rank's pipeline stages.
         prefix: the text before every range's name.
         ended: a function called after the passes of each step.
         """
@@ -112,10 +113,10 @@ class WatchedPasses:
 
 
 class _WatchedPacker:
-    """Packs micro-batches as the Packer that it wraps, each within a range with the micro-batch's number.
+    """Packs micro-batches by the Packer that it wraps, each within a range named by the micro-batch's number.
 
-    The numbers begin at 0 after ``restart``. A step's passes ask for each of its micro-batches
-    once. So no micro-batch of the next step is packed before the passes end.
+    The numbers begin at 0 after ``restart``, which is called when a step's passes end. By then each
+    micro-batch of the step has been packed once, and none of the next step.
     """
 
     def __init__(self, packer: Packer, mark: Mark, prefix: str) -> None:
@@ -126,7 +127,7 @@ class _WatchedPacker:
         self._count = 0
 
     def pack(self, *args: object, **kwargs: object) -> PackedMicroBatch:
-        """Return one packed micro-batch; the packing thread calls this."""
+        """Return what the wrapped Packer's ``pack`` returns for these arguments; the packing thread calls this."""
         number, self._count = self._count, self._count + 1
         with self._mark(f"{self._prefix}pack mb={number}"):
             return self._packer.pack(*args, **kwargs)

@@ -43,7 +43,7 @@ class Recording:
         return mark_for(traces=self._settings.tool == "torch", nvtx=HOST.is_cuda)
 
     def start(self) -> None:
-        """Begin to record all threads of this process."""
+        """Begin to record this process's work."""
         settings = self._settings
         if settings.memory and HOST.is_cuda:
             torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS, stacks="python")
@@ -57,8 +57,8 @@ class Recording:
     def stop(self, first_step: int, last_step: int) -> None:
         """End the recording, write its files, and log its summary.
 
-        first_step, last_step: the optimizer steps that were recorded. If ``last_step`` is below
-            ``first_step``, no step was, as for a rollout whose steps come later.
+        first_step, last_step: the optimizer steps that were recorded. ``last_step`` below
+            ``first_step`` means that no step was recorded, only work before ``first_step``.
 
         If the files cannot be written, a warning is logged, and the run goes on.
         """
@@ -116,9 +116,9 @@ class Recording:
 
 
 def _profiler(settings: ProfileConfig) -> profile:
-    """Return torch's profiler for all threads.
+    """Return torch's profiler, which records all threads.
 
-    It covers only the main thread if it records memory peaks on a CPU.
+    If it records memory peaks on a CPU, it records the main thread alone.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if HOST.is_cuda else [])]
     peaks = settings.memory and not HOST.is_cuda
@@ -130,7 +130,7 @@ def _profiler(settings: ProfileConfig) -> profile:
 
 
 def name_threads(events: list[dict], who: str) -> None:
-    """Write the names of the process and of its Python threads into a trace's events, in place."""
+    """Write ``who`` as the process's name, and the Python threads' names, into a trace's events, in place."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     names[threading.get_native_id()] = "main"
     for event in events:

@@ -104,7 +104,7 @@ def summarize(events: Iterable[dict], window: str, main: int) -> Summary:
     """Return the summary of a trace's events.
 
     window: the name of the range around the whole recording, on the main thread.
-    main: the operating system's number of the main thread.
+    main: the operating system's id of the main thread.
 
     Raises ValueError if the trace has no range of that name.
     """
@@ -213,9 +213,9 @@ def _peaks(events: Sequence[dict]) -> _Peaks | None:
 def _waits(passes: Sequence[dict], calls: Sequence[dict], ranges: Sequence[dict]) -> dict[str, dict[str, float]]:
     """Return {pass: {name of the call: count per micro-batch}} of calls that waited for the device within passes.
 
-    Autograd may run a backward pass in a thread that has no ranges, and calls there are counted.
-    Calls are not counted in threads that have other ranges and no passes, such as the packing
-    thread.
+    A call counts in a thread that has passes, and in a thread without any range, in which autograd
+    may run a backward pass. It does not count in a thread that has ranges but no pass, such as the
+    packing thread.
     """
     elsewhere = {event["tid"] for event in ranges} - {event["tid"] for event in passes}
     waiting = sorted((x["ts"], x["name"]) for x in calls if x["name"] in WAITS and x["tid"] not in elsewhere)

@@ -94,7 +94,8 @@ class RunCollector(Collector):
 
     values: the values of the run's rows.
     run_name: the name of the run's folder.
-    live: a function that returns the current values; None until the run has set up its trainer.
+    live: an attribute: the function that returns the current values, or None until the run has set up
+        its trainer.
     """
 
     def __init__(self, values: RunValues, run_name: str) -> None:

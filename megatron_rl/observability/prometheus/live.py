@@ -1,4 +1,4 @@
-"""The values of a run that change between its steps, in the form that a request of Prometheus gets."""
+"""The values of a run that change between two steps, such as the current stage, for the answers to Prometheus."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class EngineReading:
         rank.
     is_up: whether it serves, as far as its rank knows.
     weight_version: the version of its weights; below 0 if it holds no whole set.
-    restarts: how often it was started again, or served again after a loss.
+    restarts: how often it came back after a failure: started again by the run, or reachable again.
     running: the number of samples that it computes now.
-    waiting: the number of samples that wait in it for free space.
+    waiting: the number of samples in its queue, which it does not compute yet.
     kv_cache_usage: the used share of its KV cache, from 0 to 1.
     most_running, most_waiting, most_kv_cache_usage: the largest of these values since it last had
         no request.
@@ -46,8 +46,8 @@ class LiveValues:
     stage, stage_s: the stage in which the main thread is, and the seconds since it began.
     rollouts_under_way: the number of rollouts that were started and that the trainer has not taken
         yet.
-    groups: {"asked", "generated", "scored": how many groups of these rollouts this rank was given,
-        has generated, has scored}.
+    groups: {"asked", "generated" and "scored": the number of these rollouts' groups that this rank
+        was given, has generated and has scored}.
     sent_version: the version of the weights last sent to the engines; below 0 before the first
         sync.
     weight_syncs, weight_sync_s: the number of weight syncs since the start, and their seconds.

@@ -42,7 +42,7 @@ class MetricsServer(http.server.ThreadingHTTPServer):
     """Answers requests for the metrics of a registry, in threads that end with the process.
 
     address, port: the address to listen on; port 0 takes any free one.
-    keys: the keys of which a client must send one; () if clients need none.
+    keys: the access keys, of which a client must send one; () if clients need none.
 
     Raises ConfigError for an address or a port that cannot be listened on.
     """
@@ -108,7 +108,7 @@ class MetricsServer(http.server.ThreadingHTTPServer):
                 self._end(request)
 
     def _end(self, request: socket.socket) -> None:
-        """Shut down a connection, so that the thread that waits for it ends; the caller holds the guard."""
+        """Shut down a connection, so that the thread that waits for it ends; the caller holds the lock ``_guard``."""
         del self._open[request]
         with contextlib.suppress(OSError):  # its client has gone already
             request.shutdown(socket.SHUT_RDWR)

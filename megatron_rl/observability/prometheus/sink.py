@@ -35,8 +35,8 @@ class PrometheusSink:
     config: the resolved configuration as plain values, with ``total_steps``.
     earlier: the rows of a resumed run up to its checkpoint, with which the counters begin.
 
-    Raises ConfigError if the environment variable for keys holds none, and for an address or a port
-    that cannot be listened on.
+    Raises ConfigError if the environment variable for access keys holds no key, and for an address
+    or a port that cannot be listened on.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PrometheusSink:
         self._values.add_interval(stage, seconds)
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
-        """Add the values of one step's row; ``scalars`` has the values that are not finite as floats."""
+        """Add the values of one step's row; where the row has a text such as "nan", ``scalars`` has the float."""
         self._values.add({**row, **scalars}, at=time.time())
 
     def show(self, step: int, source: str, completions: Sequence[Completion]) -> None:

@@ -99,7 +99,7 @@ class RunValues:
                     self._add_value(key, row[key])
 
     def add_interval(self, stage: str, seconds: float) -> None:
-        """Add the seconds of a stage if no row holds them (OUTSIDE); ignore other stages."""
+        """Add the seconds of a stage in OUTSIDE, whose seconds no row holds; ignore other stages."""
         if stage in OUTSIDE:
             with self.lock:
                 self._observe(stage, seconds)

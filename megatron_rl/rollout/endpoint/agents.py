@@ -60,7 +60,7 @@ class _Call:
     """Holds the requests and threads of one call of ``generate``. Its fields are changed under the lock ``change``.
 
     waiting: requests that were not passed to the engine yet.
-    threads: threads that wait for an engine in other processes.
+    threads: threads that pass requests to an engine in other processes, and wait for the samples.
     error: the first error of these threads; None without one.
     """
 
@@ -75,7 +75,7 @@ class _Call:
             self.change.notify_all()
 
     def take(self) -> list[Pending]:
-        """Return the requests that wait, after at most LOOK_S, and empty the list. Raises a thread's error."""
+        """Return and remove the waiting requests. If there are none, wait LOOK_S seconds. Raise a thread's error."""
         with self.change:
             if not self.waiting and self.error is None:
                 self.change.wait(LOOK_S)
@@ -109,7 +109,7 @@ class _Call:
 class _Episode:
     """Holds one session of a call of ``generate``.
 
-    said: the ticket of the agent's call, which will hold the agent's return value.
+    said: the agent's call in a thread. After its end it holds the agent's return value or error.
     rollout: the session's rollout; None until the session has ended.
     """
 
@@ -268,8 +268,8 @@ class AgentEngine(EngineAround):
     def _sample(self, waiting: Sequence[Pending], temperature: float | None) -> None:
         """Run the engine on waiting requests, and answer each as soon as it is sampled.
 
-        If the engine raises, each request is tried alone. If the engine raises on a request alone,
-        the request is refused, or the engine is broken (see the module).
+        If the engine raises, each request is tried alone. A request that fails alone is refused.
+        But if the engine cannot even sample one token of a probe, the engine's error is raised.
         """
 
         def took(index: int, rollouts: list[Rollout]) -> None:
@@ -341,7 +341,8 @@ class AgentEngine(EngineAround):
     def _take_return(self, session: Session, value: object) -> tuple[str | None, str | None]:
         """Take an agent's return value as the session's reward, if it is a number.
 
-        Returns (outcome of session.KINDS, reason) if the value is a failure, else (None, None).
+        Returns ("failed", the reason) if the value is no valid reward, or if the session already has
+        one. Otherwise, and for the value None, returns (None, None).
         """
         if value is None:
             return None, None
@@ -375,7 +376,7 @@ class AgentEngine(EngineAround):
 
 
 def agent_of(config: EndpointConfig) -> Agent:
-    """Return the configured function of an agent, with its configured arguments bound.
+    """Return the agent function that ``config.agent`` names, with ``config.arguments`` bound.
 
     Raises ConfigError if the name is no function, or if the function does not take the arguments.
     """

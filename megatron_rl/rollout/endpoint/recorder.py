@@ -3,9 +3,9 @@
 1. A request that extends a recorded conversation keeps the recorded tokens. Its context is the
    earlier turn's context, the earlier turn's sampled tokens, and the tokens of the new messages or
    text.
-2. Conversations that share a beginning are branches of one tree. The session's sample is the branch
-   of the turn that was answered last. A session has only one sample, since a group has a fixed
-   number of samples.
+2. Conversations that share a beginning are branches of one tree of turns. The session's sample is
+   one branch: all turns from the beginning to the turn that was answered last. A session has only
+   one sample, since a group has a fixed number of samples.
 3. In that sample each sampled token carries loss, and no other token does.
 """
 
@@ -21,9 +21,9 @@ Frame = tuple[str, str]
 
 
 def digests(conversation: Conversation, lengths: Iterable[int]) -> list[tuple[int, bytes]]:
-    """Return (length, digest) of each prefix of a conversation that ``lengths`` names, in linear time.
+    """Return (length, digest) of each prefix of a conversation that has one of ``lengths``, in linear time.
 
-    lengths: the lengths of the prefixes, ascending, in the units of ``Turn.known``.
+    lengths: ascending, in messages, characters or tokens: the elements of the conversation.
     """
     state, beginnings, start = hashlib.blake2b(digest_size=16), [], 0
     for end in lengths:
@@ -80,7 +80,8 @@ class Branch:
     prompt_ids: the tokens of the first request.
     response_ids, logprobs, loss_mask: [T], as in Rollout. Log-probs are 0.0 for tokens that were
         not sampled.
-    weight_versions: as in Rollout. Tokens that were not sampled count to the turn before them.
+    weight_versions: as in Rollout. Tokens that were not sampled have the version of the token before
+        them.
     finish_reason: "stop" or "length", from the last turn.
 
     Example: the prompt is (5,), then come a turn (8, 0), a tool's answer (4,) and a turn (9, 0).

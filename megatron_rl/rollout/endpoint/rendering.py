@@ -28,9 +28,9 @@ class Rendering:
 
     variables: ``data.template_variables``.
 
-    In messages of OpenAI's clients, tool calls have their arguments as JSON texts, and the content
-    is "". Templates differ in the forms of a tool call that they can write. So a template gets
-    messages in the first form of FORMS that it writes.
+    OpenAI's clients send a tool call's arguments as a JSON text, and the message's content as "".
+    Some chat templates need the arguments as an object, or the content None. So messages are
+    rewritten to the first of these forms (FORMS) that the template can write.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object] | None = None) -> None:
@@ -95,7 +95,10 @@ class Rendering:
         return [_in_form(message, *self._form) for message in messages]
 
     def _writes(self, form: tuple[bool, str | None]) -> bool:
-        """Return whether the chat template writes a tool call that is given in this form of FORMS."""
+        """Return whether the chat template writes a tool call in ``form``, an element of FORMS.
+
+        form: (whether arguments are an object instead of a JSON text, the content beside calls).
+        """
         call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": json.dumps({TURN: TURN})}}
         calling = _in_form({"role": "assistant", "content": "", "tool_calls": [call]}, *form)
         try:
@@ -122,7 +125,11 @@ class Rendering:
 
 
 def _in_form(message: Mapping, as_object: bool, content: str | None) -> Mapping:
-    """Return a message with its tool calls in one form of FORMS. A message without tool calls is returned unchanged."""
+    """Return a message with its tool calls in the form that a chat template needs. Others are returned unchanged.
+
+    as_object: whether arguments become an object instead of a JSON text.
+    content: the content of the result if the message has none.
+    """
     if "tool_calls" not in message:
         return message
     calls = []
@@ -165,7 +172,7 @@ def answer(
 ) -> dict:
     """Return the body of OpenAI's answer to a request.
 
-    turn: the recorded turn.
+    turn: the turn that was recorded for the request.
     reply: the assistant's message.
     name: the answer's id.
     created: seconds since 1970.

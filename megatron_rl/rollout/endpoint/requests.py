@@ -1,4 +1,4 @@
-"""Checked requests of agents: the form in which they are compared with a session's record, rendered and sampled."""
+"""Checked requests of agents, the text form in which messages are compared, and the error of a refused request."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Refused(ValueError):
 class CompletionRequest:
     """Holds one checked request of an agent for a completion (``bodies.py``).
 
-    frame: as in ``recorder.Turn``.
-    conversation: a text, token ids, or messages in the form of ``canonical``.
-    messages: the messages in the form of ``Message.plain``; None for a text or token ids.
+    frame: the request's kind: ("chat", digest of its tools), ("text", "") or ("ids", "").
+    conversation: a text, token ids, or messages as JSON texts (``canonical``), to be compared.
+    messages: the messages as dicts, for the chat template; None for a text or token ids.
     tools: descriptions of functions, for the chat template; None if there are none.
     num_characters: the number of characters of the conversation and the tools. For token ids, the
         number of tokens.
@@ -55,5 +55,5 @@ class CompletionRequest:
 
 
 def canonical(value: object) -> str:
-    """Return a checked message, or the tools, as a JSON text. Equal values have equal texts, so texts are compared."""
+    """Return a checked message, or the tools, as a JSON text with sorted keys. Equal values have equal texts."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False)

@@ -3,7 +3,7 @@
 1. A session's requests and its reward are taken until it is closed. Later ones are refused and
    counted.
 2. Slow work, such as tokenizing, is done outside a session's lock, for one request of a session at
-   a time. So the session's end never waits for it.
+   a time. So the session's end never waits for slow work.
 3. The seed of a request's sampling depends on the sample, the context, and how often the context
    was requested before. So the order in which requests arrive does not change what is sampled.
 """
@@ -74,7 +74,7 @@ class Tally:
         return found
 
     def report(self) -> str:
-        """Return all counts as one line, such as "3 sessions; 1 abandoned (17@0#2)"."""
+        """Return all counts as one line with samples' names, such as "3 sessions; 1 abandoned (17@0#2)"."""
         with self._lock:
             parts = [
                 f"{self.counts[kind]:,} {kind}" + (f" ({', '.join(self.names[kind])})" if self.names[kind] else "")
@@ -112,7 +112,7 @@ class Session:
     room: the maximum of tokens of the response.
     max_prompt_tokens: the maximum of tokens of the first request.
     max_turns: the maximum of requests. Requests that cannot be tokenized count too.
-    turnstile: a lock of the event loop. The request that is being tokenized holds it.
+    turnstile: an asyncio lock. A request holds it while the request is tokenized.
     """
 
     def __init__(

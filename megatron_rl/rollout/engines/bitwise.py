@@ -31,11 +31,10 @@ from megatron_rl.weights.reader import HEAD_NAME, MemoryReader, used_names
 
 
 class BitwiseEngine(TransformersEngine):
-    """Samples with a second copy of the trainer's model, whose every operation is row-invariant.
+    """Samples with a second copy of the trainer's model, which gives a sample the same bits in every batch.
 
-    It draws tokens as TransformersEngine does, from the same seeds. Its log-probs equal the
-    trainer's for the same tokens bit by bit. Other samples in a batch, here or in the trainer, do
-    not change them.
+    The engine draws tokens as TransformersEngine does, from the same seeds. Its log-probs equal the
+    trainer's for the same tokens bit by bit, whatever other samples are in the batches.
 
     Every rank holds the whole model, on process groups that are separate from the trainer's. The
     model computes the result of each of the trainer's tensor-parallel ranks, one after the other.

@@ -159,12 +159,12 @@ def decode_rows(
 def _run_rows(
     model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], prompt_of_row: Sequence[int], max_steps: int
 ) -> tuple[DynamicCache, torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-    """Run the model on each prompt once, and repeat its outputs for the prompt's rows.
+    """Run the model on each prompt once, and copy its outputs to each of the R rows that have the prompt.
 
     prompt_of_row: for each row the index of its prompt.
 
-    Returns the results of ``run_prompts``, with a first dimension of rows in place of prompts. The
-    mask is [rows, width + max_steps].
+    Returns the cache, the last position's logits [R, V], the next position [R, 1], the mask [R,
+    width + max_steps], and whether any prompt is padded.
     """
     cache, logits, position, mask, padded = run_prompts(model, prompts)
     mask = torch.cat([mask, mask.new_ones(len(prompts), max_steps)], dim=1)
@@ -200,6 +200,7 @@ class _Draws:
         """Draw the next token of each running row; return the tokens, int64 [R].
 
         logits: [R, vocab].
+        step: the number of tokens that were drawn before, for each row.
         running: int64 [R], the indices of the R rows that still run.
         """
         temperature = self._temperatures[running] if self._temperature is None else self._temperature
@@ -219,7 +220,10 @@ class _Draws:
         return tokens
 
     def decoded(self, num_steps: int, text_ends: Mapping[int, int]) -> Decoded:
-        """Return the rows as decoded in the first ``num_steps`` steps. ``text_ends``: see ``ends_of``."""
+        """Return the tokens, log-probs and lengths of all rows after ``num_steps`` steps.
+
+        text_ends: row → its length, for each row that a stop text ended.
+        """
         token_ids, logprobs, top_ids, top_logprobs = (
             values[:num_steps].cpu().numpy()
             for values in (self.token_ids, self._logprobs, self._top_ids, self._top_logprobs)
@@ -259,6 +263,7 @@ class _Ends:
 
         done: bool [R], the rows that were done before.
         tokens: int64 [R], the step's tokens.
+        step: the step's index, from 0.
         running: int64 [R], the indices of the running rows.
         token_ids: [steps, rows], the tokens of all rows so far.
         """

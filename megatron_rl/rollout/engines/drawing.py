@@ -27,7 +27,7 @@ def distribution(
     """Return the log-probs of the distributions that the rows' tokens are drawn from, float32 [R, vocab].
 
     temperature: one number for all rows, or [R, 1].
-    cuts: top_k and top_p (see ``cut``); None: no row is limited by them.
+    cuts: top_k and top_p of the rows (see ``cut``); None: no row is limited by them.
     """
     scaled = logits.float() / temperature
     return torch.log_softmax(scaled if cuts is None else cut(scaled, *cuts), dim=-1)
@@ -38,6 +38,7 @@ def inverted(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
     So a token of probability 0 is never drawn.
 
+    logprobs: float32 [R, vocab], the rows' distributions.
     uniforms: float64 [R] in [0, 1), the random numbers.
     """
     # float64: over 150,000 tokens the error of a float32 sum is larger than a rare token's probability.

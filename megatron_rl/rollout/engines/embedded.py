@@ -86,11 +86,11 @@ class TransformersEngine:
     num_running = 0  # samples that are being decoded
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
-        """Do nothing: the engine is part of this process, and cannot be lost without it."""
+        """Do nothing: the engine is part of this process, and is lost only with the process."""
         return ()
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Do nothing: the engine is part of this process, and always reached."""
+        """Do nothing: the engine is part of this process, so that every call reaches it."""
 
     def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
         """Do nothing: ``load_weights`` has raised every error."""
@@ -286,8 +286,8 @@ def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, devic
     """Build the model of ``hf_path``'s config in eval mode. Its weights are loaded later.
 
     Attention runs by torch's scaled_dot_product_attention if transformers offers it for the model's
-    family. It does not for families with attention sinks. Raises ConfigError if the config cannot
-    be read, or if the model is too large.
+    family. For families with attention sinks transformers does not offer it. Raises ConfigError if
+    the config cannot be read, or if the model is too large.
     """
     config = parse_hf_config(hf_path)
     settle_tying(config, hf_path)

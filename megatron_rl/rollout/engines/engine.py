@@ -67,20 +67,27 @@ class Engine(Protocol):
     Tokens that were sampled before a ``load_weights`` keep their version. Later tokens of the same
     sample carry the new version. For them the keys and values of the sample are computed again with
     the new weights.
+
+    weight_version: the version of the loaded weights; NO_WEIGHTS before the first complete load.
+    lacks_weights: whether an engine of this rank lacks the base model's weights. Then LoRA adapters
+        alone do not suffice.
+    lost: names of this rank's engines that are known to be gone.
+    is_elsewhere: whether the samples are computed in other processes.
+    progressed_at: time.monotonic() when an engine last reported that it computes; −inf: never.
     """
 
     weight_version: int
-    lacks_weights: bool  # an engine of this rank lacks the frozen weights, so adapters alone do not suffice
-    lost: Sequence[str]  # names of this rank's engines that are known to be gone
-    is_elsewhere: bool  # samples in other processes, so that ``generate`` only waits, and may do so in any thread
-    progressed_at: float  # time.monotonic() when an engine last reported that it computes; −inf: never reported
+    lacks_weights: bool
+    lost: Sequence[str]
+    is_elsewhere: bool  # if True, ``generate`` only waits, and may do so in any thread
+    progressed_at: float
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
         """Wait until the engine serves, after its start or after a loss. Weights must be loaded afterwards.
 
         lost: names of the engines that any rank knows to be gone.
 
-        Returns the names of engines that do not serve yet, and that the run can do without for now.
+        Returns the names of engines that do not serve yet. The run goes on without them for now.
         Raises EngineError if the engine does not recover.
         """
         ...
@@ -100,7 +107,11 @@ class Engine(Protocol):
         ...
 
     def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
-        """Note the result of the sync that just ended on all ranks. ``failed``, ``lost``: names of engines."""
+        """Record the result of the weight sync that has just ended on all ranks.
+
+        failed: names of the engines that do not hold ``version``.
+        lost: names of the failed engines that are gone or hang.
+        """
         ...
 
     def generate(

@@ -47,7 +47,10 @@ class _Episode:
     """Holds the state of one sample that is not finished.
 
     room: the maximum of tokens of the sample's response.
-    said: the pending result of the environment's last call.
+    said: the latest call of the environment, which may still run in a thread.
+    ids, logprobs, mask, versions: the response so far, as Rollout's ``response_ids``, ``logprobs``,
+        ``loss_mask`` and ``weight_versions``.
+    last: the rollout of the latest turn alone.
     experts: [tokens, layers, top_k], the experts of the tokens so far. None if the engine reports
         none.
     why_excluded: the environment's failure, which takes the sample out of its group; None if it did
@@ -200,8 +203,9 @@ class MultiTurnEngine(EngineAround):
     ) -> None:
         """Run one turn of each unfinished episode. Environments step while other episodes are still being sampled.
 
-        groups: the episodes, grouped by the prompt that they continue.
+        groups: lists of episodes that have the same tokens so far, and so one next prompt.
         samples: the number of episodes of each group.
+        max_tokens: for each group the maximum of tokens of the turn.
         """
 
         def took(index: int, rollouts: list[Rollout]) -> None:
@@ -248,7 +252,8 @@ class MultiTurnEngine(EngineAround):
     def _result(self, said: Ticket) -> Step | None:
         """Return the result of an environment's call. If it failed, raise EpisodeError or exclude the sample.
 
-        Under ``environment.on_error=fail`` a failure of any other call is raised at once too.
+        Under ``environment.on_error=fail`` the wait also ends if the call of another episode fails.
+        Then that failure is raised.
         """
         ended = self._pool.wait(said)
         (episode, call), reason = ended.subject, None
@@ -275,9 +280,9 @@ class MultiTurnEngine(EngineAround):
     def _report(
         self, groups: Sequence[Sequence[_Episode]], finished: dict[int, list[Rollout]], on_finished: OnFinished | None
     ) -> None:
-        """Make and report the rollouts of the groups that the last turn completed.
+        """Make the rollouts of the groups that the last turn completed, and pass them to ``on_finished``.
 
-        finished: a group's index → its rollouts; completed groups are added.
+        finished: a group's index → its rollouts, to which this call adds the completed groups.
         """
         for index, group in enumerate(groups):
             if index not in finished and all(member.finish_reason is not None for member in group):

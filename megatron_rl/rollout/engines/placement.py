@@ -1,4 +1,4 @@
-"""The placement of engines: which ranks start and drive them, who shares a GPU, and the settings that do not fit."""
+"""The placement of engines: the ranks that start and drive them, GPUs shared with the trainer, checks of settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class RankLocation:
 class EngineRole:
     """Holds what a rank does for the rollouts.
 
-    share: the prompts that the rank samples (see RolloutWorker); None if it samples none.
+    share: (the rank's number among the ranks that sample prompts, the number of these ranks). None
+        if it samples none.
     starts: whether the rank starts its own engine.
     drives: whether the rank sends weights.
     """
@@ -87,8 +88,10 @@ def shares_device(rollout: RolloutConfig, device: torch.device) -> bool:
 def refuse_sharing(rollout: RolloutConfig, weight_sync: WeightSyncConfig, shared: bool) -> None:
     """Raise ConfigError if trainer and engine take turns on one GPU, and other settings do not allow that.
 
-    These settings let the engines generate while the trainer trains, or need base weights that a
-    sleeping engine drops. ``shared``: whether trainer and engine take turns on one GPU.
+    Two kinds of settings do not allow it: a producer that generates while the trainer trains, and
+    ``weight_sync.adapters=alone``, which sends base weights once. A sleeping engine drops them.
+
+    shared: whether trainer and engine take turns on one GPU.
     """
     producer = rollout.producer
     if shared and weight_sync.adapters == "alone":
@@ -118,7 +121,11 @@ def refuse_mixture(weight_sync: WeightSyncConfig, num_experts: int) -> None:
 
 
 def refuse_delta(rollout: RolloutConfig, weight_sync: WeightSyncConfig, shared: bool) -> None:
-    """Raise ConfigError if only changed weights are sent to engines that discard their weights or quantize them."""
+    """Raise ConfigError if only changed weights are sent to engines that drop their weights or quantize them.
+
+    shared: whether trainer and engine take turns on one GPU. Then a sleeping engine drops its
+        weights.
+    """
     if not weight_sync.delta:
         return
     if shared:

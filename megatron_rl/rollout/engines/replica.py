@@ -126,7 +126,7 @@ def check_facts(name: str, facts: ReplicaFacts, vocab_size: int, longest: int, r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReceipt:
-    """Holds the version, the checksum and the number of the weights that an engine's worker has after a sync.
+    """Holds the version, the checksum and the number of the weight tensors of an engine's worker after a sync.
 
     failure: why the worker has no whole set of weights; empty if it has one.
     """
@@ -138,7 +138,7 @@ class WeightReceipt:
 
 
 class ReplicaLost(RuntimeError):
-    """Raised if the engine is gone, late, or aborted a request. The request is sent again, to any engine."""
+    """Raised if the engine is gone, missed a deadline, or aborted a request. Any engine may get the request again."""
 
 
 class RequestRefused(RuntimeError):
@@ -149,14 +149,18 @@ class RequestRefused(RuntimeError):
 
 
 class Replica(Protocol):
-    """Drives one engine. Thread-safe; every wait has a deadline. Raises ReplicaLost and RequestRefused."""
+    """Drives one engine. Thread-safe; every wait has a deadline. Raises ReplicaLost and RequestRefused.
 
-    ours: bool  # whether this run started the engine, so that restart() ends it
-    name: str  # for messages: the URL, or the process id
-    # The last known version of its weights. NO_WEIGHTS before the first sync, during a sync, and after a
-    # failed sync. UPDATING during an update in flight.
+    ours: whether this run started the engine, so that ``restart`` and ``close`` end it.
+    name: the engine's URL or process id, for messages.
+    weight_version: the last known version of its weights. NO_WEIGHTS before the first sync, during
+        a sync, and after a failed sync. UPDATING during an update in flight.
+    progressed_at: time.monotonic() when it last reported that it computes; −inf: never reported.
+    """
+
+    ours: bool
+    name: str
     weight_version: int
-    # time.monotonic() when it last reported that it computes for its requests; −inf: never reported
     progressed_at: float
 
     def start(self) -> None:
@@ -164,7 +168,7 @@ class Replica(Protocol):
         ...
 
     def wait_ready(self, timeout_s: float) -> ReplicaFacts:
-        """Wait until the engine serves, and return its facts. Raises ReplicaLost, with advice, if it is too late."""
+        """Wait until the engine serves, and return its facts. Raises ReplicaLost if that takes over ``timeout_s``."""
         ...
 
     def check_tokenizer(self, encode: Callable[[str], list[int]], texts: Sequence[str]) -> None:
@@ -197,8 +201,8 @@ class Replica(Protocol):
     def give_up(self, cause: str) -> None:
         """End all requests under way with ReplicaLost, after an update in flight has failed. Raises nothing.
 
-        A server goes on serving. An engine that this run started is restarted anyway. ``cause``:
-        the failure, for the error.
+        A server resumes and goes on serving. An engine that this run started is not resumed, since
+        it is restarted next. ``cause``: the failure, for the error.
         """
         ...
 

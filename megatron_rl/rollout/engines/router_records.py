@@ -24,7 +24,7 @@ def routers_of(mlp: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 class RouterRecords:
-    """Keeps the experts of each token of a batch while it is sampled: first of the prompts, then of each step's tokens.
+    """Keeps the experts of each token of a batch while the batch is sampled.
 
     Call ``begin`` after the forward pass over the prompts, ``note`` after each step's pass, and
     ``of`` at the end.
@@ -59,14 +59,14 @@ class RouterRecords:
         self._steps = torch.full(shape, -1, dtype=torch.int16, device=self._prompts.device)
 
     def note(self, step: int, rows: torch.Tensor) -> None:
-        """Keep the experts of the tokens drawn at ``step``, from the forward pass over them that followed.
+        """Keep the experts of the tokens drawn at ``step``. The latest forward pass must have read these tokens.
 
-        rows: int64, the indices of the rows that this pass ran.
+        rows: int64, the indices of the rows in this forward pass.
         """
         self._steps[step, rows] = self._pass(len(rows))[:, 0]
 
     def of(self, prompt_lengths: Sequence[int], lengths: Sequence[int]) -> list[np.ndarray]:
-        """Return each row's experts, int16 [prompt + response, layers, top_k], with −1 for the last token.
+        """Return each row's experts, int16 [prompt + response, layers, top_k]; −1 for the last token.
 
         prompt_lengths: the number of tokens of each row's prompt, without padding.
         lengths: the number of tokens of each row's response.

@@ -54,7 +54,8 @@ class SampleRequest:
 class TopLogProbs:
     """Holds the k most likely tokens at L positions: token_ids int32 [L, k], logprobs float32 [L, k].
 
-    A prompt's first position has no distribution. Its token is 0 and its log-prob EMPTY.
+    A prompt's first position has no distribution. There the tokens are 0, and the log-probs EMPTY
+    (−99999).
     """
 
     token_ids: np.ndarray

@@ -51,8 +51,7 @@ def build_parts(
 ) -> GroupParts:
     """Return the objects that choose the groups of a run's rollouts.
 
-    The first filter is dynamic sampling, the second is replay. Each is there only if it is
-    configured.
+    ``filters`` holds dynamic sampling, then replay, each only if it is configured.
     """
     order, reroll = _start_order(settings.start_order), _reroll(settings.reroll)
     filters: list[GroupFilter] = []
@@ -104,9 +103,11 @@ def _stragglers(manager: RolloutManager, timer: StepTimer, prompts_per_rollout: 
 def with_stragglers(
     parts: GroupParts, manager: RolloutManager, timer: StepTimer, *, prompts_per_rollout: int
 ) -> GroupParts:
-    """Return parts whose ``hand_out`` can train a checkpoint's stragglers, even if this run leaves no stragglers.
+    """Return ``parts`` with a ``hand_out`` that can train the stragglers which a checkpoint holds.
 
     A straggler is a group that its own rollout left unfinished.
+
+    prompts_per_rollout: the number of groups that each rollout trains.
     """
     if not isinstance(parts.hand_out, WholeRollouts):
         return parts

@@ -22,7 +22,7 @@ class GroupFilter(Protocol):
     """Replaces groups without signal (all advantages 0) by other groups, before a rollout is trained."""
 
     def fill(self, index: int, selection: Selection) -> Selection:
-        """Return the selection with other groups at the places of groups without signal. A collective.
+        """Return the selection with groups without signal replaced by other groups, if there are any. A collective.
 
         index: the rollout's index in the run.
         """
@@ -53,6 +53,8 @@ class Reroll(Protocol):
 
     def take(self, fraction: float, room: int) -> list[tuple[str, int]]:
         """Return (prompt_id, attempt) of the prompts that the next rollout samples again.
+
+        A prompt's attempt is the number of times that its group has failed.
 
         fraction: the fraction of the training that is done, 0 to 1.
         room: the maximum of prompts to return.
@@ -101,7 +103,7 @@ class Replay(Protocol):
 class HandOut(Protocol):
     """Decides how many groups a rollout starts, and which groups are trained with the rollout.
 
-    late: by how many rollouts the training of a group may come after its own rollout, 0 or 1.
+    late: by how many rollouts the training of a group may be delayed: 0 or 1.
     left: the job of the groups that the latest trained rollout left unfinished; None if it left
         none.
     """
@@ -112,7 +114,7 @@ class HandOut(Protocol):
     def num_to_start(self, jobs: Collection[RolloutJob], number: int, *, is_last: bool) -> int:
         """Return the number of groups that a rollout starts. Not a collective.
 
-        jobs: the rollouts that are started and not yet taken for training.
+        jobs: the jobs, one per rollout, that are started and not yet taken for training.
         number: this rollout's position among the rollouts that are not yet taken for training, from
             1.
         is_last: whether this is the last rollout of the run.
@@ -120,17 +122,17 @@ class HandOut(Protocol):
         ...
 
     def has_groups(self, jobs: Collection[RolloutJob], number: int) -> bool:
-        """Return whether groups that are already started are left for one more rollout. Not a collective.
+        """Return whether a rollout would have groups to train even if it started none. Not a collective.
 
         jobs, number: as for ``num_to_start``.
 
-        Groups are left if more groups are started than the ``number`` − 1 earlier rollouts will
+        It has groups if more groups are started than the ``number`` − 1 rollouts before it will
         train.
         """
         ...
 
     def take(self, job: RolloutJob) -> RolloutJob:
-        """Return a job with the groups that are trained now. A collective. ``job``: the rollout's own job."""
+        """Return a job of the groups that are trained now. A collective. ``job``: the rollout's own job."""
         ...
 
     def metrics(self) -> dict[str, float]: ...
@@ -138,7 +140,7 @@ class HandOut(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupParts:
-    """Holds the objects that choose the groups of a run's rollouts. The filters are applied in the listed order."""
+    """Holds the objects that choose the groups of a run's rollouts. ``filters`` are applied in their order."""
 
     order: StartOrder
     reroll: Reroll
@@ -148,7 +150,7 @@ class GroupParts:
 
 
 class AsDrawn:
-    """Starts groups in ascending order of their places (numbers in the rollout), the order ``drawn``."""
+    """Starts a rollout's groups in ascending order of their numbers, the order ``rollout.start_order=drawn``."""
 
     def arrange(self, prompts: Mapping[int, Prompt]) -> dict[int, Prompt]:
         return dict(sorted(prompts.items()))
@@ -162,7 +164,7 @@ class AsDrawn:
 
 
 class NoReroll:
-    """Samples no prompt again. Prompts that wait in a checkpoint are only carried over to the next checkpoint."""
+    """Samples no prompt again. Prompts that a checkpoint holds for re-roll are only kept for the next checkpoint."""
 
     def __init__(self) -> None:
         self._state = {"waiting": [], "num_buffered": 0, "num_issued": 0}

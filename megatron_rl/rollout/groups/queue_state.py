@@ -86,7 +86,7 @@ def restore(queue: RolloutQueue, state: Mapping, rows: Sequence[bytes]) -> None:
 def _restored_job(
     queue: RolloutQueue, number: int | str, identities: Sequence, groups: Mapping[str, SavedGroup]
 ) -> RolloutJob:
-    """Return the job of a rollout that was generated before a checkpoint, and start it, so that it can be collected.
+    """Return the job of a rollout from before a checkpoint, with its saved groups. The job is already started.
 
     number: the rollout's index, or LEFT for the stragglers of the latest trained rollout.
     identities: the list that ``_identities`` returned for the job.

@@ -98,10 +98,11 @@ def kept_places(metric: str | None, reward: RewardConfig, scored: ScoredBatch) -
     (arXiv:2503.14476, eq. 11). So a group of wrong answers is not kept, even if a length penalty
     makes their rewards differ.
 
-    metric: ``rollout.dynamic_sampling.metric``: the name of a reward function, or ``reward`` (the
-        weighted sum of all functions before the penalty), or ``shaped`` (the samples need not
-        differ; signal alone decides). None: the first built-in function that compares answers, else
-        ``reward``. A function's missing value counts as 0.
+    metric: ``rollout.dynamic_sampling.metric``. The name of a reward function: the samples must
+        differ in its values. ``reward``: they must differ in the weighted sum of all functions,
+        before the penalty. ``shaped``: they need not differ, so signal alone decides. None: the
+        first configured function that is built in (``arithmetic`` or ``math_verify``), else
+        ``reward``. A value that a function did not give counts as 0.
 
     Example: a group has two wrong answers, and one loses 0.5 to the overlong penalty. The group is
     dropped by default. Under ``shaped`` it is kept.

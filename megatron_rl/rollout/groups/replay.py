@@ -84,7 +84,7 @@ class GroupReplay:
         return self.buffer.state()
 
     def load_state(self, state: Mapping, groups: Mapping[str, Group]) -> None:
-        """Restore a checkpoint's buffer, and the groups of this rank that the buffer still holds.
+        """Restore the buffer from a checkpoint's ``state``, and this rank's groups, as far as the buffer holds them.
 
         groups: ``Prompt.name`` → group, as saved. Groups that exceed this run's
             ``replay.capacity_groups`` are dropped.

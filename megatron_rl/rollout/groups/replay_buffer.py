@@ -66,20 +66,20 @@ class Entry:
 def group_scores(
     advantages: np.ndarray, groups: np.ndarray, included: np.ndarray, rewards_by_function: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the score of each group: (group numbers, int64 [P], sorted; scores, float64 [P]).
+    """Return the scores of P groups: (group numbers, int64 [P], sorted; scores, float64 [P]).
 
         score = (Σ_i |A_i|) · (Σ_f std_f)
 
     over the group's included samples i and the reward functions f. A_i is the advantage of sample
-    i. std_f is the unbiased standard deviation (n − 1) of f over the included samples to which f
-    applied. It is 0 for fewer than two such samples, and exactly 0 if their values are equal. If an
+    i. std_f is the standard deviation (divisor n − 1) of function f's rewards for the n included
+    samples to which f applied. It is 0 if n < 2, and exactly 0 if the rewards are equal. If an
     advantage or a reward is not finite, the score is not finite either. ``Entry`` then raises an
     error that names the group.
 
     advantages: [S], one per sample.
     groups: int64 [S], each sample's group number.
     included: bool [S]; samples that are not included are ignored.
-    rewards_by_function: [S, F]; NaN if a function did not apply.
+    rewards_by_function: [S, F], the rewards by F functions; NaN if a function did not apply.
 
     Example: a group with rewards (1, 0) and advantages (0.5, −0.5) has 1.0 · 0.7071 = 0.7071. A
     group with rewards (1, 1) has 0.
@@ -95,15 +95,15 @@ def group_scores(
 
 
 def _spreads(values: np.ndarray, index: np.ndarray, applied: np.ndarray, size: int) -> np.ndarray:
-    """Return float64 [P], the standard deviation (divisor n − 1) of one function's rewards in each group.
+    """Return float64 [P], the standard deviation (divisor n − 1) of one function's rewards in each of P groups.
 
     It is exactly 0 for a group whose rewards are finite and equal, and for a group with fewer than
     two rewards.
 
-    values: [S], the rewards by the function.
+    values: [S], the function's reward for each sample.
     index: [S], each sample's group, from 0 to P − 1.
-    applied: bool [S], the samples that count.
-    size: P.
+    applied: bool [S], whether a sample's reward counts.
+    size: P, the number of groups.
     """
     index, values = index[applied], values[applied]
     count = np.bincount(index, minlength=size)

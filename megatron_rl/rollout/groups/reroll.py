@@ -13,7 +13,7 @@ from megatron_rl.types import Prompt
 
 
 class GroupReroll:
-    """Finds failed groups, and keeps their prompts in a buffer until they are sampled again."""
+    """Finds groups without a reward above ``reroll.fail_threshold``, and buffers their prompts to be sampled again."""
 
     def __init__(self, config: RerollConfig) -> None:
         self.buffer, self._threshold = RerollBuffer(config), config.fail_threshold
@@ -24,8 +24,9 @@ class GroupReroll:
     def note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt], fresh: Collection[int]) -> None:
         """Put the prompts of failed groups in the buffer.
 
-        fresh: the places (numbers in the rollout) of the groups that are not too old to be trained.
-            Other groups are ignored, since their prompts are drawn again anyway.
+        prompts: a group's place (its number in the rollout) → its prompt.
+        fresh: the places of the groups that are not too old to be trained. Other groups are
+            ignored, since their prompts are drawn again anyway.
         """
         failed = failed_groups(scored.rewards.totals, scored.facts.groups, self._threshold)
         failed = np.intersect1d(failed, list(fresh))

@@ -80,12 +80,13 @@ class RerollBuffer:
                 del self._waiting[next(iter(self._waiting))]
 
     def take(self, fraction: float, room: int) -> list[tuple[str, int]]:
-        """Remove the prompts to sample again now from the buffer; return (prompt_id, attempt) of each.
+        """Remove from the buffer the prompts that are sampled again now; return (prompt_id, attempt) of each.
 
         The attempt is the failed attempt plus one.
 
-        fraction: the fraction of the training that is done, 0 to 1.
-        room: the number of groups that the rollout can still take.
+        fraction: the fraction of the training that is done, 0 to 1. Below ``reroll.start_fraction``
+            no prompt is taken.
+        room: the maximum of prompts to take. ``reroll.max_groups`` limits them too.
         """
         if fraction < self._config.start_fraction:
             return []

@@ -23,8 +23,8 @@ class Selection:
     replayed: places whose group was already trained in an earlier rollout.
     metrics: metric name → value, from the filters.
 
-    Example: of places 0 and 1, place 1 has no signal. After ``refill({1: prompt}, {1: group}, {1},
-    scored)`` no place is dead, and ``replaced == {1}``.
+    Example: in a selection of places 0 and 1, only 0 has signal: ``live == {0}``. After ``refill``
+    with a group with signal for place 1, ``live == {0, 1}`` and ``replaced == {1}``.
     """
 
     prompts: Mapping[int, Prompt]
@@ -37,7 +37,7 @@ class Selection:
 
     @classmethod
     def of_job(cls, job: RolloutJob, scored: ScoredBatch) -> Selection:
-        """Return a selection of the finished job's groups that ``scored`` contains."""
+        """Return a selection of those groups of a finished job that are in ``scored``."""
         places = set(scored.facts.groups.tolist())
         return cls(
             prompts={number: job.prompts[number] for number in sorted(places)},
@@ -58,7 +58,7 @@ class Selection:
 
         prompts: replaced place → its new prompt, for the groups of all ranks.
         groups: replaced place → its new group, for this rank's places.
-        live: the replaced places whose new group may have signal.
+        live: the replaced places whose new group may have signal (a non-zero advantage).
         scored: facts and rewards of all groups of the new selection.
         """
         return replace(
@@ -86,11 +86,11 @@ class Selection:
         )
 
     def narrowed(self, live: Collection[int]) -> Selection:
-        """Return the selection with the places outside ``live`` removed from its own ``live``."""
+        """Return the selection with every place outside the argument ``live`` taken out of the field ``live``."""
         return replace(self, live=self.live & frozenset(live))
 
     def measured(self, metrics: Mapping[str, float]) -> Selection:
-        """Return the selection with the given metrics added."""
+        """Return the selection with ``metrics`` (name → value) added to its metrics."""
         return replace(self, metrics={**self.metrics, **metrics})
 
     def _with_groups(self, places: Collection[int], groups: Mapping[int, Group]) -> dict[int, Group]:

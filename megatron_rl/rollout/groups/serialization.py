@@ -1,10 +1,11 @@
 """The byte format of finished groups, for a checkpoint's untrained rollouts and replayed groups.
 
 The bytes are an .npz without pickles: ``header`` (JSON, UTF-8), ``token_ids`` int32, ``logprobs``
-float32, ``loss_mask`` bool and ``experts`` int16. All arrays but the header are flat: the samples'
-values follow each other in the header's order. The mask is True for all tokens of a rollout without
-a mask. The header holds the shape of each rollout's experts. Files of older releases have no masks
-or experts. Their rollouts get None for both.
+float32, ``loss_mask`` bool and ``experts`` int16 (those to which the model routed each token). All
+arrays but the header are flat: the samples' values follow each other in the header's order. The
+mask is True for all tokens of a rollout without a mask. The header holds the shape of each
+rollout's experts. Files of older releases have no masks or experts. Their rollouts get None for
+both.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class SavedGroup:
 
 
 def pack_groups(groups: Mapping[str, SavedGroup]) -> bytes:
-    """Return groups as bytes in this module's format. ``groups``: any text → group."""
+    """Return groups as bytes in this module's format. ``groups``: key → group, for keys of the caller's choice."""
     header, token_ids, logprobs, masks = [], [np.empty(0, np.int32)], [np.empty(0, np.float32)], [np.empty(0, bool)]
     experts = [np.empty(0, np.int16)]
     for key, group in groups.items():
@@ -121,9 +122,10 @@ def unpack_groups(data: bytes, recall: Callable[[str, int], Prompt]) -> dict[str
 
 
 def _score(total: float | None, values: Sequence[float | None], error: str | None = None) -> Score:
-    """Return a sample's score from its saved fields. Files of older releases have no ``error``.
+    """Return a sample's score from its saved fields, which are those of ``Score``.
 
-    total: the total reward; None for a sample that was taken out of its group.
-    values: the reward of each function.
+    total: the total reward; None if the sample has none.
+    values: the reward of each function; None if it did not apply.
+    error: the error of a failed function. Older files have none.
     """
     return Score(total=total, by_function=tuple(values), error=error)

@@ -26,10 +26,10 @@ from megatron_rl.rollout.worker import RolloutJob
 
 
 class Stragglers:
-    """Returns a rollout's groups for training before the last of them are finished. It is a ``HandOut``.
+    """Trains a rollout before its last groups are finished, and these groups with the next rollout. A ``HandOut``.
 
     num_stragglers: the number of groups that each rollout leaves unfinished. 0: the rollouts leave
-        none, and only a checkpoint's stragglers are waited for.
+        none, and the object only waits for the stragglers that a checkpoint holds.
     """
 
     def __init__(
@@ -63,10 +63,11 @@ class Stragglers:
         return self._is_split and self._outstanding(jobs) > (number - 1) * self.prompts_per_rollout
 
     def take(self, job: RolloutJob) -> RolloutJob:
-        """Wait until enough groups are scored on all ranks; return a job of these groups. A collective.
+        """Return a job of the groups to train now. A collective.
 
-        The groups that are still missing stay in ``job``, which becomes ``left``. Without
-        stragglers ``job`` itself is returned, unfinished.
+        With stragglers, wait until enough groups are scored on all ranks. The other groups stay in
+        ``job``, which is then stored as ``left``. If no rollout has stragglers, return ``job`` at
+        once, still unfinished.
         """
         if not self._is_split:
             return job
@@ -90,12 +91,12 @@ def collect_most(
 ) -> tuple[RolloutJob, CollectDurations]:
     """Wait for ``num_groups`` scored groups; return a job of these groups, and the seconds of waiting and of scoring.
 
-    job: the rollout's own job. It keeps its other groups, which go on.
+    job: the rollout's own job. It keeps its other groups, whose generation goes on.
     left: the job of the stragglers of the rollout before; None if there are none. All of them are
-        waited for, and the job is released.
+        waited for, and then the job is released.
     num_groups: the number of groups to return, of all ranks, the stragglers included.
 
-    The errors are the same as in ``RolloutManager.collect``.
+    Raises the same errors as ``RolloutManager.collect``.
     """
     jobs = [job] if left is None else [left, job]
     num_left = 0 if left is None else len(left.prompts)
@@ -123,9 +124,9 @@ def num_to_start(
     outstanding: the number of groups that were started and not trained.
     is_last: whether this is the last rollout.
 
-    Example: P = 8, S = 2, three rollouts. The first starts 10 groups (rollouts 1, outstanding 0).
-    The second, started before the first is trained, starts 8 (rollouts 2, outstanding 10). The last
-    starts 6 (rollouts 2, outstanding 10).
+    Example: three rollouts with ``prompts_per_rollout=8`` and ``stragglers=2``. The first starts 10
+    groups (rollouts 1, outstanding 0). The second, started before the first is trained, starts 8
+    (rollouts 2, outstanding 10). The last starts 6 (rollouts 2, outstanding 10).
     """
     wanted = rollouts * prompts_per_rollout + (0 if is_last else stragglers) - outstanding
     return max(0, min(wanted, prompts_per_rollout + stragglers))
@@ -143,7 +144,7 @@ def num_to_train(*, prompts_per_rollout: int, left: int, started: int) -> int:
 
 
 def choose(whole: Collection[int], room: int) -> list[int] | None:
-    """Return the ``room`` lowest of the given places, to be trained now; None if there are fewer places.
+    """Return the ``room`` lowest of the places in ``whole``, to be trained now; None if ``whole`` has fewer places.
 
     whole: the places (numbers in the rollout) of the groups that are scored.
     """

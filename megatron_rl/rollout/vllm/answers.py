@@ -1,4 +1,4 @@
-"""The conversion of vLLM's completions to rollouts, or to results of sampling requests, with checks."""
+"""The conversion of vLLM's completions to rollouts for the training, or to results of ``sample``, with checks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron_rl.types import Prompt, Rollout
 
 
 def generate_request(name: str, request: SampleRequest) -> GenerateRequest:
-    """Return the vLLM request for a sampling request. ``name``: the id of the vLLM request.
+    """Return a ``SampleRequest`` in the form of a request to vLLM. ``name``: the id of the vLLM request.
 
-    It has no stop texts, since the engine has no tokenizer. ``Answers.result`` applies them
-    afterwards.
+    The vLLM request has no stop texts, since the engine has no tokenizer. ``Answers.result``
+    applies them afterwards.
 
     Raises EngineError if log-probs of the most likely tokens are requested, which vLLM engines do
     not serve here.
@@ -43,9 +43,9 @@ def generate_request(name: str, request: SampleRequest) -> GenerateRequest:
 
 
 class Answers:
-    """Converts vLLM's completions to rollouts, and to results of sampling requests, and checks them.
+    """Converts vLLM's completions to rollouts, or to a ``SampleResult``, and checks them.
 
-    vocab_size: the number of token ids; a completion with an id outside them is refused.
+    vocab_size: the number of token ids. A completion with an id of this size or above is refused.
     needs_experts: whether each rollout must hold the experts to which vLLM routed its tokens.
     """
 
@@ -59,7 +59,8 @@ class Answers:
 
         samples: the number of rollouts. A single completion, from greedy sampling, is repeated for
             all of them.
-        stop_ids: the tokens that end a response. The engine's own end of sequence is switched off.
+        stop_ids: the tokens that end a response. No other token ends one, since vLLM's
+            ``ignore_eos`` is set.
         """
         if len(completions) == 1:
             completions = [completions[0]] * samples
@@ -88,8 +89,8 @@ class Answers:
     def _checked(self, name: str, completion: Completion, stop_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Return a completion's token ids. Raises EngineError for an unknown id or a wrong finish_reason.
 
-        Ids are known below the vocabulary size. The finish_reason must be "stop" if the last token
-        is in ``stop_ids``, and only then.
+        An id is known if it is from 0 to ``vocab_size`` − 1. The finish_reason must be "stop" if
+        the last token is in ``stop_ids``, and only then.
         """
         token_ids = tuple(completion.token_ids.tolist())
         if max(token_ids) >= self._vocab_size or min(token_ids) < 0:

@@ -24,7 +24,7 @@ def engine_arguments(
 ) -> dict[str, object]:
     """Return {field: value} of vllm.EngineArgs (0.32.0) for an engine that the run starts.
 
-    The fields of ``rollout.vllm`` are added. They may replace the values in ``defaults``.
+    The fields of ``rollout.vllm`` are added. They may replace defaults, such as ``max_model_len``.
 
     Raises ConfigError for settings that vLLM does not support on this device.
     """
@@ -75,7 +75,7 @@ def family_arguments(hf_path: str) -> dict[str, object]:
 
 
 def latent_arguments(model: ModelConfig, device: torch.device) -> dict[str, object]:
-    """Return {field: value} of vllm.EngineArgs for latent attention on a CPU. Empty for other models and devices.
+    """Return {field: value} of vllm.EngineArgs for latent attention on a CPU in another dtype than bfloat16; else {}.
 
     On a CPU with AMX, vLLM 0.32 chooses an attention kernel that computes only in bfloat16, even
     for other dtypes (platforms/cpu.py, amx_mla.py). The field chooses another kernel.

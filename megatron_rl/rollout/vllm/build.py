@@ -152,7 +152,7 @@ def process_replica(
     location: RankLocation,
     device: torch.device,
 ) -> ProcessReplica:
-    """Return the replica of an engine in a process of this rank. The process is not started yet.
+    """Return the ``ProcessReplica`` of an engine that this rank will start in a process. It is not started yet.
 
     arguments: the fields of vllm.EngineArgs.
     folder: the folder of the engines' logs.
@@ -191,7 +191,7 @@ def weight_channel(
 
 
 def _own_address(servers: Sequence[str]) -> str:
-    """Return this host's IP address towards the first server on another host; 127.0.0.1 without such a server.
+    """Return the address at which the first server on another host reaches this host; 127.0.0.1 without such a server.
 
     servers: the URLs of ``rollout.servers``.
     """

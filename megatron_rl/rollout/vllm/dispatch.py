@@ -110,7 +110,7 @@ def dispatch(
 class _Call:
     """Runs one call of ``dispatch`` in the caller's thread.
 
-    A future's callback, which may run in another thread, only puts its attempt in the queue
+    Other threads may complete an attempt's future. Its callback only puts the attempt in the queue
     ``done``.
     """
 
@@ -220,7 +220,7 @@ class _Call:
             self._lose(attempt, f"{cause} {self.deadline_s:g} s")
 
     def _give_up(self, attempt: _Attempt) -> None:
-        """Abort an attempt. Its future is ignored from now on: it may still end with completions or an error."""
+        """Abort an attempt, and ignore its future from now on. The future may still get completions or an error."""
         self._forget(attempt)
         with contextlib.suppress(ReplicaLost):  # the attempt is given up anyway
             self.replicas[attempt.replica].abort(attempt.request.request_id)
@@ -253,7 +253,11 @@ class _Call:
                 self.on_finished(attempt.request.request_id, completions)
 
     def _lose(self, attempt: _Attempt, cause: str) -> None:
-        """Mark an attempt's replica as down for the rest of the call, and put its request in the queue again."""
+        """Mark an attempt's replica as down for the rest of the call, and queue the request again.
+
+        After the request's last attempt, count it as lost instead. ``cause``: why the attempt
+        failed.
+        """
         self.down.setdefault(attempt.replica, cause)
         self._again(attempt, cause)
 

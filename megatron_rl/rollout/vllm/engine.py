@@ -3,7 +3,7 @@
 A replica is a vLLM engine in a process that the run starts, or a vLLM server. A request asks for
 all samples of one prompt, so that the samples share the prompt's keys and values. Its seed is the
 seed of sample 0. Log-probs of greedy samples are at temperature 1, while the Transformers engine
-gives them at the sampling temperature. Nothing trains on greedy samples.
+gives them at ``rollout.temperature``. Nothing trains on greedy samples.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ class _Call:
     number: the number of the call.
     version: the weight version of the replicas.
     present: the replicas that may be used.
-    restarts: the number of restarts since the last call that needed none.
-    lives: a replica's id → how often it was recovered.
+    restarts: how many restarts in a row came before the call. A call without a restart resets the
+        count.
+    lives: a replica's id → how often the replica was restarted, or served again after a loss.
     """
 
     number: int
@@ -104,8 +105,8 @@ class VllmEngine:
         longest: the maximum of tokens of a prompt and its response together.
         in_flight: whether ``load_weights`` may be called while ``generate`` is under way.
         start_late: whether the replicas are started only by the first ``recover``. On a GPU that
-            the trainer still fills, vLLM would find too little free memory, or count memory of
-            other processes as its own (v1/worker/utils.py, request_memory; 0.32.0).
+            the trainer still fills, vLLM would find too little free memory, or count the trainer's
+            memory as vLLM's (v1/worker/utils.py, request_memory; 0.32.0).
         """
         self._replicas, self._sync, self._tokenizer, self._rollout = list(replicas), sync, tokenizer, rollout
         self._seed, self._stop_ids, self._vocab_size, self._longest = seed, tuple(stop_ids), vocab_size, longest
@@ -161,9 +162,10 @@ class VllmEngine:
         return max((x.progressed_at for x in self._replicas), default=-math.inf)
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
-        """Restart this run's lost engines, wait until engines serve, and return the names of servers that do not.
+        """Restart this run's lost engines, wait until engines serve, and return the names of servers that do not serve.
 
-        Lost servers are not restarted from here. They are left out as long as other servers serve.
+        A lost server is restarted by its supervisor, not by this call. Servers that do not serve
+        are left out as long as other replicas serve.
 
         lost: names of the engines that any rank has lost.
 
@@ -255,7 +257,7 @@ class VllmEngine:
             self._unready.pop(0)
 
     def _probes(self) -> list[str]:
-        """Return two texts, which two different tokenizers hardly encode to the same ids."""
+        """Return two texts to which two different tokenizers would hardly give the same token ids."""
         ids = range(0, self._vocab_size, max(1, self._vocab_size // 100))
         return [
             self._tokenizer.decode(list(ids), skip_special_tokens=True),
@@ -334,7 +336,7 @@ class VllmEngine:
         return [results[name] for name in named]
 
     def _begin(self, asks: bool) -> _Call:
-        """Return the engine's state at the beginning of a call. ``asks``: whether the call has requests.
+        """Return the engine's state at the beginning of a call. ``asks``: whether the call has requests to send.
 
         Raises EngineLost if it has requests, but no replica is left, or one is lost and
         ``in_flight`` is off. Raises RuntimeError if it has requests, but the replicas hold no

@@ -24,7 +24,7 @@ BUSY = (408, 425, 429)  # statuses of requests that may succeed later
 
 
 class NotListening(ReplicaLost):
-    """Raised if nothing accepts connections at this address."""
+    """Raised if nothing accepts connections at the server's address."""
 
 
 class ServerFailed(ReplicaLost):
@@ -56,7 +56,8 @@ class Exchange:
     ) -> tuple[int, bytes]:
         """Send the request; return the answer's status and body. Raises OSError or HTTPException.
 
-        If the deadline of ``timeout_s`` seconds caused the error, ``timed_out`` is True.
+        If the deadline of ``timeout_s`` seconds caused the error, the attribute ``timed_out`` is
+        True.
         """
         # The socket's own time-out counts from byte to byte, so a slow stream of bytes would never exceed it.
         watchdog = threading.Timer(timeout_s or 0.0, self._expire)
@@ -123,7 +124,7 @@ class Server:
     def call(
         self, method: str, path: str, body: object = None, *, timeout_s: float | None, exchange: Exchange | None = None
     ) -> object:
-        """Send a request; return the answer's JSON value, None if empty. Raises ReplicaLost and RequestRefused.
+        """Send a request; return the answer's JSON value, None for an empty body. Raises ReplicaLost or RequestRefused.
 
         timeout_s: seconds for the whole request. None: no limit, since the caller itself cuts
             ``exchange`` in time.

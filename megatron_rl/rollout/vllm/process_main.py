@@ -2,9 +2,9 @@
 
     python -m megatron_rl.rollout.vllm.process_main FD PARENT_PID    # started by process_replica.py alone
 
-The first frame holds the engine's arguments. Then requests and control messages arrive at any time,
-and completions are sent as they are done. During a weight update, and between pause and resume, the
-engine makes no steps. The process ends when its rank ends, for any reason.
+FD is the socket. The first message holds the engine's arguments. Then requests and control messages
+arrive at any time, and completions are sent as they are done. During a weight update, and between
+pause and resume, the engine makes no steps. The process ends when its rank ends, for any reason.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class EngineProcess:
             frames.send(self.connection, {"kind": "progress", **self._load()})
 
     def _load(self) -> dict[str, float]:
-        """Return the numbers of running and of waiting samples, and the used share of the cache of keys and values.
+        """Return {"running": samples, "waiting": samples, "kv_cache_usage": used fraction of the KV cache}.
 
-        They come from the scheduler (vLLM 0.32.0, v1/core/sched/scheduler.py).
+        The numbers come from the scheduler (vLLM 0.32.0, v1/core/sched/scheduler.py).
 
         vLLM's own statistics are off (``disable_log_stats``), since they would time every request.
         """
@@ -87,9 +87,9 @@ class EngineProcess:
         return {"running": running, "waiting": waiting, "kv_cache_usage": float(scheduler.get_kv_cache_usage())}
 
     def _read(self) -> None:
-        """Put the rank's messages in ``inbox``, and None, which ends the process, after the last one.
+        """Put the rank's messages in ``inbox``. After the last message put None, which ends the process.
 
-        The last one is read when the rank is gone, a message breaks off, or memory runs out.
+        The messages end if the rank is gone, a message breaks off, or memory runs out.
         """
         try:
             while True:
@@ -129,8 +129,8 @@ class EngineProcess:
     def _send_output(self, output) -> None:
         """Send all samples of a request in one message.
 
-        Tokens and log-probs of all samples are concatenated; ``lengths`` [samples, 2] holds each
-        sample's numbers of both.
+        Tokens and log-probs of all samples are concatenated. ``lengths`` [samples, 2] holds each
+        sample's number of tokens and number of log-probs.
         """
         samples = sorted(output.outputs, key=lambda sample: sample.index)
         token_ids = [np.asarray(sample.token_ids, dtype=np.int64) for sample in samples]
@@ -202,7 +202,7 @@ class EngineProcess:
 
 
 def _sampled_logprobs(sample) -> np.ndarray:
-    """Return [T] float32, the log-probs of sampled tokens, the only ones under ``logprobs=0, flat_logprobs=True``."""
+    """Return [T] float32, the log-prob of each sampled token. Other log-probs were not requested from vLLM."""
     return np.array([] if sample.logprobs is None else sample.logprobs.logprobs, dtype=np.float32)
 
 

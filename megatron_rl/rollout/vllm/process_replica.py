@@ -39,7 +39,8 @@ def engine_environment(
 ) -> dict[str, str]:
     """Return the environment variables of an engine's process, {name: value}.
 
-    They are ``environment`` without the variables of the trainer's ranks, and with vLLM's settings.
+    They are ``environment`` without the variables that are for the trainer's ranks alone, plus
+    settings for vLLM.
 
     devices: the names of the engine's GPUs; None on a CPU host.
     threads: the number of the engine's threads on a CPU host.
@@ -224,8 +225,8 @@ class ProcessReplica:
     ) -> None:
         """Send a message (a header and arrays) to the process. Raises ReplicaLost if the process is gone.
 
-        first: called without arguments before the send, under the same lock. It registers the
-            future of the answer, so that the future and the message belong to the same process.
+        first: called without arguments before the send, to register the future of the answer. Both
+            happen under one lock, so that the process cannot be replaced between them.
         """
         try:
             with self._lock:

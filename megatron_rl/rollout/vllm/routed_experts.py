@@ -26,7 +26,7 @@ WAY_OUT = (
 
 
 def frame_of(samples: Sequence) -> dict[str, np.ndarray]:
-    """Return {name: array}, in which an engine's process sends its samples' experts; {} if a sample has none.
+    """Return the samples' experts as the arrays {name: array} of one message; {} if a sample has no experts.
 
     samples: vLLM's CompletionOutputs.
 
@@ -43,9 +43,9 @@ def frame_of(samples: Sequence) -> dict[str, np.ndarray]:
 
 
 def of_frame(arrays: Mapping[str, np.ndarray], samples: int) -> list[np.ndarray | None]:
-    """Return each sample's experts, int16 [tokens, layers, top_k], from the arrays of ``frame_of``; None if not sent.
+    """Return each sample's experts, int16 [tokens, layers, top_k], from the arrays of ``frame_of``.
 
-    samples: the number of samples.
+    Each is None if the arrays hold no experts. ``samples``: the number of samples.
     """
     if "experts" not in arrays:
         return [None] * samples

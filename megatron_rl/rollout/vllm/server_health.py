@@ -1,4 +1,4 @@
-"""The health check of one vLLM server while it owes answers: whether its engine lives, and whether it computes."""
+"""The health check of one vLLM server while a request to it is under way: does its engine live, and does it compute?"""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ COUNTERS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+
 
 
 class ServerHealth:
-    """Checks a server in a thread, but only while the server owes an answer.
+    """Checks a server in a thread, but only while a request to the server is under way.
 
-    owes: called without arguments; returns whether the server owes an answer.
+    owes: called without arguments; returns whether a request is under way.
     cut: called without arguments, to end all requests to the server. It is called if the engine
         died, since the server may then hold its requests for ever. It is not called for a server
         that is only busy.

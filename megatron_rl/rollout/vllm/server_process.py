@@ -2,10 +2,13 @@
 
     python -m megatron_rl.rollout.vllm.server_process PARENT GRACE_S COMMAND ...      # started by supervisor.py alone
 
-It ends them at a signal, if the supervisor (its own parent) ends, or if the server's API process
-ends. A vLLM server has several processes. If only its API process is killed (kill -9, out of
-memory), the engine's process stays and holds the GPU's memory, and the next server finds none. So
-each server gets this small parent, which ends the server's whole process group.
+PARENT is the supervisor's process id. GRACE_S is the time in seconds from SIGTERM to SIGKILL.
+COMMAND starts the server.
+
+The server is ended at a signal, if the supervisor ends, or if the server's API process ends. A vLLM
+server has several processes. If only its API process is killed (kill -9, out of memory), the
+engine's process stays and holds the GPU's memory, and the next server finds none. So each server
+gets this small parent, which ends the server's whole process group.
 """
 
 from __future__ import annotations

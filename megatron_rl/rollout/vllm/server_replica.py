@@ -58,7 +58,7 @@ def api_key_of(variable: str | None) -> str | None:
 
 
 class ServerReplica:
-    """Drives one server. Each request has a thread and a connection while it is under way."""
+    """Drives one vLLM server over HTTP. It is a ``Replica``. Each request under way has a thread and a connection."""
 
     ours = False
 
@@ -80,7 +80,7 @@ class ServerReplica:
         self.health = ServerHealth(self.server, owes=lambda: bool(self._under_way), cut=self._cut_all)
 
     def start(self) -> None:
-        """Start to watch the server's health while it owes an answer. The server itself is started elsewhere."""
+        """Start to watch the server's health while requests are under way. The server itself is started elsewhere."""
         self.health.start()
 
     @property
@@ -159,10 +159,10 @@ class ServerReplica:
         return answer[field]
 
     def _describe(self) -> dict:
-        """Return the workers' description of the engine (``Receiver.describe``).
+        """Return what the server's workers say of their engine: the dict of ``Receiver.describe``.
 
-        Raises RequestRefused if the workers' descriptions differ, or if the workers cannot take
-        weights.
+        It holds ``vocab_size``, ``max_model_tokens`` and ``logprobs_mode``. Raises RequestRefused
+        if the workers' answers differ, or if the workers cannot take weights.
         """
         try:
             descriptions = self._ask_workers("describe", ANSWER_S)
@@ -311,7 +311,7 @@ class ServerReplica:
                 self._under_way.pop(name, None)
 
     def _explained(self, error: Exception) -> Exception:
-        """Return ``error``. If the health check cut the request because the engine died, that reason is added."""
+        """Return a request's error. If the health check ended the request, the reason (the engine died) is added."""
         if self.health.sick and isinstance(error, ReplicaLost) and not isinstance(error, NotListening | ServerFailed):
             return ReplicaLost(f"{error}, since {self.health.sick}")
         return error
@@ -375,9 +375,9 @@ class ServerReplica:
             time.sleep(POLL_S / 5)
 
     def restart(self) -> None:
-        """Abort this process's requests to the server, and forget its weight version.
+        """Abort this process's requests to the server, and forget the server's weight version.
 
-        The server itself is restarted elsewhere. ``wait_ready`` waits for it.
+        The server itself is restarted by its supervisor. ``wait_ready`` waits for it.
         """
         self._held_before_restart, self.weight_version = self.weight_version, NO_WEIGHTS
         self.health.sick = ""

@@ -1,4 +1,4 @@
-"""The supervisor of vLLM servers: starts one per replica, restarts servers that die, and ends all with itself.
+"""The supervisor of vLLM servers: starts one per replica, restarts servers that die, and ends all when it ends.
 
 A restarted server holds the weights of its model files. The trainer sees that the weight version is
 gone, and sends its weights again.
@@ -219,7 +219,7 @@ class Supervisor:
         return running
 
     def _watch_health(self, running: _Running) -> None:
-        """Note when a server is healthy for the first time; later mark it as sick if /health fails for ``sick_s``.
+        """Record when a server first answers /health. From then on mark it as sick if /health fails for ``sick_s``.
 
         A sick server is restarted, since a server whose engine died may hold its requests for ever.
         A late answer does not count as a failure: the server may only be busy.

@@ -98,10 +98,10 @@ def adapter_model(tensors: Mapping[str, torch.Tensor], rank: int, alpha: float, 
 def _check_layers(
     projections: set[str], tensors: Mapping[str, torch.Tensor], rank: int, manager: LoRAModelManager
 ) -> None:
-    """Raise ValueError if the engine lacks a projection, or if a layer's pairs do not have exactly the layer's size.
+    """Raise ValueError if the engine lacks a projection, or if a layer's adapters do not have the layer's size.
 
     projections: the names of the projections that have adapters. A layer of vLLM may join several
-        of them, such as q, k and v.
+        projections, such as q, k and v. Then all of them must have adapters.
     tensors: as for ``adapter_model``.
     """
     layers = {name: manager.packed_modules.get(name, [name]) for name in manager.modules}

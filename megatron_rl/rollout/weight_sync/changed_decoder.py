@@ -14,7 +14,7 @@ from megatron_rl.weights.delta import difference_of
 
 
 class ChangedDecoder:
-    """Decodes buckets by copies in host memory, into which it writes what arrives. It is a ``BucketDecoder``."""
+    """Keeps a copy of each bucket in host memory, and writes changed words into it. It is a ``BucketDecoder``."""
 
     copies = True
 

@@ -1,9 +1,10 @@
 """The encoder of changed weights (``weight_sync.delta``): sends only the words that changed since the sync before.
 
-A word has 2 or 4 bytes, the size of a weight. An engine gets only the changed words if its receipt
-equals the receipt of the latest sync. Every other engine gets all weights. The choice is made
-before the first bucket, for all buckets of a sync. The trainer finds the changes by its copies on
-the host (host_copies.py).
+A word has 2 or 4 bytes, the size of a weight. An engine's receipt is what its workers report of
+their weights: version, checksum and number. An engine gets only the changed words if it still gives
+the receipt of the latest sync. Every other engine gets all weights. The choice is made before the
+first bucket, for all buckets of a sync. The trainer finds the changes by its copies on the host
+(host_copies.py).
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class ChangedEncoder(WholeEncoder):
         self._num_words = self._num_changed = 0
 
     def greet(self, replica: Replica, deadline_s: float) -> bool:
-        """Compare the receipts of the replica's workers with its latest receipt; return whether one differs.
+        """Return whether a replica's workers report other weights than after the replica's latest sync.
 
-        A difference shows that another trainer has sent weights, so the replica's channel must be
-        opened again.
+        If they do, another trainer has sent weights, so the replica's channel must be opened again.
+        False without an earlier sync.
         """
         if (receipt := self.receipts.pop(id(replica), None)) is None:
             return False
@@ -93,8 +94,8 @@ class ChangedEncoder(WholeEncoder):
     def _compare(self, buffer: BucketBuffer) -> Compared | None:
         """Copy a bucket for the next sync; return its difference from the sync before.
 
-        None if no replica gets changes in this sync, or if the bucket's tensors were others in the
-        sync before.
+        None if no replica gets changes in this sync, or if the bucket had other tensors in the sync
+        before.
         """
         if not self._current:
             self._copies.keep(buffer.tensors, buffer.packed)

@@ -12,9 +12,12 @@ import torch
 
 
 class BucketDecoder(Protocol):
-    """Turns the bytes that arrive into buckets of weight tensors, in the order in which one trainer sends them."""
+    """Turns the bytes that one trainer sends, in order, into buckets of weight tensors.
 
-    copies: bool  # whether a bucket is read from a copy in this process
+    copies: whether a decoded bucket is read from a copy in this process.
+    """
+
+    copies: bool
 
     def begin(self) -> None:
         """Start a sync: the next bucket is the first of the sync."""
@@ -41,7 +44,7 @@ class BucketDecoder(Protocol):
         ...
 
     def end(self) -> None:
-        """Finish a sync that succeeded. A decoder with copies drops the copies beyond the sync's last bucket."""
+        """Finish a sync that succeeded. A decoder with copies drops copies of buckets that this sync did not have."""
         ...
 
 

@@ -20,9 +20,8 @@ ALIGNMENT = 16  # bytes; every dtype's view must start at a multiple of its size
 class BucketBuffer:
     """Holds the packed tensors of one bucket, and makes the message by which an engine finds them.
 
-    On a GPU the tensors are packed and digested in the GPU's memory. If the channel is shared
-    memory, one copy then brings the bucket to the host. The wait for the digests includes the wait
-    for this copy.
+    On a GPU the tensors are packed in the GPU's memory, and their digests are computed there. If
+    the channel is shared memory, one copy then brings the bucket to the host.
     """
 
     def __init__(self, num_bytes: int, channel: str, device: torch.device) -> None:

@@ -35,12 +35,17 @@ class EncodedBucket:
 class BucketEncoder(Protocol):
     """Decides which bytes of each bucket are sent to which replica, for the syncs of one sender, in order.
 
+    holds: whether engines keep copies of the buckets that they receive.
+    finishing: control methods that are called on an engine after a sync's finish.
+    changed_share: the fraction of the latest sync's elements that changed; None if none were
+        compared.
+
     ``greet`` and ``took`` are called in a replica's thread.
     """
 
-    holds: bool  # whether engines keep copies of the buckets that they receive
-    finishing: Sequence[str]  # control methods that are called on an engine after a sync's finish
-    changed_share: float | None  # changed share of the latest sync's elements; None if none were compared
+    holds: bool
+    finishing: Sequence[str]
+    changed_share: float | None
 
     def open(self, version: int, replicas: Sequence[Replica]) -> None:
         """Begin a sync of weight ``version`` to these replicas, before any message is sent to them."""
@@ -81,7 +86,7 @@ class BucketEncoder(Protocol):
         ...
 
     def lacks_weights(self, replica: Replica) -> bool:
-        """Return whether the replica lacks the frozen weights, so that adapters alone do not suffice."""
+        """Return whether the replica lacks the model's frozen weights, so that LoRA adapters alone do not suffice."""
         ...
 
 

@@ -38,9 +38,9 @@ def count_values(model: torch.nn.Module, wanted: Collection[str]) -> int:
 def drop_half_loaded(model: torch.nn.Module, config: ModelConfig) -> None:
     """Forget the tensors of a sync that broke off, and restore every layer's parameters from before the sync.
 
-    The next sync overwrites all parameters. If the tensors of the broken sync were kept, the
-    restoring call would load them. A tensor of a wrong shape would then make the call raise every
-    time.
+    vLLM's ``finalize_layerwise_reload`` restores them, but first loads tensors that it still holds.
+    A tensor of a wrong shape would make it raise every time. The next sync overwrites all
+    parameters.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -50,10 +50,10 @@ def drop_half_loaded(model: torch.nn.Module, config: ModelConfig) -> None:
 
 
 def partial_layers(model: torch.nn.Module) -> list[str]:
-    """Return the layers that got only some of their weights, such as q without k and v: names and counts.
+    """Return the layers that got only some of their weights, as texts "NAME (2 of 3 values)".
 
-    A complete layer was processed at once, and is not returned. Embeddings are left out, since the
-    padding rows of a vocabulary never arrive.
+    For example, a layer may get q without k and v. A complete layer was processed at once, and is
+    not returned. Embeddings are left out, since the padding rows of a vocabulary never arrive.
     """
     partial = []
     for name, layer in model.named_modules():
@@ -79,8 +79,8 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
 def process_tied(model: torch.nn.Module) -> None:
     """Run vLLM's processing after loading for an output layer that is tied to the embedding. vLLM (0.32.0) omits it.
 
-    The layer receives no weights itself. On a CPU its matrix product would still use the packed
-    weights of the previous sync, with log-probs off by 4 nats.
+    The output layer receives no weights itself. Without the processing, its matrix product on a CPU
+    would still use the packed weights of the previous sync, with log-probs off by 4 nats.
     """
     seen: set[int] = set()
     for module in model.modules():
@@ -95,8 +95,8 @@ def keep_waiting(model: torch.nn.Module, packed: torch.Tensor, device: torch.dev
 
     packed: the bucket's bytes. The sender will overwrite this memory.
 
-    All experts of a mixture-of-experts layer are one layer for vLLM, so slices of experts may be
-    among the copies.
+    The tensors of a mixture-of-experts layer may wait long, since for vLLM all experts are one
+    layer.
     """
     memory = packed.untyped_storage().data_ptr()
     for layer in model.modules():

@@ -40,8 +40,8 @@ class BroadcastGroup:
 
         workers: (replica, number of its workers) pairs. The workers take ranks in this order, from
             1.
-        invite: called with a replica and the group's description; tells the replica to join,
-            without waiting.
+        invite: called with a replica and the fields of the group's ``ChannelInfo``; tells the
+            replica to join, without waiting.
         """
         self.close()
         world = 1 + sum(count for _, count in workers)

@@ -1,8 +1,8 @@
 """Copies of a sync's buckets in host memory: as the trainer last sent them, and as an engine last received them.
 
-The trainer compares a bucket with its copy of the sync before, and sends the words that changed.
+The trainer compares a bucket with its copy from the sync before, and sends the words that changed.
 The engine writes these words into its own copy, which then equals the trainer's bucket to the bit.
-The engine digests, counts and loads the copy like a bucket that arrived whole. The copies have the
+The engine checks, counts and loads the copy like a bucket that arrived whole. The copies have the
 size of the weights, on every rank that sends and in every worker of an engine. Both sides import
 this module, so it needs only torch.
 """
@@ -36,7 +36,11 @@ class Compared:
 
 
 class HostCopies:
-    """Keeps a copy of each bucket of a sync, in order. ``begin`` makes the first bucket the next one."""
+    """Keeps a copy of each bucket of a sync, in the order in which the buckets are sent.
+
+    ``compare``, ``keep`` and ``patch`` each take the next bucket in this order. ``begin`` returns
+    to the first.
+    """
 
     def __init__(self) -> None:
         self._buckets: list[tuple[list, torch.Tensor]] = []
@@ -49,7 +53,7 @@ class HostCopies:
         self._next = 0
 
     def end(self) -> None:
-        """Drop the copies beyond the last bucket of the sync that ends."""
+        """Drop the copies of buckets that the sync that ends did not have."""
         del self._buckets[self._next :]
 
     def clear(self) -> None:
@@ -57,9 +61,9 @@ class HostCopies:
         self._next = 0
 
     def compare(self, tensors: Sequence, packed: torch.Tensor) -> Compared | None:
-        """Replace the next copy by the bucket; return the bucket's difference from the earlier copy.
+        """Store a copy of the next bucket; return the bucket's difference from its copy of the sync before.
 
-        None if there was no earlier copy, or if it had other tensors.
+        None if there was no such copy, or if it had other tensors.
 
         tensors: [name, dtype, shape, first byte] of each tensor.
         packed: the bucket, uint8, on the trainer's device. The comparison runs there.
@@ -82,7 +86,7 @@ class HostCopies:
         )
 
     def keep(self, tensors: Sequence, packed: torch.Tensor) -> torch.Tensor:
-        """Replace the next copy by the bucket ``packed``; return the new copy, uint8 on the host.
+        """Store a copy of the next bucket, ``packed``; return the copy, uint8 on the host.
 
         tensors: [name, dtype, shape, first byte] of each tensor.
         """
@@ -98,9 +102,10 @@ class HostCopies:
         return self._buckets[self._next - 1][1]
 
     def patch(self, fields: Mapping[str, int], payload: torch.Tensor) -> tuple[list, torch.Tensor]:
-        """Write changed words into the next copy; return its tensors' descriptions and its bytes.
+        """Write changed words into the next bucket's copy of the sync before; return its tensors and its bytes.
 
-        The caller must not change the bytes.
+        Each tensor is described by [name, dtype, shape, first byte]. The caller must not change the
+        bytes.
 
         fields: the fields of the ``Difference`` that describes the payload.
         payload: uint8, the encoded changed words.

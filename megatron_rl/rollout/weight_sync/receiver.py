@@ -50,13 +50,14 @@ class ChannelInfo(WeightTransferInitInfo):
 
     channel: ``shared_memory`` (a file that both processes map), ``broadcast`` (a process group of
         the trainer and all engines) or ``cuda_ipc`` (the trainer's memory on the same GPU).
-    holds: whether copies of buckets are kept here, so that later syncs may bring only changes.
+    holds: whether the engine keeps copies of buckets, so that later syncs may bring only changes.
 
     The other fields describe the process group of a broadcast.
 
     address, port: where the trainer listens.
     first_rank: the rank of this engine's first worker.
     world_size: the number of all engines' workers, plus 1 for the trainer.
+    group_backend: ``nccl`` or ``gloo``.
     deadline_s: seconds for joining, and for each broadcast.
     """
 
@@ -201,7 +202,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             self._adapters.begin()
 
     def _open_model(self) -> None:
-        """Start vLLM's layerwise reload, and note which parameters must arrive: all of the model's.
+        """Start vLLM's layerwise reload, and require that all of the model's parameters arrive in this sync.
 
         An engine that takes adapters apart from the weights calls this only when the sync's first
         model weight arrives.
@@ -275,8 +276,8 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
     def _check_bytes(self, bucket: BucketInfo, packed: torch.Tensor) -> None:
         """Raise ValueError if the bucket's bytes differ from what the trainer packed.
 
-        Several workers that read the sender's memory divide the bucket's NUM_PARTS ranges of bytes
-        among them. Otherwise each worker checks the whole bucket.
+        A bucket has NUM_PARTS ranges of bytes, each with a digest. Several workers that read the
+        sender's memory each check some ranges. Otherwise each worker checks all.
 
         packed: uint8, the bytes of the whole bucket.
         """

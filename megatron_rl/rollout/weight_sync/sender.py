@@ -66,7 +66,7 @@ class WeightSender:
         self._joined: set[int] = set()
 
     def lacks_weights(self, replica: Replica) -> bool:
-        """Return whether the replica lacks the frozen weights, so that adapters alone do not suffice."""
+        """Return whether the replica lacks the model's frozen weights, so that LoRA adapters alone do not suffice."""
         return self.encoder.lacks_weights(replica)
 
     def forget(self, replica: Replica) -> None:
@@ -114,7 +114,7 @@ class WeightSender:
     def rejoin(self, replica: Replica) -> None:
         """Open the channel to one replica again, after another sender has used the replica.
 
-        For a broadcast nothing is done: its group breaks off by itself.
+        Do nothing for a broadcast, whose process group fails by itself in that case.
         """
         if self.channel != "broadcast":
             self._joined.discard(id(replica))

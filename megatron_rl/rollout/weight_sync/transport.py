@@ -196,7 +196,7 @@ def broadcast(group, packed: torch.Tensor) -> None:
 
 
 def receive(group, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return the bytes that rank 0 broadcasts, uint8 on ``device``. If ``num_bytes`` is 0, there is no broadcast."""
+    """Return the bytes that rank 0 broadcasts, uint8 [num_bytes] on ``device``. For 0 bytes nothing is broadcast."""
     packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     if num_bytes:
         broadcast(group, packed)

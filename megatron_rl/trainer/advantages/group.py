@@ -47,7 +47,13 @@ class GroupAdvantages:
         self.is_own = is_own(settings.estimator)
 
     def __call__(self, scored: ScoredBatch, passes: Passes) -> AdvantageResult:
-        """Return a rollout's advantages. A collective with a KL in the reward, with noise or with a user's function."""
+        """Return a rollout's advantages.
+
+        A collective if the reward has a KL, if noise is added, or if the estimator is the user's function.
+
+        scored: the rollout's samples with their rewards.
+        passes: log π_old and log π_ref if the reward has a KL; else not read.
+        """
         with self.enter_own("advantage"):
             if self.kl is not None:
                 return self._less_kl(self.kl, scored, passes)

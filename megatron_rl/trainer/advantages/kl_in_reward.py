@@ -65,8 +65,9 @@ class KLInReward:
 
     @staticmethod
     def less(scored: ScoredBatch, penalty: KLPenalty, loss_mask: np.ndarray) -> GroupRewards:
-        """Return the rewards with each sample's total lowered by its penalty, summed over its loss tokens.
+        """Return the rewards; each sample's total is lowered by the sum of the penalties of its loss tokens.
 
+        scored: the rollout's samples with their rewards.
         loss_mask: bool [T], the response tokens that carry loss, sample after sample.
         """
         facts = scored.facts

@@ -20,10 +20,11 @@ class AdvantageNoise:
     All mini-batches and epochs of a rollout have the same noise.
 
     std:      the noise's standard deviation, above 0.
-    steps:    a rollout gets noise if RL took fewer optimizer steps than this before it.
+    steps:    a rollout gets noise if RL took fewer than ``steps`` optimizer steps before the
+              rollout.
     seed:     the run's seed.
-    epsilon:  ``skip.advantage_epsilon``. A sample whose absolute advantage is not above it gets no
-              noise.
+    epsilon:  ``skip.advantage_epsilon``. A sample gets noise only if its absolute advantage is above
+              this number.
     rl_steps: a function that returns the number of RL's optimizer steps so far. Ghost steps, which
               run on a zero gradient, count.
     """

@@ -15,9 +15,9 @@ GAP = "train/logprob_gap_max"
 
 
 class BitwiseCheck(GapGuard):
-    """Checks that the trainer's log-prob of every loss token equals the engine's; reports the largest gap, which is 0.
+    """Checks that the trainer's log-prob of every loss token equals the engine's; else raises EngineError.
 
-    Every optimizer step's row of metrics.jsonl gets this metric.
+    The largest gap, 0 after the check, is a metric in every optimizer step's row of metrics.jsonl.
     """
 
     def __init__(self, rollout: RolloutConfig, dtype: str, backend: MegatronBackend) -> None:
@@ -28,7 +28,7 @@ class BitwiseCheck(GapGuard):
         """Return the metric of a rollout's largest gap, 0, after comparing log π_old with the engine's log-probs.
 
         A collective. Raises EngineError on every rank alike. The error names the first sample and
-        position that differ, or says that a sample has tokens of other weights.
+        position that differ, or says that older weights than the trainer's gave some tokens.
         """
         if not taken.is_fresh:
             raise EngineError(
@@ -45,7 +45,9 @@ class BitwiseCheck(GapGuard):
     ) -> dict[str, float]:
         """Return the rollout's gap as a metric; raise EngineError if the first step's log-probs are not the engine's.
 
-        number: the step's number within the rollout, from 0. Only step 0 is compared.
+        result: the step's result. Only step 0 is compared with the engine.
+        number: the step's number within the rollout, from 0.
+        old, step, fresh: not used here.
         """
         if number == 0:
             compare_update(result)

@@ -28,7 +28,7 @@ class GapCheck(Protocol):
     def of_pass(self, sums: Mapping[str, float], *, fresh: bool) -> dict[str, float]:
         """Check the gap that a log-prob pass measured, and return its metrics. Not a collective.
 
-        sums: the pass's sums over all ranks.
+        sums: the pass's ``LogProbs.sums``, over all ranks.
         fresh: whether the engine sampled by the trainer's current weights.
         """
         ...
@@ -76,7 +76,7 @@ class GapGuard:
     def of_step(
         self, old: OldLogProbs, step: StepPlan, result: StepResult, *, number: int, fresh: bool
     ) -> dict[str, float]:
-        """Return the metrics of the gap that the optimizer step measured; {} if a log-prob pass measured it before."""
+        """Return the metrics of the gap that the optimizer step measured; {} if a log-prob pass already measured it."""
         if step is not old.own:
             return {}
         measured = {name: result.sums[name] for name in ("tokens", *GAPS)}
@@ -86,8 +86,8 @@ class GapGuard:
 def guard_logprob_gap(sums: Mapping[str, float], rollout: RolloutConfig, dtype: str, *, fresh: bool = True) -> None:
     """Warn, or raise EngineError, if trainer and engine give different log-probs to the same tokens.
 
-    sums: the sums of a log-prob pass (MegatronBackend.forward) or of an optimizer step, over all
-        ranks, in nats. Their mean per token is compared. A pass over no token is not judged.
+    sums: the sums of a log-prob pass or of an optimizer step over all ranks, with the keys of
+        ``LogProbs.sums``. The mean |gap| per token is compared. Without tokens nothing is judged.
     dtype: ``model.dtype``.
     fresh: whether trainer and engine had the same weights. If not, training explains a gap. The
         mean is then compared with ``rollout.warn_logprob_gap`` alone, if that is set.

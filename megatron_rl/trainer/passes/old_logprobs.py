@@ -1,4 +1,4 @@
-"""The forward pass for log π_old: the samples that it covers, the settings that need it, the step that needs none."""
+"""The forward pass for log π_old: the samples that it covers, the settings that need it, and the step without it."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class OldLogProbPass:
 
         Not a collective. The weights do not change before the first step, so a forward pass before
         it would give the same log-probs. The result is None if log π_old of one of the step's
-        samples is known already. That is so for samples that were passed while later ones were
-        still sampled. It is so for a replayed group if its π_old is the engine's log-prob.
+        samples is known already. It is known if the sample's log-prob pass ran while the engine
+        still sampled others, or if the engine's log-prob is π_old of a replayed group.
         """
         first = plan.mini_batches[0] if plan.mini_batches else None
         if self.rules.needed_by or first is None or first.kind is not StepKind.REAL:

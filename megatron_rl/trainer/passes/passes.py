@@ -24,10 +24,11 @@ class OldLogProbs:
               that was in no pass.
     own:      the optimizer step that takes its own log-probs, detached, as log π_old. Its samples
               need no pass. None if there is no such step.
-    sums:     the gap's sums over the samples that were in a pass. The sums of the ``own`` step join
-              them once that step has run.
+    sums:     sums of the gap over the samples that were in a pass, with the keys of
+              ``LogProbs.sums``. The sums of the ``own`` step are added once that step has run.
     metrics:  the metrics of the pass.
-    recorded: what each backend part (backend/part.py) recorded in the pass, for the updates.
+    recorded: the data that optional features (backend/part.py) recorded in the pass, such as routed
+              experts. The optimizer steps read it.
     """
 
     flat: np.ndarray

@@ -1,9 +1,10 @@
 """DeepSeek-V3 and R1, Moonlight and Kimi-K2 (``deepseek_v3``): multi-latent attention, and GLM-4.5's kind of mixture.
 
-In each head, q and k have a rotated part and a part that is not rotated. All heads share the
-rotated part of k. The other parts are projected from short latent vectors of the token, which are
-normed. One latent is for q, another for k and v together (DeepSeek-V2, arXiv 2405.04434, section
-2.1). In a model without a latent of q, as Moonlight, q is projected from the hidden state.
+In each head, q and k have a rotated part (with rotary embedding) and a part that is not rotated.
+All heads share k's rotated part, a projection of the hidden state. The rest of k, and v, are
+projected from a latent, a short normed vector of the token. All of q is projected from another
+latent (DeepSeek-V2, arXiv 2405.04434, section 2.1). In a model without a latent of q, as Moonlight,
+q is projected from the hidden state.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def refuse_served(fields: Mapping[str, Any], path: str) -> None:
     """Raise ConfigError for a config.json that lacks the fields by which vLLM builds a sigmoid router with a bias.
 
     fields: the fields of config.json.
-    path: its name, for the message.
+    path: the name of config.json, for the message.
     """
     for name in _ROUTER:
         if fields.get(name) != _ONLY[name]:

@@ -27,10 +27,11 @@ class ExpertNames:
 
     block: the name of the mixture's module, such as mlp.
     gate, up, down: the names of an expert's three matrices.
-    stacked: the last components of the names of stacks (weights/stacked.py), which hold all experts
-        of a layer in a file; () if each expert has tensors of its own.
-    transposed: whether the stacks ``gate_up_proj`` and ``down_proj`` hold an expert's gate and up,
-        or down, transposed. Otherwise an expert's slice of a stack is one tensor, as it lies there.
+    stacked: the last components of the names of stacks, tensors of all experts of a layer in a file
+        (weights/stacked.py); () if each expert has tensors of its own.
+    transposed: True if the stack ``gate_up_proj`` holds the transposes of an expert's gate and up
+        side by side, and ``down_proj`` the transpose of down. False if an expert's slice of a
+        stack is one Hugging Face tensor, unchanged.
     """
 
     block: str
@@ -59,21 +60,22 @@ class Family:
     ``ModelShape``.
 
     ffn_field: the config's field with the width of the MLP, or of one expert.
-    experts: the names of its mixture of experts; None for a dense family.
+    experts: the names in the family's mixture of experts; None for a dense family.
     reads: the fields of a config.json that are read although transformers' config class lacks them.
     refuse: config → raises ConfigError if it asks for a feature that the model built here lacks.
     refuse_served: fields, path → raises ConfigError if vLLM would build another model from this
         config.json.
-    engine_arguments: fields → arguments of vllm.EngineArgs by which vLLM computes as these fields
-        say.
+    engine_arguments: fields → keyword arguments of vllm.EngineArgs that vLLM needs to compute as
+        the config.json says.
     counts_pads: config → whether the family's model in transformers counts pads before a prompt as
         positions, so that prompts must not be padded.
-    features: config → the fields of ModelShape in which the family differs from a plain Llama.
+    features: config → keyword arguments of ModelShape in which the family differs from a plain
+        Llama.
     layer: shape → an ``Entry`` for each parameter of one decoder layer, except its experts'.
         Megatron names are relative to ``decoder.layers.<local>.``, Hugging Face names to
         ``model.layers.<layer>.``.
-    expert_layer: shape, number → an ``Entry`` for each parameter of one of this rank's experts;
-        None for ``mixture_layer.expert_entries``.
+    expert_layer: shape, number → an ``Entry`` for each parameter of the expert with this number
+        among the rank's experts; None for ``mixture_layer.expert_entries``.
     sizes: shape → {name: shape of a layer's Hugging Face tensor}, without norms over the hidden
         state. Names are relative as in ``layer``; an expert's begin with ``expert.``.
     first_layers: as ``layer``, for the layers without a mixture in a family of mixtures; None if

@@ -67,7 +67,7 @@ def features(hf_config: Any) -> dict[str, Any]:
 
 
 def layer(shape: ModelShape) -> tuple[Entry, ...]:
-    """Return an ``Entry`` (mapping to Hugging Face) for each parameter of attention, the next norm and the router."""
+    """Return an ``Entry`` (mapping to Hugging Face) for each parameter of attention, the router and both norms."""
     replicated = {
         "self_attention.linear_proj.bias": "self_attn.o_proj.bias",
         "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",

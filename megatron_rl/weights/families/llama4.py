@@ -170,10 +170,10 @@ def engine_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counts_pads(hf_config: Any) -> bool:
-    """Return whether padding before a prompt changes the result: whether the query is scaled by position.
+    """Return whether pads before a prompt change the model's result: whether the query is scaled by position.
 
-    The position is the number of tokens in the cache, whatever the mask and the positions given
-    (transformers 5.19 ``Llama4TextAttention.forward``).
+    transformers then counts pads as positions, whatever the mask and the positions given (5.19
+    ``Llama4TextAttention.forward``).
     """
     return bool(hf_config.attn_temperature_tuning)
 

@@ -30,7 +30,8 @@ def expert_entries(names: ExpertNames, shape: ModelShape, expert: int) -> tuple[
 
     Names are relative to the layer. The torch spec makes each expert an MLP (0.16.1 and 0.19.2
     ``moe/experts.py`` SequentialMLP). Transformer Engine's spec makes one grouped linear of all
-    experts, with a weight per expert (TEGroupedMLP; run on a stand-in, not on a GPU).
+    experts, with a weight per expert (TEGroupedMLP; tested without a GPU, on an imitation of
+    Transformer Engine).
 
     names: the Hugging Face names of the family's experts.
     expert: the expert's number among this rank's experts.

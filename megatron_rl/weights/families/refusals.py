@@ -10,8 +10,8 @@ from megatron_rl.errors import ConfigError, quoted
 def refuse_other_layers(hf_config: Any, *, windows: bool = False) -> None:
     """Raise ConfigError unless the MLP's activation is silu and every layer has full attention.
 
-    windows: True if layers may have a sliding window; the kinds of attention are then left to
-        ``windows.windows_of``.
+    windows: True if layers may have a sliding window. Then only the activation is checked here, and
+        the layers by ``windows.windows_of``.
     """
     family, fields = hf_config.model_type, hf_config.to_dict()
     if hf_config.hidden_act != "silu":

@@ -57,15 +57,18 @@ def import_family(model_type: str) -> Family:
 class Families(Mapping[str, Family]):
     """Maps each ``model_type`` to the family built here, which is imported on demand.
 
-    Families that Megatron-Bridge describes are added by ``describe`` and found by name only.
-    Listing, counting and ``in`` cover only the families built here.
+    ``describe`` adds families that Megatron-Bridge describes. ``FAMILIES[name]`` finds them too,
+    but ``in``, ``len`` and iteration cover only the families built here.
     """
 
     def __init__(self) -> None:
         self._described: dict[str, Family] = {}
 
     def describe(self, family: Family) -> None:
-        """Keep a family that Megatron-Bridge describes, under its name with ``PREFIX``, in place of an earlier one."""
+        """Add a family that Megatron-Bridge describes; an earlier one of the same ``model_type`` is replaced.
+
+        family: its ``model_type`` begins with ``PREFIX``.
+        """
         assert family.model_type.startswith(PREFIX), family.model_type
         self._described[family.model_type] = family
 

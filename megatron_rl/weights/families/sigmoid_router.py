@@ -23,8 +23,8 @@ def refuse_other_routers(hf_config: Any) -> None:
     """Raise ConfigError if a config chooses or weights experts in a way that Megatron-Core's router does not compute.
 
     0.16.1 ``moe/moe_utils.py``: ``topk_routing_with_score_function`` divides the weights by their
-    sum if a token has several experts. ``group_limited_topk`` ranks a group by its k // groups best
-    experts; transformers ranks a group by its two best experts.
+    sum if a token has several experts. ``group_limited_topk`` ranks a group of experts by its best
+    num_experts_per_tok // topk_group experts; transformers ranks it by its best two.
 
     A config without shared experts is an error too.
     """

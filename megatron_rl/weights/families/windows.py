@@ -11,16 +11,16 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def windows_of(hf_config: Any) -> tuple[int, ...]:
-    """Return ``ModelShape.windows``, the number of tokens that a token attends to in each layer; 0 for all.
+    """Return ``ModelShape.windows``: for each layer, the number of tokens that a token attends to; 0 for no limit.
 
-    The result is () if no layer has a window. ``layer_types`` says which layers have the window. In
-    a config class without this field all layers have it.
+    ``layer_types`` says which layers have the window. If transformers' config class lacks
+    ``layer_types``, all layers have it. The result is () if no layer has a window, or the window is
+    at least as wide as ``max_position_embeddings``.
 
-    A window at least as wide as ``max_position_embeddings`` hides nothing, and the result is ().
     Raises ConfigError for a layer that has neither full nor sliding attention, or a window below
     one token.
 
-    Example: sliding_window 4, layer_types sliding, full: (4, 0).
+    Example: ``sliding_window=4, layer_types=["sliding_attention", "full_attention"]`` → (4, 0).
     """
     fields = hf_config.to_dict()
     window, listed = fields["sliding_window"], fields.get("layer_types")

@@ -1,7 +1,7 @@
 """The expansion of words as bash does it: variables, defaults, arithmetic, arrays and word splitting.
 
-A part whose value is not known stays in the text as it stands in the script. A variable that the
-script does not set comes from the environment, so it is not known. HOME and PWD are known. For
+An expansion whose value is not known stays in the text as it stands in the script. A variable that
+the script does not set comes from the environment, so it is not known. HOME and PWD are known. For
 ``${name:-default}`` of an unset variable, the default is taken. No file is read.
 """
 
@@ -57,6 +57,7 @@ def unknown(source: str) -> Value:
 class Variables:
     """Holds the variables and arguments that are known while a script is read.
 
+    values: {variable: its Value, a list of Values for an array, or None after ``unset``}.
     positions: the arguments ``$1``, ``$2``, … by number.
     num_positions: the number of arguments, ``$#``; None if it is not known.
     """
@@ -70,7 +71,10 @@ class Variables:
         return self.positions.get(name) if name.isdigit() and name != "0" else self.values.get(name)
 
     def is_unset_here(self, name: str) -> bool:
-        """Return True if a variable or argument certainly has no value; an environment variable may have one."""
+        """Return True if a variable or argument surely has no value: the script unset it, or got fewer arguments.
+
+        A variable that the script never sets may come from the environment: False.
+        """
         if name.isdigit() and name != "0":
             return self.num_positions is not None and name not in self.positions
         return name in self.values and self.values[name] is None
@@ -189,7 +193,7 @@ class Expander:
             self.depth -= 1
 
     def parameter(self, piece: Piece) -> Held:
-        """Return the value of a parameter expansion ``${…}``, after its operator; a list for an array's elements."""
+        """Return the value of a parameter expansion ``${…}``, its operator applied; a list for several elements."""
         text = piece.text
         if len(text) > 1 and text[0] == "#":
             return self._length(piece)
@@ -219,8 +223,9 @@ class Expander:
         return self._changed(held, rest, piece)
 
     def _held(self, name: str, index: str | None, piece: Piece) -> Held | None:
-        """Return the value of a parameter before any operator; None if it is unset or not known.
+        """Return the value of a parameter, no operator applied; None if it is unset or not known.
 
+        name: the variable, an argument's number, ``@``, ``*`` or ``#``.
         index: the text in ``[…]``; None without one.
         """
         variables = self.variables
@@ -267,7 +272,7 @@ class Expander:
         return found
 
     def _changed(self, value: Value, rest: str, piece: Piece) -> Value:
-        """Return a variable's value after the operator of its ``${…}``.
+        """Return a variable's value with the operator of its ``${…}`` applied.
 
         rest: the operator and its argument: in ``${name%.txt}`` it is ``%.txt``, which removes a
             suffix.
@@ -309,12 +314,12 @@ def joined(values: Sequence[Value]) -> Value:
 
 
 def _split(current: Value | None, text: str) -> list[Value | None]:
-    """Return the words of ``text``, split at white space, where ``current`` is an unfinished word before it.
+    """Return the words of ``current`` and ``text`` together, split at the white space of ``text``.
 
-    current: the first word of ``text`` continues it; None if there is no unfinished word.
+    current: an unfinished word that stands directly before ``text``; None if there is none.
 
-    Text that follows may continue the last word. The last element is None if ``text`` ends in white
-    space.
+    The last element is unfinished in turn, as more text may follow. It is None if ``text`` ends in
+    white space. Example: "a" and "b c" give "ab", "c".
     """
     parts = text.split()
     if not parts:
@@ -331,7 +336,7 @@ def _split(current: Value | None, text: str) -> list[Value | None]:
 def _without_braces(word: tuple[Piece, ...]) -> list[tuple[Piece, ...]]:
     """Return the words that brace expansion makes of a word: ``a{b,c}`` becomes ``ab`` and ``ac``.
 
-    Braces are expanded only if both lie in the same unquoted piece.
+    Braces are expanded only if both lie in the same Piece of unquoted literal text.
     """
     done, waiting = [], [word]
     while waiting:
@@ -373,8 +378,10 @@ def _replaced(text: str, operator: str, pattern: str, new: str) -> str:
 
 
 def path_of(program: str, argument: str, folder: str) -> str | None:
-    """Return the path that the command ``dirname``, ``basename``, ``realpath`` or ``cd`` gives; None for any other.
+    """Return the path that ``dirname``, ``basename`` or ``realpath`` prints; None for another program.
 
+    program: the command. For ``cd`` the path is the folder that it changes to.
+    argument: the command's argument.
     folder: the working directory.
     """
     match program:

@@ -1,8 +1,9 @@
 """The reading of a script statement by statement: it tracks variables and decides conditions, but runs no program.
 
-A branch is read if its condition is known to hold. If the condition is not known, the branch's
-settings are recorded in a ``Branch``. Variables then keep their earlier values, unless every branch
-would change them. Every program is assumed to succeed.
+A branch is read if its condition is known to hold. If it is not known whether the condition holds,
+the branch's settings are recorded in a ``Branch``, and reading goes on as if the branch had not
+run. A variable that every branch would change is not known from then on. Every program is assumed
+to succeed.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ MOST_CALLS = 20  # the most function calls within one another
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Names a branch that was not read, since its condition is not known.
+    """Names a branch that was not read, since it is not known whether its condition holds.
 
     condition: the condition, as it stands in the script.
+    line: the line of the statement that has the branch.
     holds: the settings and assignments in the branch, as they stand in the script.
     """
 
@@ -45,7 +47,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Holds the expanded command line of a program that the script starts."""
+    """Holds the expanded command line of a program that the script starts, and its line in the script."""
 
     words: tuple[Value, ...]
     line: int
@@ -53,7 +55,10 @@ class Call:
 
 @dataclass(slots=True, kw_only=True)
 class Script:
-    """Holds what is known of a script: the programs that it starts, in order, and the branches that were not read."""
+    """Holds the programs that a script starts, in order, and the branches and commands that were not read.
+
+    unread: the commands ``source``, ``.`` and ``eval``, which may set variables.
+    """
 
     calls: list[Call] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
@@ -65,7 +70,7 @@ class _Status(enum.Enum):
 
 
 class _End(Exception):
-    """Ends the reading of the script; the subclasses end a function or a loop."""
+    """Ends the reading of the script if raised, as at ``exit``; the subclasses end a function or a loop."""
 
 
 class _Return(_End): ...
@@ -75,8 +80,9 @@ class _Break(_End): ...
 
 
 def read_script(text: str, path: str, values: Mapping[str, str]) -> Script:
-    """Return the programs that a script starts, and the parts of it that were not read.
+    """Return a Script: the programs that a script starts, and the parts of it that were not read.
 
+    text: the script.
     path: the script's path, for ``$0``.
     values: {name: value} of variables; the script's arguments are named "1", "2" and so on.
 
@@ -211,11 +217,13 @@ class _Reader:
         return _Status.YES
 
     def leave(self, condition: str, line: int, bodies: Sequence[made.Body], *, exhaustive: bool) -> None:
-        """Record the settings of branches that are not read, and mark variables that they change as not known.
+        """Record branches that may or may not run, and mark variables that they change as not known.
 
+        condition: the condition, as it stands in the script; its truth is not known.
         bodies: the statements of each branch.
-        exhaustive: whether one of the branches surely runs. Then only variables that all branches
-            change are marked, else only variables that had no value.
+        exhaustive: True if exactly one of the branches runs, as with ``else``. A variable is then
+            marked if all of them change it. If False, perhaps none runs: a variable that one of
+            them changes is marked if it has no value yet, and otherwise keeps its value.
         """
         holds = tuple(dict.fromkeys(each for body in bodies for each in effects_of(body)))
         if holds:
@@ -305,9 +313,9 @@ class _Reader:
             variables.num_positions = max(0, variables.num_positions - by)
 
     def terms(self, tokens: Sequence[Token]) -> list[Term]:
-        """Return the terms of the condition ``[ … ]``.
+        """Return the terms of the condition ``[ … ]``, whose words are expanded as those of a command.
 
-        Unquoted variables are split into words. Wildcards match only themselves.
+        An unquoted variable may give several terms. ``*`` and ``?`` match only themselves.
         """
         terms = []
         for token in tokens:
@@ -339,7 +347,10 @@ class _Reader:
             variables.positions, variables.num_positions = before
 
     def output_of(self, text: str) -> Value | None:
-        """Return the output of the command in ``$(…)`` if it is ``echo``, ``pwd`` or works on paths; None otherwise."""
+        """Return the output of the command in ``$(…)``; None if it is not known.
+
+        Known are ``echo``, ``pwd``, ``cd … && pwd``, ``dirname``, ``basename`` and ``realpath``.
+        """
         try:
             body = made.statements_of(text)
         except ScriptError:

@@ -62,7 +62,7 @@ class Calculation:
 class Chain:
     """Holds statements joined by ``&&``, ``||`` or a pipe.
 
-    parts: (operator before the statement, statement); the first operator is "".
+    parts: a pair (operator before the statement, statement) for each; the first operator is "".
     """
 
     parts: tuple[tuple[str, Statement], ...]
@@ -144,7 +144,7 @@ def statements_of(script: str) -> Body:
 
 
 def declared(token: Token) -> Assignment | None:
-    """Return the assignment in an argument of ``export`` or ``declare``; None for a bare name or an option."""
+    """Return the assignment in an argument of ``export`` or ``declare``; None for a name without ``=`` or an option."""
     found = _ASSIGNMENT.match(token.text) if token.kind in ("word", "array") else None
     return _assignment(token, found) if found else None
 
@@ -188,7 +188,7 @@ class _Parser:
             self.take()
 
     def body(self, ends: Sequence[str]) -> Body:
-        """Return the statements up to a word of ``ends``, or up to a token that cannot begin a statement."""
+        """Return the statements up to one of the words ``ends``, the script's end, ``)`` or ``;;``."""
         statements: list[Statement] = []
         while True:
             while self.is_operator("\n", ";", "&"):

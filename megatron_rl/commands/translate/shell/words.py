@@ -86,11 +86,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """Holds a word, an operator, an array's assignment or ``((…))``; the end of a line is the operator ``\\n``.
+    """Holds a token of a script: a word, an operator, an array's assignment ``name=(…)``, or ``((…))``.
 
     kind: ``word``, ``operator``, ``array``, ``arithmetic`` or ``end``.
-    text: a word as it stands in the script, the operator, ``name=`` or ``name+=`` of an array, or
-        the text within ``((…))``.
+    text: a word or an operator as it stands in the script, ``name=`` or ``name+=`` of an array, or
+        the text within ``((…))``. A line's end is the operator ``\\n``.
     pieces: the pieces of a word; () for other kinds.
     items: the elements of an array; () for other kinds.
     """
@@ -188,7 +188,7 @@ class _Lexer:
     def next(self, last: Token | None) -> Token | None:
         """Return the next token; None at the end of the script.
 
-        last: the token before it, by which ``((`` is known to begin a statement or not.
+        last: the token before it; it decides whether ``((`` can begin an arithmetic statement.
         """
         self.skip_blanks()
         while opening := re.compile(r"<<-?(?![<])").match(self.script, self.at):
@@ -269,7 +269,7 @@ class _Lexer:
             pieces.append(Piece("text", text, quoted))
 
     def part(self, pieces: list[Piece]) -> None:
-        """Read the next part of a word, outside double quotes, and append its pieces to ``pieces``."""
+        """Read the next quotation, expansion or plain text of a word, and append its pieces to ``pieces``."""
         script, at = self.script, self.at
         match script[at]:
             case "\\":
@@ -321,8 +321,10 @@ class _Lexer:
     def expansion(self, pieces: list[Piece], *, quoted: bool) -> None:
         """Read one expansion and append it to ``pieces``.
 
-        It is ``$name``, ``${…}``, ``$((…))``, ``$(…)``, ``<(…)``, ``>(…)`` or a command in
-        backquotes. A ``$`` that begins none is text.
+        An expansion is ``$name``, ``${…}``, ``$((…))``, ``$(…)``, ``<(…)``, ``>(…)`` or a command
+        in backquotes. A ``$`` that begins none of these is appended as text.
+
+        quoted: whether the expansion stands within double quotes.
         """
         script, at = self.script, self.at
         opened = script[at : at + 2]
