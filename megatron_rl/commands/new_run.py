@@ -152,12 +152,16 @@ def write_run(folder: str, *, model: str, prompts: str | None, environment: str,
 
 
 def _engine_for(model: str) -> str:
-    """Return ``vllm`` for a local model that the embedded engine refuses by its size, and ``transformers`` otherwise.
+    """Return ``vllm`` for a model of more than 1B parameters, which the embedded engine refuses, else ``transformers``.
+
+    A local model's parameters are counted. Nothing is fetched for another model: the number in its
+    name counts, as 7 of Qwen2.5-7B-Instruct.
 
     model: a Hugging Face folder, the name of a model on a hub, a URL, or "" for none.
     """
-    if not (pathlib.Path(model) / "config.json").is_file():  # "" and a name: nothing is fetched here
-        return "transformers"
+    if not (pathlib.Path(model) / "config.json").is_file():
+        billions = re.search(r"(?<![\w.])(\d+(?:\.\d+)?)B(?![\w.])", model, re.IGNORECASE)
+        return "vllm" if billions and float(billions[1]) > 1 else "transformers"
     from megatron_rl.rollout.engines.embedded import MAX_EMBEDDED_PARAMETERS
     from megatron_rl.weights.reader import HuggingFaceReader
 

@@ -119,6 +119,15 @@ def test_a_new_run_of_a_model_too_large_for_the_embedded_engine_asks_for_vllm(tm
     assert load_config(f"{tmp_path}/mine/run.yaml", []).rollout.engine == engine
 
 
+@pytest.mark.parametrize(("model", "engine"), [
+    ("/models/Qwen2.5-7B-Instruct", "vllm"), ("Qwen/Qwen3-30B-A3B", "vllm"), ("/models/Qwen3-0.6B", "transformers"),
+    ("/models/llama-3.2-1b", "transformers"), ("/models/3Bears", "transformers"), ("", "transformers"),
+])
+def test_a_new_run_of_a_model_that_lies_elsewhere_reads_its_size_in_its_name(tmp_path, model, engine) -> None:
+    write_run(str(tmp_path / "mine"), model=model, prompts=None, environment="/venv")
+    assert load_config(f"{tmp_path}/mine/run.yaml", []).rollout.engine == engine
+
+
 def test_a_tiny_run_brings_its_model_and_the_lines_that_start_it(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert command.main(["new", "runs/mine", "--tiny"]) == 0

@@ -1,4 +1,4 @@
-"""Score the samples of a run: run.yaml names this file under reward.functions."""
+"""The reward function of this run: run.yaml names this file under reward.functions."""
 
 import re
 
@@ -6,9 +6,9 @@ import re
 def score(prompts, completions, completion_ids, answer, **columns):
     """Return a float for each sample: 1.0 if the last number of the completion is the answer, else 0.0.
 
-    prompts, completions: texts.
-    completion_ids: lists of token ids.
-    answer: the data's column of that name. Name any other column as a parameter.
+    prompts, completions: a text for each sample.
+    completion_ids: a list of token ids for each sample.
+    answer: the column ``answer`` of the data. To get another column, name it as a parameter.
 
     A function may return None for a sample to which it does not apply.
     """
