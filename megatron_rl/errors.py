@@ -73,7 +73,7 @@ class EngineError(RunError):
 
 
 class NoSignalError(RunError):
-    """Reports that groups without a gradient are left after dynamic sampling's last round.
+    """Reports that groups without a gradient are left after dynamic sampling has replaced as often as it may.
 
     Raised under ``rollout.dynamic_sampling.on_exhausted=fail``.
     """

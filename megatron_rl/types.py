@@ -275,10 +275,10 @@ class LossInputs:
     measured: np.ndarray | None = None
 
     def gather(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray | float]:
-        """Return {name: input [N]} at N loss tokens; an input that is None is left out.
+        """Return {name of the loss's input: its value [N] at N loss tokens}; an input that is None is left out.
 
-        ``kl_coefficient``, if given, is a single number. Importance weights are multiplied into
-        ``advantages``.
+        ``kl_coefficient``, if given, is a single number. Each token's advantage is multiplied by its
+        importance weight.
 
         samples: [N], the sample of each token.
         flat: [N], the position of each token in the flat arrays [T].
@@ -306,7 +306,7 @@ class ValueInputs:
     old_values: np.ndarray
 
     def gather(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray]:
-        """Return {name: input [N]} at N loss tokens; the arguments are as in ``LossInputs.gather``."""
+        """Return {name of the loss's input: its value [N] at N loss tokens}; arguments as in ``LossInputs.gather``."""
         return {"weights": self.weights[samples], "returns": self.returns[flat], "old_values": self.old_values[flat]}
 
 
@@ -327,7 +327,7 @@ class MicroBatch:
 class StepPlan:
     """Describes one optimizer step: the samples of each data-parallel rank's micro-batches, in CSR layout.
 
-    CSR layout is one flat array with the offsets at which its pieces begin.
+    CSR layout is one flat array with the offsets at which its parts begin, here micro-batches and ranks.
 
     members:             int64 [B], the samples of the mini-batch before any is dropped.
     dropped:             int64, the members that are dropped; no pass runs them, except in a filler.

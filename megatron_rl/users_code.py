@@ -30,7 +30,8 @@ _real_exit: Callable[[int], None] = os._exit
 class _Here(threading.local):
     """Holds, for each thread, the id of the process that the thread may not end by ``os._exit``.
 
-    ``exit_is_an_error`` sets it; None outside that block, where the thread may end any process.
+    It is set within the ``with`` block of ``exit_is_an_error``. Outside it is None, and the thread
+    may end any process.
     """
 
     process: int | None = None
@@ -41,7 +42,7 @@ _HERE = _Here()
 
 @contextlib.contextmanager
 def exit_is_an_error() -> Iterator[None]:
-    """Make ``os._exit`` raise SystemExit within the block, as ``sys.exit`` does; the caller treats both as a failure.
+    """Make ``os._exit`` raise SystemExit within the ``with`` block, as ``sys.exit`` does; both count as a failure.
 
     Without this, a user's function could end the run with any exit code, even 0. In a process that the block forks,
     ``os._exit`` still ends that process. In other threads it still ends this process, as the watchdog needs.
@@ -80,7 +81,7 @@ def resolve(name: str, built_in: Mapping[str, str], *, what: str, form: str, als
         ``./rewards.py:score``. A relative path starts at the working directory.
     built_in: {built-in name: its ``module:attribute``}.
     what: the setting and its value, for messages.
-    form: the form of a user's own name, for messages.
+    form: how a user writes the name of an object, such as "module:function", for messages.
     also: further valid names, which the caller resolves itself; the error's message lists them.
 
     Raises ConfigError if the name, its module or its attribute is not found, with the nearest name.

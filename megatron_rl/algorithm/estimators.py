@@ -85,7 +85,7 @@ class Rewards:
 
 
 def grpo(rewards: Rewards, *, epsilon: float) -> np.ndarray:
-    """Return A_i = (r_i − mean_g) / (std_g + ε).
+    """Return float64 [S]: A_i = (r_i − mean_g) / (std_g + ε).
 
     GRPO: DeepSeekMath, arXiv:2402.03300, § 4.1.2, with an ε added to the divisor.
 
@@ -97,7 +97,7 @@ def grpo(rewards: Rewards, *, epsilon: float) -> np.ndarray:
 
 
 def dr_grpo(rewards: Rewards) -> np.ndarray:
-    """Return A_i = r_i − mean_g.
+    """Return float64 [S]: A_i = r_i − mean_g.
 
     Dr. GRPO: Liu et al. 2025, arXiv:2503.20783, § 3.2.
 
@@ -149,7 +149,7 @@ def _divided(values: np.ndarray, spread: np.ndarray | float) -> np.ndarray:
 
 
 def batch_std(rewards: Rewards, *, epsilon: float) -> np.ndarray:
-    """Return A_i = (r_i − mean_g) / (std over the batch of (r_j − mean_g(j)) + ε).
+    """Return float64 [S]: A_i = (r_i − mean_g) / (std over the batch of (r_j − mean_g(j)) + ε).
 
     mean_g is over the sample's group, the standard deviation over the batch's included samples, as
     in Lite PPO (Liu et al. 2025, arXiv:2508.08221) and TRL's ``scale_rewards="batch"``.
@@ -164,7 +164,7 @@ def batch_std(rewards: Rewards, *, epsilon: float) -> np.ndarray:
 
 
 def rloo(rewards: Rewards) -> np.ndarray:
-    """Return A_i = r_i − (mean of the group's n_g − 1 other rewards) = (r_i − mean_g) · n_g / (n_g − 1).
+    """Return float64 [S]: A_i = r_i − (mean of the group's n_g − 1 other rewards) = (r_i − mean_g) · n_g / (n_g − 1).
 
     RLOO: Ahmadian et al. 2024, arXiv:2402.14740 (Kool et al. 2019).
 
@@ -175,7 +175,7 @@ def rloo(rewards: Rewards) -> np.ndarray:
 
 
 def reinforce_plus_plus(rewards: Rewards, *, tokens: np.ndarray | None, whiten: str, epsilon: float) -> np.ndarray:
-    """Return A_i = whitened(r_i − mean_g), whitened over the batch's loss tokens.
+    """Return float64 [S]: A_i = whitened(r_i − mean_g), whitened over the batch's loss tokens.
 
     REINFORCE++ with a baseline: Hu et al. 2025, arXiv:2501.03262.
 
@@ -196,7 +196,7 @@ def gdpo(
     whiten: str,
     epsilon: float,
 ) -> np.ndarray:
-    """Return A_i = whitened(Σ_f w_f · (r_i^f − mean_g^f) / (std_g^f + ε)).
+    """Return float64 [S]: A_i = whitened(Σ_f w_f · (r_i^f − mean_g^f) / (std_g^f + ε)).
 
     Each reward function is standardised by itself, so that none drowns another. GDPO: Liu et al.
     2026, arXiv:2601.05242. A sum that is 0 in exact arithmetic is exactly 0.0, whether rewards are

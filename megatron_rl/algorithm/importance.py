@@ -126,6 +126,7 @@ def correction_metrics(
 
     ``weight_mean`` counts masked tokens as 0.
 
+    loss_mask, response_tokens: as in ``importance_weights``.
     signal: bool [S], True for the samples whose loss tokens are averaged. Their advantage, before
         importance weights, is not 0.
     """

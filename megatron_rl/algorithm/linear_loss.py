@@ -26,10 +26,11 @@ from megatron_rl.algorithm.finite import require_finite
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LinearLoss:
-    """Holds the terms of a loss and the coefficients of the linear loss with the same gradient.
+    """Holds the terms of a loss, and the coefficients of a loss linear in log-probs with the same gradient.
 
     terms: float64 [P], the addends of the loss, such as one per pair.
-    coefficients: float64 [S], c_i = −∂(Σ terms)/∂s_i.
+    coefficients: float64 [S], c_i = −∂(Σ terms)/∂s_i. s_i is sample i's summed log-probs, or its
+        score by a value head.
 
     Example: one term ½ s² at s = −2 → terms (2.0,), coefficients (2.0,).
     """
@@ -45,11 +46,12 @@ def linearised(
     sample_ids: tuple[str, ...] = (),
     way_out: str = "look for non-finite log-probs, and at the loss's settings",
 ) -> LinearLoss:
-    """Return the terms of a loss at ``sums`` and the coefficients c [S] of its linear loss.
+    """Return the terms of a loss at ``sums``, and the coefficients c [S] of its linear loss −Σ_i c_i · s_i.
 
     terms: a function from the sums, float64 [S] with gradient, to [P], the addends of the loss.
     sums: [S], s_i: each sample's summed log-probs or value-head score, from a forward-only pass.
     sample_ids: S names, for messages alone.
+    way_out: what the error's message advises.
 
     Raises NonFiniteAdvantage, naming the sample, for a sum or a coefficient that is not finite or
     is beyond float32.

@@ -36,6 +36,7 @@ def with_noise(
     compute them for all ranks.
 
     signal: bool [S], True for samples that train; the others get no noise.
+    seed: the run's seed.
 
     Example: advantages (0.5, −0.5, 0, 0), signal (T, T, F, F), std 0.1 → for instance (0.43, −0.52,
     0, 0).

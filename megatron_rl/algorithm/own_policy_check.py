@@ -108,7 +108,7 @@ def _cases(dtype: torch.dtype) -> list[PolicyTokens]:
 
 
 def _evaluate(term: OwnPolicy, tokens: PolicyTokens) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the losses [N] and the gradient [N] of their sum."""
+    """Return the losses [N] by a user's loss ``term``, and the gradient [N] of their sum."""
     logprobs = tokens.logprobs.detach().clone().requires_grad_()
     losses = term(replace(tokens, logprobs=logprobs)).loss
     (gradient,) = torch.autograd.grad(losses.sum(), logprobs, allow_unused=True, materialize_grads=True)

@@ -178,7 +178,7 @@ class MegatronBackend(TrainableModel):
     def logprobs(self, batch: Batch, chosen: np.ndarray) -> LogProbs:
         """Return the log-probs of the samples ``chosen`` (bool [S]), after one forward pass over them.
 
-        It plans the pass, fetches the rows and calls ``forward``.
+        It plans the pass, fetches the samples' contents and calls ``forward``.
         """
         plan = self.plan_pass(batch, chosen)
         return self.forward(self.fetch_rows(batch, plan), plan)
@@ -230,7 +230,8 @@ class MegatronBackend(TrainableModel):
     ) -> np.ndarray:
         """Add the mini-batch's gradient as ``forward_backward`` does; return the log-probs of the samples that ran.
 
-        Returns float32 [T] like ``LogProbs.flat``, on every rank.
+        Returns float32 [T] like ``LogProbs.flat``, on every rank. ``forward_backward`` describes the
+        arguments.
         """
         reported = self._add_gradient(batch, mini_batch, inputs, fingerprint, objective, supervised=False, reads=True)
         return self._spread(batch, mini_batch, reported)
@@ -328,7 +329,7 @@ class MegatronBackend(TrainableModel):
 
     @contextlib.contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Let ``forward``, ``logprobs`` and ``export`` use the reference policy's weights within the block.
+        """Return a context within which ``forward``, ``logprobs`` and ``export`` use the reference policy's weights.
 
         The optimizer's state is not touched. The optional parts (backend/part.py) are off
         meanwhile, so routers choose experts for themselves.

@@ -62,6 +62,9 @@ def targets_at(row: Sample, places: np.ndarray) -> np.ndarray:
     """Return int64 [N, K], the target tokens at N positions of a sample's response.
 
     For a plain Sample they are the response's own tokens (K = 1).
+
+    row: the sample.
+    places: int64 [N], the positions, from 0 at the response's first token.
     """
     if isinstance(row, TargetSample):
         return row.targets[places]

@@ -30,7 +30,7 @@ PROMPT_BYTES = 7  # length of a prompt's digest, so that it fits int64; packing 
 def gather_facts(
     samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int], *, num_experts: int = 0
 ) -> BatchFacts:
-    """Return the facts of every rank's samples, in the order of ``order``. A collective.
+    """Return the facts (lengths, groups, owners) of every rank's samples, in the order of ``order``. A collective.
 
     samples: this rank's samples.
     groups: the prompt of each local sample, as an index into the batch's list of prompts.
@@ -282,7 +282,7 @@ def gather_flat(
 def gather_scores(
     scores: Sequence[Score], places: Sequence[int], num_functions: int, *, sample_ids: Sequence[str] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return all samples' total rewards, float64 [S], and rewards by function, float64 [S, F]. A collective.
+    """Return (total rewards, float64 [S]; rewards by function, float64 [S, F]) of all samples. A collective.
 
     The samples are ordered by ``places``. NaN stands for a missing reward.
 

@@ -50,7 +50,7 @@ def _multi_tensor_l2_norm(
 def use_accurate_norm() -> None:
     """Make Megatron-Core use ``l2_norm`` if it would use its fallback.
 
-    A fused kernel stays in use: it adds up by blocks, which rounds less.
+    A fused kernel stays in use: it adds up many partial sums, which rounds less.
     """
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _multi_tensor_l2_norm

@@ -64,9 +64,10 @@ class HostBlocks:
             self.blocks.append(block)
 
     def spans(self, start: int, num_bytes: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield (slice, piece of a block), in order, for the bytes from ``start`` to ``start + num_bytes``.
+        """Yield (slice, bytes) for each block that holds some of the bytes from ``start`` to ``start + num_bytes``.
 
-        A slice says which of the ``num_bytes`` bytes lie in the piece, counted from ``start``.
+        The bytes are a view of the block. The slice says which of the ``num_bytes`` bytes they are,
+        counted from ``start``.
         """
         done = 0
         while done < num_bytes:
@@ -84,7 +85,10 @@ class _Moved:
 
 
 class Offload:
-    """Releases tensors' device memory and keeps their contents on the host. No method is a collective."""
+    """Releases tensors' device memory and keeps their contents on the host. No method is a collective.
+
+    block_bytes: the size of each block of host memory (``HostBlocks``).
+    """
 
     def __init__(self, *, block_bytes: int = HOST_BLOCK_BYTES) -> None:
         self.host = HostBlocks(block_bytes)

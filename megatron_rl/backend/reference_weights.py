@@ -67,7 +67,7 @@ class HostCopy:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Put the reference's values into the model's parameters within the block, and the policy's back after it.
+        """Return a context within which the model's parameters have the reference's values, and after it the policy's.
 
         AdamW's master weights are not touched.
         """
@@ -115,7 +115,7 @@ class DeviceCopy:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Let the model's forward passes run the second model within the block; it takes no gradient."""
+        """Return a context within which the model's forward passes run the second model; it takes no gradient."""
         model = self.model
         own = model.chunks, model.schedule
         model.chunks, model.schedule = self.chunks, self.schedule

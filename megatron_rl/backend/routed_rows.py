@@ -71,6 +71,7 @@ def lay_experts(
 
     Returns None if no sample has experts.
 
+    layout: the positions of all samples of the micro-batch.
     samples: the K samples of the micro-batch.
     read: int64 [K], how many response tokens of each sample the model reads.
     positions: int64, the positions in the micro-batch that this context rank holds.
@@ -99,9 +100,10 @@ def read_experts(
 ) -> list[np.ndarray]:
     """Return the experts that this rank's routers chose, for each sample int16 [tokens, num_layers, top_k].
 
-    The tokens are those of ``places``; −1 stands for tokens and layers of other ranks.
+    The tokens are at ``places``, in order; −1 stands for tokens and layers of other ranks.
 
     recorded: index in ``rows.layers`` → experts, int64 [tokens that the router saw, top_k].
+    layout: the positions of all samples of the micro-batch.
     places: each sample's token positions in the packed micro-batch (``token_places``).
     positions: int64, the positions in the micro-batch that this context rank holds.
     """
@@ -127,7 +129,7 @@ class RecordedExperts:
     own: Mapping[int, np.ndarray]
 
     def given_to(self, batch: Batch) -> Batch:
-        """Return ``batch`` with these experts in its samples; samples that did not run get none."""
+        """Return ``batch`` with the recorded experts in its samples; samples that were not in the pass get none."""
         local = [dataclasses.replace(sample, routed_experts=self.own.get(i)) for i, sample in enumerate(batch.local)]
         shapes = np.where(self.passed[:, None], np.array(self.shape), 0)
         facts = dataclasses.replace(batch.facts, routed_shapes=shapes if self.passed.any() else None)
@@ -142,8 +144,9 @@ def gather_recorded(
     Each rank gets the experts of its own samples.
 
     parts: sample index → the experts that this rank recorded (``read_experts``).
-    passed: bool [S], the samples that ran.
-    rank: this rank.
+    passed: bool [S], the batch's samples that were in the log-prob pass.
+    rows: this rank's routers.
+    rank: this rank's global number.
 
     Only one rank records a token's experts in a layer, so a sum over ranks puts them together.
     """

@@ -37,7 +37,7 @@ class RecordedPass:
 
     routers: for each micro-batch, the experts that the routers recorded.
     rows: which of the model's routers and tokens are this rank's.
-    rank: this rank.
+    rank: this rank's global number.
     """
 
     routers: Recording
@@ -65,6 +65,9 @@ class RecordedPass:
 class ReplayedExperts:
     """Replays routed experts in a policy's passes. BackendPart (backend/part.py) describes the methods.
 
+    routing: records and replays experts at this rank's routers.
+    rows: this rank's routers, and which tokens they see.
+    rank: this rank's global number.
     records: whether log-prob passes record experts, as under ``routing_replay=old_logprobs``.
     requires: whether every sample must bring its experts, as under ``routing_replay=rollout``.
     """
@@ -105,7 +108,7 @@ class ReplayedExperts:
             yield RecordedPass(routers=routers, rows=self.rows, rank=self.rank)
 
     def take_sums(self) -> dict[str, float]:
-        """Return the number of tokens replayed, and how many of them the router would have sent to other experts."""
+        """Return {"replayed": a number of tokens, "rerouted": those that the router would have sent elsewhere}."""
         rerouted, replayed = reduce_on_host(self.routing.counts.cpu()).tolist()
         self.forget_sums()
         return {"rerouted": float(rerouted), "replayed": float(replayed)}

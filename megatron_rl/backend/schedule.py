@@ -51,6 +51,8 @@ def check_lockstep(step: int, kind: StepKind, fingerprint: bytes, topology: Topo
     """Raise LockstepError on every rank if ranks are about to run different steps; a collective.
 
     The error names the ranks that differ, and their difference: step index, step kind or plan.
+
+    fingerprint: a digest of this rank's plan.
     """
     digest = torch.tensor(
         list(hashlib.sha256(f"{step}/{kind.value}/".encode() + fingerprint).digest()[:8]), dtype=torch.int64
@@ -75,7 +77,7 @@ def check_lockstep(step: int, kind: StepKind, fingerprint: bytes, topology: Topo
 
 
 class _Laps:
-    """Times pieces of the device's work, each a block within ``lap()``.
+    """Times the device's work within each context that ``lap()`` returns, such as one forward pass.
 
     On CUDA it records events, so the host waits only when it reads them.
     """
@@ -114,12 +116,13 @@ def _mark():
 
 @contextlib.contextmanager
 def _timed_backward(laps: _Laps, watches: Sequence[PassWatch]) -> Iterator[None]:
-    """Within the block, time the backward pass of each micro-batch through each model chunk, without communication.
+    """Return a context that times each micro-batch's backward pass through each model chunk, without communication.
 
+    laps: takes the times.
     watches: observers, whose ``backward()`` context is entered around each backward pass.
 
     Every schedule (megatron-core 0.16.1, 0.19.2) calls ``schedules.backward_step`` by this name,
-    once per micro-batch and chunk. So the block replaces the function under this name.
+    once per micro-batch and chunk. So the context replaces the function under this name.
     """
     true_step = schedules.backward_step
 
@@ -330,6 +333,8 @@ def measured_sums(runs: Sequence[StageLaps]) -> np.ndarray:
 
     A micro-batch's time is the sum over the rank's model chunks. ``planning.cost.measured`` gives
     the sums' order.
+
+    runs: the times of each run of the schedule.
     """
     if not runs:
         return np.zeros(NUM_SUMS)

@@ -26,7 +26,8 @@ _under_way: list[_Expected] = []  # the shapes of the schedule's current run; em
 class _Expected:
     """Gives the shapes of the tensors that this rank is about to receive, in order.
 
-    shape_of: a function from a micro-batch's number to the shape of its tensor between two stages.
+    shape_of: a function from a micro-batch's number to the shape of its tensor between two pipeline
+        stages.
     """
 
     def __init__(self, topology: Topology, num_microbatches: int, shape_of: Callable[[int], Shape]) -> None:
@@ -67,9 +68,10 @@ P2PCommunicator._communicate_shapes = _from_plan
 def planned(
     topology: Topology, num_microbatches: int, shape_of: Callable[[int], Shape], *, forward_only: bool
 ) -> Iterator[None]:
-    """Make the schedule take shapes from the plan within the block, which runs it once. Not a collective.
+    """Return a context for one run of the schedule, which then takes shapes from the plan. Not a collective.
 
-    shape_of: a function from a micro-batch's number to the shape of its tensor between two stages.
+    shape_of: a function from a micro-batch's number to the shape of its tensor between two pipeline
+        stages.
     forward_only: whether the run has no backward passes.
 
     Raises LockstepError if the schedule receives more or fewer tensors than the plan says.

@@ -35,7 +35,7 @@ class StepSums:
         self.values.zero_()
 
     def reduce(self, more: torch.Tensor) -> tuple[dict[str, float], torch.Tensor]:
-        """Return {name: sum over all ranks}, and ``more`` summed over all ranks too. A collective.
+        """Return ({name: sum over all ranks}, ``more`` summed over all ranks). A collective.
 
         more: further numbers, float64 of any shape.
         """

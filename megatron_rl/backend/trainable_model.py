@@ -241,16 +241,16 @@ class TrainableModel:
     def _read(
         self, batch: Batch, plan: BatchPlan, read: Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, dict]]
     ) -> tuple[np.ndarray, list[dict]]:
-        """Run a forward pass without a gradient over a plan of one mini-batch, and read numbers from its hidden states.
+        """Run a forward pass without a gradient over a plan of one mini-batch; return what ``read`` computes from it.
 
-        The batch must hold the plan's rows.
+        The batch must hold the samples that this rank runs (``Batch.rows``).
 
         read: a function of a micro-batch and the hidden states [N, H] at its loss positions. It
-            returns N numbers and a dict.
+            returns N numbers, such as log-probs, and a dict.
 
-        Returns the numbers, float32 [T] over response tokens, sample after sample, on every rank; 0
-        stands for a token that was not read. Returns also the dicts of this rank's micro-batches,
-        [] except on the last pipeline stage's first tensor rank.
+        Returns (numbers, dicts). The numbers are float32 [T] over response tokens, sample after
+        sample, on every rank; 0 stands for a token that was not read. The dicts are those of this
+        rank's micro-batches, [] except on the last pipeline stage's first tensor rank.
         """
         (mini_batch,) = plan.mini_batches
         check_lockstep(self.step_index, mini_batch.kind, plan.fingerprints()[0], self.topology)
@@ -268,12 +268,12 @@ class TrainableModel:
         return self._spread(batch, mini_batch, reported), reported
 
     def _spread(self, batch: Batch, mini_batch: StepPlan, reported: Sequence[Mapping]) -> np.ndarray:
-        """Return the numbers that all ranks computed, on every rank: float32 [T], one for each response token.
+        """Return on every rank the numbers that ``_read`` got on all ranks: float32 [T], one per response token.
 
-        A token without a number has 0.
+        They are log-probs or values, for example. A token without a number has 0.
 
-        reported: one mapping for each micro-batch of this rank. It has ``numbers`` and, in ``flat``,
-            their positions in the result.
+        reported: one mapping for each micro-batch of this rank. Its ``numbers`` are the micro-batch's
+            numbers, and its ``flat`` is the index of each in the result.
         """
         flat = torch.zeros(int(batch.facts.response_offsets[-1]), dtype=torch.float32, device=HOST.device)
         for report in reported:
@@ -294,6 +294,7 @@ class TrainableModel:
 
         Returns [] except on the last pipeline stage's first tensor rank.
 
+        fingerprint: the digest of the mini-batch's plan; ranks compare it before they start.
         loss: a function of a micro-batch and the hidden states at its loss positions. It returns a
             scalar sum, and a dict whose ``sums`` are float64 [len(sum_names)].
         """
@@ -348,7 +349,7 @@ class TrainableModel:
         return StepResult(kind=kind, sums=sums, **dataclasses.asdict(outcome))
 
     def _reduce_sums(self) -> dict[str, float]:
-        """Return the step's metric sums over all ranks, those of the optional parts included.
+        """Return {name: the step's metric sum over all ranks}, with the sums of the optional parts.
 
         It also adds the step's measured times to the cost model's fit.
         """

@@ -255,6 +255,7 @@ def import_folder(
     tokenizer, and ``latest_checkpointed_iteration.txt`` names the new checkpoint.
 
     iteration: the new checkpoint's number; None names its folder ``release``.
+    overwrite: whether an existing checkpoint of this name is replaced.
     cut, dtype, progress: as for ``import_weights``.
     """
     reader = HuggingFaceReader(source)
@@ -320,6 +321,7 @@ def export_folder(
 
     hf: a directory, whose config and tokenizer are copied.
     shard_bytes: the most bytes of a file of weights; a larger tensor has a file of its own.
+    overwrite: whether an existing ``target`` is replaced.
     progress: a function that is called after each tensor with the number of its bytes.
     """
     reader = TorchDistReader(source.path)

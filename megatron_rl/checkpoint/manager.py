@@ -224,6 +224,7 @@ class CheckpointManager:
         """Save a checkpoint between steps of the supervised start, as ``save_if_due`` does between rollouts.
 
         steps: the number of supervised steps taken so far.
+        take_state: as for ``save_if_due``.
         """
         every = self.supervised_every
         due, progress = every > 0 and steps % every == 0, {"rollouts": 0, "supervised_steps": steps}
@@ -242,6 +243,7 @@ class CheckpointManager:
         """Save a checkpoint if one is due or a signal asked a rank to end. Return whether the run must end early.
 
         root, iteration: the folder of checkpoints, and the new checkpoint's number in it.
+        take_state, last: as for ``save_if_due``.
         progress: the fields of state.json that say how far the run is.
         """
         saver = self._saver

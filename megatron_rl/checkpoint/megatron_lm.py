@@ -112,16 +112,16 @@ class Stored:
     def dtype(self, asked: torch.dtype | None) -> torch.dtype | None:
         """Return the dtype in which the tensor is written: float32 for a frozen buffer, else ``asked``.
 
-        asked: the dtype of the parameters; None keeps the source's dtype.
+        asked: the dtype that the caller wants for parameters; None keeps the source's dtype.
         """
         return torch.float32 if self.entry.frozen else asked
 
     def forms(self, shape: ModelShape) -> Iterator[Place]:
-        """Yield the tensor's Place in each form in which Megatron-Core may have written it.
+        """Yield each Place, a key and indices, at which Megatron-Core may have written the tensor.
 
-        The first form is the stacked tensor. In the second each layer has its own key
+        The first is in a stacked tensor. In the second each layer has its own key
         (``non_homogeneous_layers``). In the third each layer's expert has its own key too
-        (``singleton_local_shards``).
+        (``singleton_local_shards``). Under each alias the same Places follow.
         """
         experts = () if self.expert is None else (shape.num_experts,)
         expert = () if self.expert is None else (self.expert,)
@@ -141,7 +141,7 @@ def stored_layers(shape: ModelShape) -> Iterator[list[Stored]]:
     """Yield lists of Stored, which describe all tensors of the model and their names in a checkpoint.
 
     There is a list for the embedding, for each layer, for the final norm, and for an output matrix.
-    The order is that of a Hugging Face checkpoint.
+    They come in the order of a Hugging Face checkpoint.
     """
     yield [Stored(entry=EMBEDDING, name=EMBEDDING.megatron)]
     fused: ModelShape = dataclasses.replace(shape, layer_spec="transformer_engine")
@@ -160,10 +160,11 @@ def stored_layers(shape: ModelShape) -> Iterator[list[Stored]]:
 
 
 def _stored_experts(shape: ModelShape, layer: int) -> Iterator[Stored]:
-    """Yield a Stored for each tensor of a layer's experts, expert by expert.
+    """Yield a Stored, a tensor's description and name, for each tensor of a layer's experts.
 
-    If Hugging Face files stack all experts in one tensor, all experts' tensors of one kind come
-    before the next kind.
+    All tensors of expert 0 come first, then all of expert 1. If Hugging Face files stack all
+    experts in one tensor, a tensor such as ``linear_fc1`` comes first for all experts, then the
+    next.
     """
     first = [entry for entries in own_experts(shape, shape.num_experts, layer) for entry in entries]
     kinds = [[entry] for entry in first] if stacking(shape.family) else [first]

@@ -69,7 +69,10 @@ ATOM = _Value()
 
 
 class _Machine:
-    """Runs a pickle's opcodes on _Value counts, so that no value is built."""
+    """Runs a pickle's opcodes on _Value counts, so that no value is built.
+
+    most_parts: the largest number of parts of one value (rule 4).
+    """
 
     def __init__(self, most_parts: int) -> None:
         self.most_parts = most_parts

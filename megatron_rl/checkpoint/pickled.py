@@ -125,10 +125,10 @@ class PlanUnpickler(MetadataUnpickler):
 def check_pickle(path: pathlib.Path | RemotePath) -> object:
     """Unpickle a ``.metadata`` file and return its object.
 
-    Raises DamagedCheckpoint if it names a class or function that is not allowed, or is larger than
-    an index of the tensors beside it can be. The same error is raised if it is not built like an
-    index of tensors (checkpoint/pickle_scan.py). Size and structure are checked before unpickling
-    begins.
+    The file is the index of the tensors in the ``*.distcp`` files of its folder. Raises
+    DamagedCheckpoint if it names a class or function that is not allowed, or is larger than the
+    size of these files allows. The same error is raised if it is not built like an index of tensors
+    (checkpoint/pickle_scan.py). Size and structure are checked before unpickling begins.
     """
     try:
         size = path.stat().st_size
@@ -265,7 +265,7 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Make torch use these unpicklers within the block, and ``torch.load`` only with ``weights_only``.
+    """Return a context within which torch uses these unpicklers, and ``torch.load`` only with ``weights_only``.
 
     ``weights_only`` is forced by torch's environment variable, which overrules the caller's
     argument. This is needed since ``DefaultLoadPlanner.load_bytes`` asks for

@@ -85,7 +85,7 @@ def _lacks_bucket(root: RemotePath) -> bool:
 
 @contextlib.contextmanager
 def held_store(root: RemotePath, *, is_first: bool) -> Iterator[None]:
-    """Hold the lock of ``root`` within the block, on the job's first rank. Not a collective.
+    """Return a context that holds the lock of the folder ``root``, on the job's first rank. Not a collective.
 
     is_first: whether this is the first rank. Other ranks take no lock.
 

@@ -152,7 +152,7 @@ class CheckpointSaver:
             )
 
     def _prune(self) -> None:
-        """Remove all but the newest ``checkpoint.keep_last`` checkpoints, first those of the supervised start.
+        """Remove all but the newest ``checkpoint.keep_last`` checkpoints, the supervised start's first.
 
         Only the main rank calls it.
         """

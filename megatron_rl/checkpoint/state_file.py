@@ -84,7 +84,7 @@ def _count(values: Mapping, name: str, where: str) -> int:
 
 
 def _check_key(value: object, where: str) -> None:
-    """Raise DamagedCheckpoint unless ``value`` is a list [prompt id, attempt]."""
+    """Raise DamagedCheckpoint unless ``value``, at ``where`` in state.json, is a list [prompt id, attempt]."""
     if len(check(value, where, list)) != 2:
         raise DamagedCheckpoint(f"{where} must be a prompt's id and attempt, and it has {len(value)} parts")
     check(value[0], f"{where}[0]", str)

@@ -180,6 +180,7 @@ def _gathered(
     A replica id is Megatron-Core's mark of which ranks hold the same tensor. Without a distributed
     optimizer every rank gets the state.
 
+    entry, state: the parameter's sharded tensor and its AdamW states.
     kind: the kind of AdamW's state, such as "exp_avg".
     number: the parameter's index in the list to save; the ranks of the group take turns as writers.
     """

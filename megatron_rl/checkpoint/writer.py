@@ -267,7 +267,7 @@ def _cause(error: BaseException, root: pathlib.Path | RemotePath) -> str:
 
 @contextlib.contextmanager
 def _own_results():
-    """Make Megatron-Core's writer put its results into a queue of this process within the block; yield that queue.
+    """Yield a queue of this process, into which Megatron-Core's writer puts its results within the block.
 
     Megatron-Core gets the queue from a module function, which is replaced here. The original queue
     belongs to a manager in another process.

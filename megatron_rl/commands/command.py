@@ -80,7 +80,7 @@ def usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line of `megatron-rl`: replace this process by the named program, or do the work here.
 
-    arguments: the words after `megatron-rl`; None for those of ``sys.argv``.
+    arguments: the words after `megatron-rl`; None takes them from ``sys.argv``.
 
     Returns 0 if this process has done the work. Returns 2, with the reason on stderr, if an
     argument is wrong.

@@ -19,7 +19,7 @@ class EvalConfig:
     """
 
     path: str | None = None
-    """Data set of held-out prompts, in the forms of `data.train`; more sets: `eval.sets`; null: none."""
+    """Data set of held-out prompts, named as in `data.train`; more sets: `eval.sets`; null: none."""
     name: str = "test"
     """Name of the set of `eval.path`; a set's metrics are called `eval/<name>/...`."""
     sets: dict[str, str] = field(default_factory=dict)

@@ -1,13 +1,14 @@
-"""The evaluation of interpolations, ``${...}`` in settings, by OmegaConf, in order of their dependencies and bounded.
+"""The evaluation of interpolations (``${...}`` in settings) by OmegaConf, ordered by dependencies and within limits.
 
 All of OmegaConf's grammar is read (2.3, "Variable interpolation" and "Built-in resolvers"):
 ``${section.key}``, relative and nested keys, ``${oc.env:NAME,default}``, oc.select, oc.decode,
 oc.create, oc.dict.keys, oc.dict.values, and resolvers that the process itself registered. Not read:
 oc.coerce, which imports the module that it is given.
 
-A setting's text that holds an interpolation is replaced by a numbered marker until it is evaluated.
-If the evaluation of text a meets the marker of text b, b is evaluated first and then a is tried
-again. So a cycle is found and can be shown, and no file can make an evaluation grow without end.
+Each text with an interpolation gets a number, and a marker with this number takes its place until
+it is evaluated. If text a refers to text b, the evaluation of a meets b's marker. Then b is
+evaluated first, and a again. So this module sees every reference: it names the keys of a cycle, and
+ends an evaluation whose texts, calls or values exceed the limits below.
 """
 
 from __future__ import annotations
@@ -84,9 +85,12 @@ class Interpolations:
         return tree
 
     def _settle(self, first: int, settings, tree: dict[str, object]) -> None:
-        """Evaluate text number ``first``, after every text that it needs, and replace their markers by the values.
+        """Evaluate the text with the number ``first``, and before it each text that it refers to.
 
-        settings: OmegaConf's container of ``tree`` over the defaults, in which texts are evaluated.
+        In ``tree`` and ``settings`` each text's value replaces its marker.
+
+        settings: OmegaConf's container in which texts are evaluated: ``tree``, and the defaults of
+            settings that ``tree`` lacks.
         """
         stack = [first] * (first in self.places)
         while stack:
@@ -104,9 +108,11 @@ class Interpolations:
                 stack.append(self.needed)
 
     def _evaluated(self, number: int, settings) -> object:
-        """Return the plain value of text ``number``; None if another text must be evaluated first.
+        """Return the plain value of the text with this number; None if another text must be evaluated first.
 
-        ``needed`` is then the number of that text, else None.
+        ``needed`` is then the other text's number, else None.
+
+        settings: see ``_settle``.
         """
         path, self.needed, self.fault = self.places[number], None, ""
         parent = functools.reduce(lambda node, name: node[name], path[:-1], settings)
@@ -137,7 +143,7 @@ class Interpolations:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Wrap OmegaConf's resolvers within the block, and add one for markers.
+        """Return a context within which OmegaConf's resolvers are wrapped, and markers have a resolver too.
 
         A wrapped resolver raises for a call by this thread that is refused: of oc.coerce, for a missing
         environment variable, or beyond MOST_CALLS.

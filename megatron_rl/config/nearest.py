@@ -65,8 +65,9 @@ def meant(root: type, cls: type, key: str, prefix: str = "") -> tuple[list[str],
     Either may be empty: ``keys`` if no known key is meant, ``note`` if there is nothing to add.
 
     root: the class of the whole configuration.
-    cls, prefix: the class of the innermost known section of the key, and the section's own key with
-        a final dot.
+    key: the whole unknown key, with dots.
+    prefix: the longest start of ``key`` that names a known section, with a final dot; "" if none does.
+    cls: the class of that section; ``root`` if ``prefix`` is "".
     """
     name = name_elsewhere(key)
     if name in NOT_HERE:

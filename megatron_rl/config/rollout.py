@@ -67,7 +67,7 @@ class DynamicSamplingConfig:
     """
 
     max_rounds: Annotated[int, Range(0, 1000)] = 0
-    """Largest number of rounds of further prompts in a rollout; 0: none."""
+    """Largest number of rounds in a rollout; each replaces all groups still without signal; 0: no replacement."""
     on_exhausted: str = "skip"
     """If groups without signal are left after the last round: `skip`: drop them as usual; `fail`: end the run."""
     metric: str | None = None

@@ -29,7 +29,7 @@ class RunConfig:
     deadline_s: Annotated[float, Range(1, 10**6)] = 1800.0
     """Longest time, in seconds, of a collective, of an engine without progress, and of a user's function in a rank."""
     slow_stage_s: Annotated[float, Range(0, 10**6)] = 60.0
-    """Seconds in one stage after which the log names each rank's stage, then after 2, 4 ... times as long; 0: never."""
+    """Seconds in a stage, as `update`, until the log names all ranks' stages; again at 2, 4 ... times it; 0: never."""
 
     @property
     def path(self) -> pathlib.Path:

@@ -46,19 +46,22 @@ class RemoteCritic:
     """Has the methods of ``Critic``, and lets the critic's ranks do the work.
 
     If the critic's ranks fail, a method raises PeerError.
+
+    link: this rank's end of the link to the critic's ranks.
+    total_steps: as for ``Critic``.
     """
 
     def __init__(self, link: PolicyCriticLink, *, total_steps: int) -> None:
         self.link, self.place = link, topology.current()
         self.number = 0
         self.is_told_to_leave = False  # True after a signal reached the critic's ranks
-        self.valued: BatchFacts | None = None  # facts of the batch whose rows the critic's ranks have
+        self.valued: BatchFacts | None = None  # facts of the batch whose samples the critic's ranks have
         self.ask("build", total_steps=total_steps)
 
     def ask(
         self, request: str, arrays: Callable[[], Arrays] | None = None, **given: object
     ) -> tuple[dict, dict[str, np.ndarray]]:
-        """Send a request to the critic's ranks; return the answer, a dict, and its arrays by name.
+        """Send a request to the critic's ranks; return (the answer, {name: array}).
 
         Every rank waits for the answer to appear in the job's key-value store, as long as the
         critic's ranks show signs of life. A wait in a collective would end at its deadline.

@@ -43,7 +43,7 @@ class Critic(TrainableModel):
         values = critic.values(batch)                           # [T] flat
         metrics = critic.train(batch, returns, values)          # the critic's optimizer steps of a rollout
 
-    It takes the policy's batches, and fetches the rows that its own ranks need.
+    It takes the policy's batches, and fetches the samples' contents that its own ranks need.
     """
 
     is_told_to_leave = False  # as in RemoteCritic; here the policy's ranks get signals themselves

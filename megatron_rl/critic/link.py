@@ -43,7 +43,8 @@ def joined(num_critic: int, deadline_s: float, *, of_critic: bool) -> Iterator[P
     """Join this process's world, the policy's or the critic's, and yield its end of the link.
 
     num_critic: the number of the critic's ranks.
-    of_critic: whether this process is one of them.
+    deadline_s: ``run.deadline_s``, the longest wait for another rank.
+    of_critic: whether this process is one of the critic's ranks.
 
     If the block raises, the other world is told and stops waiting.
     """
@@ -98,6 +99,7 @@ class PolicyCriticLink:
     def __init__(self, *, of_critic: bool, num_policy: int, num_critic: int, deadline_s: float) -> None:
         """Join this rank's world, the policy's or the critic's. A collective over all ranks of the job.
 
+        of_critic: whether this rank is one of the critic's.
         num_policy, num_critic: the numbers of ranks of the two worlds.
         deadline_s: ``run.deadline_s``, the longest wait for another rank.
         """

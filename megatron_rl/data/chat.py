@@ -117,6 +117,7 @@ def _refuse_written_null(
     """Raise ConfigError if the template writes a null content as the word None, as GLM-4.5's template does.
 
     text: the messages as the template writes them.
+    where: what the messages are (row, column), for the error.
     prompt: whether the text ends with a generation prompt.
     beside: the template's variables other than the messages.
     """

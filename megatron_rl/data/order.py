@@ -55,7 +55,10 @@ class Order:
         return int(self._permutation(source, rounds)[place]), rounds
 
     def identity(self) -> dict[str, object]:
-        """Return what fixes a mixture's order: {"sources": [[rows, draws per epoch] of each]}; {} for one source."""
+        """Return what fixes a mixture's order: {"sources": [[number of rows, draws per epoch], one pair per source]}.
+
+        {} for one source.
+        """
         if len(self._sources) == 1:
             return {}
         return {"sources": [list(pair) for pair in zip(map(len, self._sources), self.counts, strict=True)]}

@@ -110,11 +110,12 @@ class Job:
         self.store.add(f"left/{number}", 1)
 
     def _linger(self, number: int) -> None:
-        """Wait until the other ranks have left, since this process may hold the store.
+        """Wait until the other ranks have left, since the store may end with this process.
 
-        Then count all ranks as having met, so that the next ``wait_for_all`` begins a new round.
+        Then set the store's count of calls as if every rank had called ``wait_for_all``, so that the
+        next call begins a new meeting.
 
-        number: the present ``round``.
+        number: how often all ranks have met before (``round``).
         """
         end = time.monotonic() + self.grace_s
         while self.store.add(f"left/{number}", 0) < self.size - 1 and time.monotonic() < end:
@@ -157,8 +158,8 @@ def this_job(*, deadline_s: float = GRACE_S) -> Job:
 def _store_of_launcher(deadline_s: float) -> Store:
     """Return the job's store, connected once per process.
 
-    It is kept as long as the process lives, since the store of rank 0's process may serve all other
-    ranks.
+    It is kept as long as the process lives, since rank 0's process may serve the store to all
+    other ranks.
     """
     import torch.distributed as dist
 

@@ -35,7 +35,7 @@ def added_variables() -> dict[str, str]:
 def opens_device_memory(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> bool:
     """Return whether engines on the trainer's GPUs are to read new weights directly from the trainer's GPU memory.
 
-    They can do so only if the trainer's allocator uses no expandable segments (``choose_channel``).
+    They can do so only if the trainer's allocator uses no expandable segments (weight_channel.py).
     """
     channel = weight_sync.channel
     return channel == "cuda_ipc" or (channel == "auto" and rollout.engine == "vllm" and not rollout.servers)

@@ -59,7 +59,7 @@ def send(
 
 
 def receive(connection: socket.socket) -> tuple[dict, dict[str, np.ndarray]]:
-    """Return the header and the arrays of the next frame.
+    """Return (header, {name: array}) of the next frame.
 
     Raises Closed if the stream ends, ValueError for bytes that are no frame.
     """
@@ -69,13 +69,13 @@ def receive(connection: socket.socket) -> tuple[dict, dict[str, np.ndarray]]:
 
 
 class Inbox:
-    """Cuts a stream of bytes into frames; the bytes may arrive in pieces of any size."""
+    """Cuts a stream of bytes into frames (messages); any number of bytes may arrive at a time."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def take(self, piece: bytes) -> list[dict]:
-        """Return the headers of the frames that ``piece`` completes, without their arrays.
+        """Return the headers of the frames that ``piece``, the stream's next bytes, completes; without their arrays.
 
         Raises ValueError for bytes that are no frames.
         """
@@ -93,7 +93,10 @@ class Inbox:
 
 
 def _lengths(start: bytes | bytearray) -> tuple[int, int]:
-    """Return the lengths of a frame's header and body, in bytes. Raises ValueError for a length above MAX_BYTES."""
+    """Return (bytes of the header, bytes of the body) of a frame. Raises ValueError for a length above MAX_BYTES.
+
+    start: the frame's beginning.
+    """
     text_bytes, body_bytes = _LENGTHS.unpack_from(start)
     if max(text_bytes, body_bytes) > MAX_BYTES:
         raise ValueError(f"a frame of {text_bytes} + {body_bytes} bytes is above the limit: the stream holds no frames")

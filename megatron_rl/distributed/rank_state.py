@@ -36,7 +36,7 @@ class RankState:
     """Holds what the watchdog's server on rank 0 knows of one rank.
 
     who: the rank's name for messages.
-    stage: what its main thread does now.
+    stage: the part of the run in which its main thread is now, such as "update".
     number: how many stages the rank has entered, without stages inside another stage.
     since: the entry into ``stage``, in seconds of the server's monotonic clock.
     lost: the error of the rank's failed collective; None if none failed.
@@ -69,9 +69,10 @@ class RankState:
 
 
 class SlowStages:
-    """Reports every rank's stage, once one rank's stage has taken ``after_s`` seconds, then 2, 4, 8, … times as long.
+    """Reports in which stage of the run, such as "update", each rank is, once a rank has long been in one stage.
 
-    after_s: 0 never reports.
+    after_s: seconds in a stage until the first report; the next come at 2, 4, 8, … times as many.
+        0 never reports.
     say: a function that takes the report, one line of text, in the watch thread.
     """
 
@@ -100,7 +101,7 @@ class SlowStages:
 
 
 def _ranks(ranks: Collection[RankState]) -> str:
-    """Return names of ranks, as "ranks 0-3, 6"; a single rank is named by ``who``."""
+    """Return names of ranks, as "ranks 0-3, 6"; a single rank is named by its ``RankState.who``."""
     if len(ranks) == 1:
         return next(iter(ranks)).who
     runs: list[list[int]] = []
@@ -134,10 +135,11 @@ def where_is(thread: int, *, in_own_code: bool = False) -> tuple[str, bool]:
 
 
 class LongWait:
-    """Finds a thread that has waited for ``after_s`` seconds in one call. Call ``look`` every ``look_s`` seconds.
+    """Finds a thread that has waited for ``after_s`` seconds in one call.
 
-    A wait counts as the same wait while each ``look`` finds the same function call at the same
-    instruction, with no ``gather_json`` begun since. So a loop of short waits is not one long wait.
+    Call ``look`` every ``look_s`` (an attribute) seconds. A wait counts as the same wait while each
+    ``look`` finds the same function call at the same instruction, with no ``gather_json`` begun
+    since. So a loop of short waits is not one long wait.
 
     thread: the thread's identifier.
     """

@@ -17,7 +17,7 @@ from megatron_rl.errors import PeerError
 
 
 def meet(deadline_s: float, url: str = "env://") -> tuple[dist.Store, int, int]:
-    """Return the job's key-value store, this process's rank, and the number of ranks. Every rank calls it.
+    """Return (the job's key-value store, this process's rank, the number of ranks). Every rank calls it.
 
     deadline_s: seconds for all ranks to come.
     url: the address for torch's rendezvous; ``env://`` takes the launcher's MASTER_ADDR,

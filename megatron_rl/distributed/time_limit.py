@@ -14,7 +14,7 @@ OWN = "mend the function that does not return, or raise run.deadline_s"
 
 @contextlib.contextmanager
 def time_limit(what: str, deadline_s: float | None, *, grace_s: float = 0.0, way_out: str = OWN) -> Iterator[None]:
-    """End this process, with a message, if the block takes longer than ``deadline_s + grace_s``.
+    """Return a context that ends this process, with a message, if its block outlasts ``deadline_s + grace_s``.
 
     what: the block's name for the message.
     deadline_s: ``run.deadline_s``, in seconds; None sets no limit.

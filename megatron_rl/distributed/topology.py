@@ -216,10 +216,10 @@ def _no_grid() -> dict[str, object]:
 
 @contextlib.contextmanager
 def undone_on_failure() -> Iterator[None]:
-    """If the block raises, undo what ``initialize`` did in it. Not a collective.
+    """Return a context that undoes what ``initialize`` did within it, if its block raises. Not a collective.
 
     New process groups are destroyed, and parallel_state's variables get their values from before. A
-    default process group that existed before the block stays.
+    default process group that existed before stays.
     """
     had_world = dist.is_initialized()
     record = {name: value.copy() if isinstance(value, dict | list) else value for name, value in _record().items()}
@@ -244,10 +244,10 @@ class Grid:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Make Megatron-Core use this set of process groups within the block. Not a collective.
+        """Return a context within which Megatron-Core uses this set of process groups. Not a collective.
 
-        Call ``initialize`` in the first block to build the groups. Megatron-Core's code in later
-        blocks uses them.
+        Call ``initialize`` within the first context to build the groups. Megatron-Core's code in
+        later contexts uses them.
         """
         outer = _record()
         vars(parallel_state).update(self._own)

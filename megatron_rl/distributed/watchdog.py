@@ -1,5 +1,7 @@
 """The watchdog: every rank reports its stage, and a failure on any rank ends the run on all with a named cause.
 
+A stage is a part of the run, such as "update", that a rank's main thread is in.
+
 Each rank has a watch thread, with a connection to rank 0's server thread. torch's TCPStore is not
 used, for three reasons. A closed connection reports a killed process at once, without a heartbeat
 that a busy interpreter would miss. TCP keepalive reports a lost host after about 25 s. A broken
@@ -136,12 +138,12 @@ class Watchdog:
 
     @property
     def doing(self) -> tuple[str, float]:
-        """Return the main thread's stage, and the seconds since it began; any thread may call it."""
+        """Return (the main thread's stage, the seconds since it began); any thread may call it."""
         return self._stage, time.monotonic() - self._since
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Name what the main thread does within the block. After an error the name stays, for the report."""
+        """Return a context within which the stage is ``name``. After an error the name stays, for the report."""
         outer = self._stage
         self._enter(name)
         yield
@@ -149,9 +151,9 @@ class Watchdog:
 
     @contextlib.contextmanager
     def own_code(self, name: str) -> Iterator[None]:
-        """Name the main thread's stage within a call of a user's function, and end the rank if it takes too long.
+        """Return a context for a call of a user's function: the stage is ``name``, and a long call ends the rank.
 
-        It may take ``run.deadline_s``. Nothing can interrupt the function, so this rank ends, and
+        The call may take ``run.deadline_s``. Nothing can interrupt the function, so this rank ends, and
         the run with it.
         """
         with self.stage(name), self.own_call(name):
@@ -159,9 +161,11 @@ class Watchdog:
 
     @contextlib.contextmanager
     def own_call(self, name: str) -> Iterator[None]:
-        """End the rank if the block takes too long, as ``own_code`` does, but name no stage. It costs microseconds.
+        """Return a context that ends the rank if its block takes too long, as ``own_code`` does, without a stage.
 
-        Other ranks hear of the block only if it takes too long.
+        It costs microseconds. Other ranks hear of the block only if it takes too long.
+
+        name: the block's name for the report.
         """
         outer, self._own = self._own, (name, time.monotonic())
         try:

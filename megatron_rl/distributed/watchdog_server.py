@@ -62,8 +62,8 @@ class JsonConnection:
     def receive(self, wait_s: float = 0.0) -> list[dict] | None:
         """Return the messages that arrive within ``wait_s`` seconds; [] if no whole line arrives.
 
-        Returns None if the other side is gone, sends a line that is no message, or sends more than
-        ``most_bytes`` bytes without the end of a line.
+        Returns None if the other side is gone or sends a line that is no message. Returns None also
+        after more than ``most_bytes`` (an attribute) bytes without the end of a line.
         """
         ready = select.poll()  # not select.select, which refuses a descriptor above 1023
         try:
@@ -89,13 +89,13 @@ class JsonConnection:
 
 
 def find_culprit(peers: Mapping[int, RankState]) -> Cause:
-    """Return the cause of a failed collective if no rank raised or died: a rank that kept the others waiting.
+    """Return the cause of a failed collective if no rank raised or died: the rank that kept the others waiting.
 
-    It is a rank whose watch thread does not answer. If all answer, it is a rank that is busy
-    outside any collective. If none is busy, it is a rank that has entered fewer stages than
-    another. Otherwise no rank is named.
+    The rank is one whose watch thread does not answer. If all answer, it is one that is busy
+    outside any collective. If none is busy, it is one that has entered fewer stages of the run,
+    such as "update", than another rank. Otherwise the cause names no rank.
 
-    peers: rank → what is known of it.
+    peers: rank → what the server knows of it.
     """
     error_note = "".join([f" ({peer.who} met {peer.lost})" for peer in peers.values() if peer.lost][:1])
     running = [peer for _, peer in sorted(peers.items()) if peer.lost is None and not peer.ended]
@@ -124,6 +124,8 @@ class WatchdogServer:
 
     listener: the socket at which ranks connect.
     token: the run's secret, which a rank must send.
+    world_size: the number of the run's ranks.
+    slow_stages: reports stages that take long.
     """
 
     def __init__(self, listener: socket.socket, token: str, world_size: int, slow_stages: SlowStages):

@@ -160,6 +160,8 @@ def _asked_for(name: HubName, key: str) -> str:
     """Return the key in ``_choices`` for a name: its configuration and split, and whether ``data.train`` holds it.
 
     A name without a split may stand for another split under ``data.train`` than elsewhere.
+
+    key: the setting that names the data set.
     """
     return f"{name.subset or ''}/{name.split or ''}{' of data.train' if key.startswith(TRAIN) else ''}"
 

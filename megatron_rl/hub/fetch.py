@@ -119,6 +119,7 @@ def _snapshot(
 ) -> pathlib.Path:
     """Return the folder of a commit in the cache, after fetching the repository's files that match.
 
+    key: the setting that holds the name, for messages.
     wanted, left_out: patterns of files to fetch, and of files among them to leave out.
     shown: whether a progress bar is shown.
     """

@@ -69,6 +69,8 @@ def _objects(kind: Kind, url: str, key: str, *, weights: bool) -> tuple[dict[str
 
     The version text changes if the object does. Local names of a glob pattern's objects begin with
     a number.
+
+    weights: whether a model's weights are copied too.
     """
     if kind is Kind.DATA and glob.has_magic(url):
         place = location(url, key)

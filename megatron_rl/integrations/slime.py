@@ -215,7 +215,7 @@ def _say(obstacles: tuple[str, ...]) -> None:
 def with_stubs(
     train_data: Mapping[str, Any], groups: Sequence[Any], *, per_token: bool
 ) -> tuple[dict[str, Any], Stubbed]:
-    """Return the train data with every sample without signal cut to two tokens, and counts of the savings.
+    """Return (the train data with every sample without signal cut to two tokens, counts of the savings).
 
     groups: the key of each sample's prompt group; only the counts use it.
     per_token: whether the trainer sums the loss over tokens (``--calculate-per-token-loss``).

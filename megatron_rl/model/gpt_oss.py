@@ -51,7 +51,7 @@ class SinkAttention(TorchAttention):
 
 
 def put_gpt_oss_layers(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
-    """Turn the specs of a block's layers into gpt-oss layers, in place.
+    """Turn the specs of a model chunk's layers into specs of gpt-oss layers, in place.
 
     They have attention with sinks, and norms that round only after the product with the weight.
     Raises ConfigError for Transformer Engine's layers, with which gpt-oss was not tested.

@@ -145,9 +145,9 @@ def angle_kinds(hf_config: Any) -> tuple[str | None, ...]:
 
 
 def rotary_tables(hf_config: Any, head_dim: int, *, turns_partly: bool = False) -> dict[str | None, torch.Tensor]:
-    """Return {kind of layer: rotary inverse frequencies} for the kinds of ``angle_kinds``.
+    """Return {kind of layer (``angle_kinds``): rotary inverse frequencies}; the key None means all layers.
 
-    turns_partly: as in ``inverse_frequencies``.
+    turns_partly: whether the model's family reads ``partial_rotary_factor``.
 
     Raises ConfigError as ``inverse_frequencies`` does.
     """
@@ -169,7 +169,8 @@ def inverse_frequencies(
     There are head_dim / 2 of them, or fewer under ``partial_rotary_factor``. Then the rest of each
     head is not rotated (Megatron-Core 0.16.1 ``rope_utils.py``).
 
-    layer_kind: an item of ``angle_kinds``; None if all layers share the rotary parameters.
+    layer_kind: the layer's kind, as ``angle_kinds`` returns it; None if all layers share the rotary
+        parameters.
     turns_partly: whether the model's family, a built-in one or one of Megatron-Bridge, reads
         ``partial_rotary_factor``.
 
@@ -208,6 +209,8 @@ def _checked(frequencies: torch.Tensor, rope: dict[str, Any], head_dim: int) -> 
 
     Transformers' functions may compute another number of them, since they also read ``head_dim``
     and ``partial_rotary_factor`` from the config.
+
+    rope: the rotary parameters, for messages.
     """
     if not frequencies.isfinite().all():
         raise ConfigError(f"rope_parameters={quoted(dict(rope), 200)} give frequencies that are NaN or infinite")
@@ -222,7 +225,7 @@ def _checked(frequencies: torch.Tensor, rope: dict[str, Any], head_dim: int) -> 
 def _scaled(hf_config: Any, kind: str | None) -> tuple[torch.Tensor, float]:
     """Return transformers' inverse frequencies and attention factor of a config whose scaling is in ``SCALINGS``.
 
-    kind: an item of ``angle_kinds``.
+    kind: the layer's kind, as ``angle_kinds`` returns it.
 
     Raises ConfigError if transformers cannot compute them.
     """
@@ -241,7 +244,7 @@ def _scaled(hf_config: Any, kind: str | None) -> tuple[torch.Tensor, float]:
 def softmax_scale(hf_config: Any, head_dim: int, kind: str | None = None) -> float | None:
     """Return the factor on the attention scores; None for 1 / sqrt(head_dim).
 
-    kind: an item of ``angle_kinds``.
+    kind: the layer's kind, as ``angle_kinds`` returns it.
 
     In Gemma's configs ``query_pre_attn_scalar`` takes the place of head_dim; no other family's
     module reads the field. Yarn (Peng et al., 2023, arXiv:2309.00071, section 3.4) multiplies

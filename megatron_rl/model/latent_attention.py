@@ -125,13 +125,14 @@ class ReplicatedLinear(torch.nn.Linear):
 class SpecifiedLatentAttention(MLASelfAttention):
     """Builds multi-latent attention with the norms and projections that its spec names, and no others.
 
-    Megatron-Core 0.16.1 builds no others. But 0.19.2 (``transformer/mla_qk_norm_config.py``) would
-    add a norm before the projection of queries that have no latents. Moonlight, a model without
-    query latents, has no such norm.
+    Megatron-Core 0.19.2 (``transformer/mla_qk_norm_config.py``) would add a norm before the
+    projection of queries that have no latents. Moonlight, a model without query latents, has no
+    such norm. Megatron-Core 0.16.1 adds none.
 
-    The constructor runs under ``rope_type="rope"``, since under "yarn" Megatron-Core makes a table,
-    which needs pinned memory. Afterwards ``rope_type`` is "yarn", so that Megatron-Core's forward
-    takes angles and a factor on cos and sin from the rotary embedding.
+    The constructor runs under ``rope_type="rope"``, since under "yarn" Megatron-Core makes a table
+    of cos and sin, which needs pinned memory. Afterwards ``rope_type`` is "yarn": then
+    Megatron-Core's forward expects a pair from the rotary embedding, the angles and a factor that
+    multiplies cos and sin.
     """
 
     def __init__(self, config: MLATransformerConfig, *args, **kwargs):
@@ -204,7 +205,7 @@ class LatentAttention(SpecifiedLatentAttention):
 
 
 def put_latent_attention(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
-    """Replace the attention in the spec of every layer of a block by multi-latent attention, in place.
+    """Replace the attention in the spec of every layer of a model chunk by multi-latent attention, in place.
 
     layer_spec: "transformer_engine" or "torch", whose modules are taken.
     """

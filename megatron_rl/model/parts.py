@@ -1,7 +1,7 @@
 """The choice of the modules and functions of a model's layers: plain ones, or row-invariant ones.
 
 Row-invariant ones are taken under ``rollout.bitwise`` (model/invariant/parts.py). They give a row
-the same bits whatever other rows are computed with it.
+(a token) the same bits whatever other rows are computed with it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Parts(Protocol):
 def parts_of(settings: ModelSettings) -> Parts:
     """Return the row-invariant ``Parts`` if ``rollout.bitwise`` is true, else the plain ones.
 
-    With row-invariant modules a row's result has the same bits in any batch.
+    With row-invariant modules a row's (a token's) result has the same bits in any batch.
     """
     match settings.bitwise:
         case True:

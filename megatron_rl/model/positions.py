@@ -57,7 +57,7 @@ def give_inputs(
     packed: bool,
     turning: type[torch.nn.Module] | None,
 ) -> None:
-    """Set up a chunk's rotary embedding, and on a first stage the factor on the embeddings (Gemma).
+    """Set up a chunk's rotary embedding, and on the first pipeline stage the factor on the embeddings (Gemma).
 
     angles: the model's rotary frequencies.
     packed: whether a module computes each token's angles from its own position; if not,
@@ -84,7 +84,9 @@ def give_inputs(
 
 
 def scale_embedding(model: GPTModel, dtype: torch.dtype) -> None:
-    """Make a first stage multiply its embeddings [T, 1, H] by sqrt(H), rounded to ``dtype`` as in transformers.
+    """Make the first pipeline stage multiply its embeddings [T, 1, H] by sqrt(H), rounded to ``dtype``.
+
+    transformers does the same.
 
     dtype: the weights' dtype.
 

@@ -174,7 +174,7 @@ class ShiftedPostNormMLP(PostNormMLP):
 
 
 def put_norms_behind(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
-    """Turn the specs of a block's layers into OLMo 2 layers, in place.
+    """Turn the specs of a model chunk's layers into specs of OLMo 2 layers, in place.
 
     They norm the outputs of attention and MLP but not the inputs, and q and k over all heads
     together. Raises ConfigError for Transformer Engine's layers, whose linear modules include the
@@ -194,7 +194,7 @@ def put_norms_behind(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
 
 
 def put_norms_around(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
-    """Turn the specs of a block's layers into Gemma 3 layers, in place.
+    """Turn the specs of a model chunk's layers into specs of Gemma 3 layers, in place.
 
     They norm inputs and outputs of attention and MLP, and every norm multiplies by 1 + weight.
     Raises ConfigError for Transformer Engine's layers, whose linear modules include the norms of

@@ -74,7 +74,9 @@ class PackedRotary(torch.nn.Module):
 
 
 class RotaryByKind(PackedRotary):
-    """Computes the rotary angles of every kind of layer; ``give_angles_by_kind`` gives each layer those of its kind.
+    """Computes the rotary angles of each kind of layer (full or sliding attention).
+
+    ``give_angles_by_kind`` gives each layer the angles of its kind.
 
     inv_freq: [kinds, d / 2] float32, the inverse frequencies.
     """
@@ -97,7 +99,7 @@ def give_angles_by_kind(
 ) -> None:
     """Give each layer the rotary angles and the scale of attention scores of its kind.
 
-    kinds: each layer's kind, over all pipeline stages.
+    kinds: each layer's kind, over all pipeline stages (hf_config.py ``angle_kinds``).
     tables: each kind's inverse frequencies [d / 2].
     scales: each kind's scale of attention scores; None for 1 / sqrt(d).
 

@@ -74,13 +74,13 @@ class _RouterSeam:
     """Gives one router its replayed experts: the object that the router has at ``router_replay``.
 
     index: the router's index among the routers of this rank.
-    experts: int16 [rows, top_k], the experts of the micro-batch in its forward pass; None leaves
+    experts: int16 [tokens, top_k], the experts of the micro-batch in its forward pass; None leaves
         the choice to the router.
     waiting: the experts of each micro-batch whose backward pass is to come and may recompute the
         forward pass, oldest first.
     is_open: whether a forward pass is running; a call at another time comes from recomputation.
-    counts: int64 [2]: how many replayed rows the router would have sent to other experts, and how
-        many rows were replayed. None if nothing is counted.
+    counts: int64 [2]: how many replayed tokens the router would have sent to other experts, and how
+        many tokens were replayed. None if nothing is counted.
     recorded: receives the router's own choice for the running micro-batch, under ``index``. None if
         nothing is recorded.
     """
@@ -100,7 +100,7 @@ class _RouterSeam:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores and the indices of the experts that the router is to use, [rows, topk] each.
+        """Return the scores and the indices of the experts that the router is to use, [tokens, topk] each.
 
         Megatron-Core's router calls this method by this name, with these arguments.
         """
@@ -171,7 +171,7 @@ class RoutingReplay:
         """Make the routers of chunk number ``chunk`` use a micro-batch's experts within the ``with`` block.
 
         microbatch: any object that identifies the micro-batch, the same for all chunks.
-        experts: int16 [layers of this rank, rows, top_k]. −1 leaves a row's choice to the router.
+        experts: int16 [layers of this rank, tokens, top_k]. −1 leaves a token's choice to the router.
             None leaves all choices to the routers.
         counts: whether the forward pass adds to ``self.counts``.
         """
@@ -198,7 +198,7 @@ class RoutingReplay:
         """Yield a ``Recording``, a dict that receives the routers' own choices of experts within the ``with`` block.
 
         It maps the ``id`` of a micro-batch to (micro-batch, {index in ``layers``: experts, int64
-        [rows, top_k]}).
+        [tokens, top_k]}).
         """
         self._recorded = {}
         try:

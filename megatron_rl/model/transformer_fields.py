@@ -148,7 +148,7 @@ def transformer_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> di
 
 
 def overruled(settled: Mapping[str, Any], extra: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Return {field: value} of TransformerConfig: the user's value if the user gave one, else the settled value.
+    """Return {field: value} of TransformerConfig: the user's value if the user gave one, else that in ``settled``.
 
     settled: the fields that the family, the topology and the token-sum loss need.
     extra: the user's fields.
@@ -167,14 +167,16 @@ def overruled(settled: Mapping[str, Any], extra: Mapping[str, Any], family: str)
 
 
 def build_config(cls: type, settled: dict[str, Any], extra: dict[str, Any], family: str) -> TransformerConfig:
-    """Return Megatron-Core's config, built from the settled fields and the user's fields as ``overruled`` joins them.
+    """Return Megatron-Core's config. Its fields are ``settled``, with the user's values (``extra``) in their place.
 
     cls: TransformerConfig or a subclass.
-    settled, extra, family: as in ``overruled``.
+    settled: the fields that the family, the topology and the token-sum loss need.
+    extra: the user's fields.
+    family: the model's family, for messages.
 
-    Raises ConfigError if Megatron-Core refuses the fields. The message names each user's field that
-    causes the same error without the others. If there is none, it names each field whose removal
-    avoids the error. If there is none either, it names all of the user's fields.
+    Raises ConfigError as ``overruled`` does, or if Megatron-Core refuses the fields. The message
+    then names each user's field that causes the same error without the user's other fields. If
+    there is none, it names each field whose removal avoids the error, else all of the user's fields.
     """
     fields = overruled(settled, extra, family)
     fault = _fault(cls, fields)

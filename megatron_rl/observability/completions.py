@@ -267,7 +267,7 @@ def as_text(completion: Completion, *, most_chars: int | None = None) -> str:
 def print_some(completions: Sequence[Completion], *, every_rollouts: int) -> None:
     """Log the best and the worst completion of one prompt.
 
-    completions: those of one source at one step. The first two are logged: the best and the worst
+    completions: all of one source at one step. The first two are logged: the best and the worst
         completion of the first prompt.
     every_rollouts: how often training completions are logged, in rollouts; those of evaluations are
         always logged. 0 logs neither.

@@ -157,7 +157,7 @@ def skip_metrics(
 
 
 def _plain(key: str, value: object) -> object:
-    """Return a row's value as strict JSON can hold it; a float that is not finite becomes "nan", "inf" or "-inf".
+    """Return a metrics row's value as strict JSON can hold it; a non-finite float becomes "nan", "inf" or "-inf".
 
     Raises TypeError for a value that is neither a number nor a text.
     """
@@ -254,7 +254,7 @@ class MetricsWriter:
         return _revive(plain)
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Pass one interval of the step's timer to every sink; the arguments are those of ``Sink.measured``."""
+        """Pass one interval of the step's timer to every sink; ``Sink.measured`` describes the arguments."""
         for sink in self._sinks:
             sink.measured(stage, started_s, seconds)
 

@@ -61,7 +61,7 @@ def _first_and_last(path: pathlib.Path) -> list[dict[str, object]]:
 
 
 def _cell(value: object) -> object:
-    """Return a row's value for the page: a float is rounded to six digits, or a text if JSON cannot hold it."""
+    """Return a metrics row's value for the page: a float is rounded to six digits, or a text if JSON cannot hold it."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.6g}") if math.isfinite(value) else str(value)

@@ -78,7 +78,9 @@ def read_status(folder: pathlib.Path) -> RunStatus | None:
 
 @contextlib.contextmanager
 def kept_status(folder: pathlib.Path, total_steps: int, *, is_main: bool, leaves: Callable[[], bool]) -> Iterator[None]:
-    """Write status.json at the end of the block, with how the run ended; only on the main rank. Not a collective.
+    """Return a context around a run, at whose end the main rank writes status.json: how the run ended.
+
+    Not a collective.
 
     leaves: a function that returns whether the run was told to leave and has saved a checkpoint.
     """

@@ -33,7 +33,7 @@ class Sink(Protocol):
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
         """Receive one interval of the step's timer; all intervals of a step come before ``write`` for the step.
 
-        stage: the name of the stage.
+        stage: the name of the timed part of the step, such as "update".
         started_s: the interval's start by ``time.perf_counter``.
         seconds: the interval's length.
         """
@@ -92,7 +92,7 @@ def open_sinks(
 def _open_services(
     run_dir: pathlib.Path, settings: MetricsConfig, config: Mapping[str, object], last_step: int | None
 ) -> list[Sink]:
-    """Return the configured sinks other than Prometheus's; arguments and errors are those of ``open_sinks``."""
+    """Return the configured sinks other than Prometheus's; ``open_sinks`` describes arguments and errors."""
     ids_path = run_dir / IDS_FILE
     ids = read_object(ids_path) if last_step is not None and ids_path.exists() else {}
     sinks: list[Sink] = []
@@ -146,7 +146,7 @@ def _open_exporter(
 ) -> PrometheusSink:
     """Return the sink that Prometheus reads; its modules need the extra `prometheus`.
 
-    earlier: the rows of a resumed run.
+    earlier: the rows of metrics.jsonl up to a resumed run's checkpoint.
     """
     require_prometheus(settings.prometheus_port)
     from megatron_rl.observability.prometheus.sink import PrometheusSink

@@ -1,8 +1,8 @@
 """The spans of a run for an OpenTelemetry collector: one span per rollout, with a child span for each stage.
 
-The spans are made of the intervals of the step's timer (observability/timer.py), so that a stage's
-spans last as long as ``time/<stage>_s`` of metrics.jsonl. Importing this module needs the
-OpenTelemetry packages of the extra `otel`.
+A stage is a part of a step, such as "update". The spans are made of the intervals of the step's
+timer (observability/timer.py), so that a stage's spans last as long as ``time/<stage>_s`` of
+metrics.jsonl. Importing this module needs the OpenTelemetry packages of the extra `otel`.
 """
 
 from __future__ import annotations

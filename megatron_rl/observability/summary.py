@@ -72,7 +72,8 @@ class RunSummary:
     reward_errors: the number of samples whose reward failed, over all rollouts.
     reward_error_share: the share of scored samples whose reward failed, as a mean over the last
         ``window`` steps.
-    held_out: the same for losses and accuracies on held-out rows, by the names in HELD_OUT.
+    held_out: {name in HELD_OUT: ((step, value) of the first evaluation, the same of the last)}, of
+        losses and accuracies on held-out rows of the data.
     """
 
     window: int

@@ -12,7 +12,7 @@ STEP = "step"  # the stage that ``take`` reports: a whole optimizer step
 
 
 def _nobody(stage: str, started_s: float, seconds: float) -> None:
-    """Do nothing with an interval: the default of ``heard``."""
+    """Do nothing with an interval: the default of StepTimer's ``heard``."""
 
 
 class StepTimer:
@@ -39,7 +39,7 @@ class StepTimer:
         self.started = time.perf_counter()
 
     def add(self, stage: str, seconds: float, *, before_s: float = 0.0) -> None:
-        """Add seconds of a stage that another clock measured; the stage ended ``before_s`` seconds ago."""
+        """Add to the step a stage's seconds by another clock, and call ``heard``; it ended ``before_s`` seconds ago."""
         self._sum(stage, seconds)
         if seconds:
             self.heard(stage, time.perf_counter() - before_s - seconds, seconds)
@@ -57,18 +57,18 @@ class StepTimer:
 
     @contextlib.contextmanager
     def follow(self, stage: str) -> Iterator[None]:
-        """Time the block as stage ``stage``: pass its seconds to ``heard``, without adding them to the step's sums."""
+        """Return a context that times its block as ``stage``: ``heard`` gets the seconds, ``take`` leaves them out."""
         with self.enter(stage):
             started = time.perf_counter()
             yield
             self.heard(stage, started, time.perf_counter() - started)
 
     def report(self, stage: str, seconds: float) -> None:
-        """Pass the ``seconds`` of a stage that has just ended to ``heard``, without adding them to the step's sums."""
+        """Call ``heard``, the constructor's function, with a stage that just ended; ``take`` leaves its seconds out."""
         self.heard(stage, time.perf_counter() - seconds, seconds)
 
     def take(self) -> dict[str, float]:
-        """Return ``time/<stage>_s`` and ``time/step_s`` since the previous call, and start the next step."""
+        """Return {metric: seconds} since the last call, ``time/<stage>_s`` and ``time/step_s``; start the next step."""
         times = {f"time/{stage}_s": seconds for stage, seconds in self.seconds.items()}
         started = self.started
         self.restart()

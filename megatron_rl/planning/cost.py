@@ -172,6 +172,7 @@ def prior(
 
     rank_shares: for each pipeline rank, the cost of its layers, with an average layer as the unit,
         and the number of its layers (ModelShape.rank_shares).
+    virtual: the number of chunks that each pipeline rank interleaves.
     overhead_tokens: the fixed cost of a micro-batch on an average stage, in tokens.
     square_share: the cost of a squared token over the cost of a token (ModelShape.square_share).
     head_layers: the LM head's cost in layers, which the last stage carries.

@@ -162,6 +162,8 @@ def _even(sums: Sequence[int], head: int, stages: int, bound: int) -> list[int]:
     Among equals, the first stages get fewer layers.
 
     sums: [layers + 1]; entry i is the cost of the first i layers together.
+    head: the cost of the last stage beside its layers.
+    stages: the number of stages.
     bound: the largest cost that a stage may have.
     """
     layers = len(sums) - 1
@@ -196,7 +198,9 @@ def _with_ranks_balanced(sums: Sequence[int], head: int, counts: list[int], pipe
     A layout is better if its slowest rank costs less. If that is equal, the costliest chunk decides,
     then the sum of squared chunk costs.
 
+    sums, head: as in ``_even``.
     counts: each chunk's number of layers before.
+    pipeline: the number of pipeline ranks.
     """
 
     def measure(counts: list[int]) -> tuple[int, int, int, list[int]]:

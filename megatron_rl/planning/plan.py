@@ -184,7 +184,7 @@ def plan_rules(
 
 
 def split_mini_batches(samples: np.ndarray, samples_per_mini_batch: int | None) -> list[np.ndarray]:
-    """Return the batch's samples in mini-batches of ``samples_per_mini_batch``, in order; the last takes the rest.
+    """Return the batch's mini-batches, each ``samples_per_mini_batch`` sample indices in order; the last has the rest.
 
     samples: int64, indices of samples.
     samples_per_mini_batch: None: one mini-batch of all samples.
@@ -234,6 +234,8 @@ def _refuse_long_samples(
     """Raise ConfigError if a sample exceeds the token cap under ``on_long_sample="fail"``.
 
     Dropped samples are checked too. So it does not depend on the drops whether a run fails.
+
+    padded: [S], each sample's tokens, pads included.
     """
     if rules.on_long_sample != "fail" or rules.samples_per_microbatch is not None or not mini_batches:
         return
@@ -272,6 +274,7 @@ def _rows_with_signal(dense: Cut, signal: np.ndarray, rules: PlanRules) -> Cut:
     So a row with signal is kept whole.
 
     dense: each rank's micro-batches if nothing is dropped.
+    signal: bool [S], True for a sample that may have a gradient.
     """
     running: Cut = []
     for start in range(0, rules.data_size, rules.lockstep_ranks):
@@ -295,10 +298,11 @@ def _lockstep_counts(per_rank: Cut, rules: PlanRules) -> np.ndarray:
 
 
 def _assemble(members: np.ndarray, per_rank: Cut, padded: np.ndarray, rules: PlanRules, *, num_dense: int) -> StepPlan:
-    """Return a StepPlan of each rank's micro-batches, with fillers on ranks that have fewer than their block needs.
+    """Return a StepPlan of each rank's micro-batches, with fillers so that the ranks of a block run equally many.
 
-    A filler, a micro-batch without a loss, holds the shortest sample that runs. Without ``repack``
-    it holds the shortest sample of the mini-batch, as in the dense plan.
+    A block is the ``lockstep_ranks`` ranks that share experts. A filler, a micro-batch without a
+    loss, holds the shortest sample that is not dropped. Without ``repack`` it holds the shortest
+    sample of the mini-batch, as in the dense plan.
 
     members: int64, indices of the mini-batch's samples.
     per_rank: each rank's micro-batches without fillers.
@@ -329,7 +333,10 @@ def _assemble(members: np.ndarray, per_rank: Cut, padded: np.ndarray, rules: Pla
 
 
 def cut(samples: np.ndarray, costs: SampleCosts, rules: PlanRules) -> Cut:
-    """Return each data-parallel rank's micro-batches: samples are spread over ranks, then each rank's are packed."""
+    """Return a list of micro-batches per data-parallel rank: samples are spread over ranks, then packed on each rank.
+
+    samples: int64, indices of samples.
+    """
     if rules.samples_per_microbatch is not None:
         size = rules.samples_per_microbatch
         pieces = [samples[i : i + size] for i in range(0, len(samples), size)]
@@ -401,7 +408,7 @@ def _pack(share: np.ndarray, costs: SampleCosts, rules: PlanRules, count: int) -
 
 
 def _in_order(bins: list[np.ndarray], costs: SampleCosts, rules: PlanRules) -> list[np.ndarray]:
-    """Return micro-batches in the order of their first samples, or on a pipeline with the costliest in the middle.
+    """Return the micro-batches ``bins`` ordered by their first samples, or on a pipeline the costliest in the middle.
 
     While a pipeline fills and drains, stages wait for the micro-batches at the start and the end, so
     these should be cheap. By the simulation of planning/timeline.py, this order saves a few percent

@@ -73,7 +73,7 @@ class Timeline:
 def warmup_forwards(rank: int, pipeline: int, virtual: int, microbatches: int, group: int) -> int:
     """Return the number of forwards, of one chunk each, that a pipeline rank runs before it alternates with backwards.
 
-    group: see ``schedule_table``.
+    group: see ``schedule_table``; the other arguments: see ``rank_order``.
     """
     count = pipeline - rank - 1 if virtual == 1 else (pipeline - rank - 1) * 2 + (virtual - 1) * group
     return min(count, microbatches * virtual)
@@ -97,6 +97,7 @@ def rank_order(rank: int, pipeline: int, virtual: int, microbatches: int, group:
     Warm-up forwards come first. Then forwards and backwards alternate. The remaining backwards come
     last. Backwards go through the chunks in reverse.
 
+    pipeline, virtual: the numbers of pipeline ranks and of chunks of each.
     group: Megatron-Core's ``microbatch_group_size_per_vp_stage``; None: ``pipeline``.
     """
     group = group or pipeline

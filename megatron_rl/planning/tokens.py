@@ -34,7 +34,10 @@ class SampleTokens:
 
     @classmethod
     def alone(cls, lengths: np.ndarray, windows: tuple[int, ...] = ()) -> SampleTokens:
-        """Return a SampleTokens of samples of ``lengths`` [S] tokens each that share no prompt."""
+        """Return a SampleTokens of samples of ``lengths`` [S] tokens each that share no prompt.
+
+        windows: as in SampleTokens.
+        """
         lengths = np.asarray(lengths, dtype=np.int64)
         return cls(own=lengths, prompt=np.zeros_like(lengths), group=np.arange(len(lengths)), windows=windows)
 

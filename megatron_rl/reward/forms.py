@@ -51,7 +51,10 @@ class Conversational:
         self.function = function
 
     def call(self, arguments: Mapping[str, list], conversations: Sequence[Messages | None]) -> object:
-        """Return the function's result on a list of samples. A prompt that is a text becomes a user's message."""
+        """Return the function's result on a list of samples. A prompt that is a text becomes a user's message.
+
+        arguments, conversations: as for ``invoke``.
+        """
         prompts = [
             [{"role": "user", "content": text}] if asked is None else [dict(message) for message in asked]
             for text, asked in zip(arguments["prompts"], conversations, strict=True)
@@ -72,7 +75,10 @@ class VerlForm:
     """
 
     def __init__(self, name: str, function: Callable, *, batched: bool) -> None:
-        """Read the function's parameters. ``batched``: whether a call gets lists of samples.
+        """Read the function's parameters.
+
+        name: the function's name, for messages.
+        batched: whether a call gets lists of samples.
 
         Raises ConfigError for a parameter that has no default and that verl would not pass.
         """
@@ -96,7 +102,7 @@ class VerlForm:
         return _form_of(self._batched)
 
     def call(self, arguments: Mapping[str, list], conversations: Sequence[Messages | None]) -> object:
-        """Return one score per sample, or an awaitable of these scores."""
+        """Return a list of one score per sample, or an awaitable of this list."""
         samples = [self._sample(arguments, number) for number in range(len(arguments["completions"]))]
         if self._batched:
             lists = {key: [sample.get(one) for sample in samples] for key, one in self._taken.items()}
@@ -120,9 +126,10 @@ class VerlForm:
 
 
 def in_form(name: str, function: Callable, completions: str) -> tuple[Form, Callable | Conversational | VerlForm]:
-    """Return the form of a user's reward function, and the object that ``invoke`` calls.
+    """Return (form, object): the way to call a user's reward function, and the object that ``invoke`` calls.
 
-    completions: ``reward.completions``, for a function whose parameter ``completions`` has no type.
+    completions: ``reward.completions``, "text" or "messages"; it counts only if the type of the
+        function's parameter ``completions`` does not tell.
 
     Raises ConfigError for a function whose parameters belong to two forms, or that requires a
     parameter which verl does not pass.
@@ -148,7 +155,7 @@ def in_form(name: str, function: Callable, completions: str) -> tuple[Form, Call
 
 
 def invoke(function: Callable, arguments: Mapping[str, list], conversations: Sequence[Messages | None]) -> object:
-    """Call a reward function in its form, and return its result.
+    """Call a reward function in its way (``Form``), and return its result on a list of samples.
 
     arguments: keyword → list over the samples. The keywords are the dataset's columns, ``prompts``,
         ``completions`` (both texts) and ``completion_ids``.
@@ -165,7 +172,7 @@ def signature_of(function: Callable | Conversational) -> inspect.Signature:
 
 
 def hint_of(error: BaseException) -> str:
-    """Return advice if an error shows that completions have the wrong form; otherwise an empty text."""
+    """Return advice if an error shows that a function wants messages and got texts; otherwise an empty text."""
     if isinstance(error, TypeError) and "string indices must be integers" in str(error):
         return (
             "it may be written for completions that are chat messages, as TRL's for conversational data, and it is "
@@ -179,7 +186,7 @@ def _form_of(batched: bool) -> Form:
 
 
 def _typed_form(annotation: object) -> Form | None:
-    """Return the form that the type of ``completions`` shows; None for no type, or for one that allows both."""
+    """Return the form (MESSAGES or TEXTS) that the type of ``completions`` shows; None if it shows neither alone."""
     if annotation is inspect.Parameter.empty:
         return None
     words = (annotation if isinstance(annotation, str) else str(annotation)).replace(" ", "").lower()

@@ -61,11 +61,11 @@ class _WrongReturn(Exception):
 
 
 def resolve(name: str, completions: str = "text", model_path: str | None = None) -> tuple[Form | None, RewardFunction]:
-    """Return the form and the callable of a reward function, named by a built-in name or as ``module:function``.
+    """Return (form, callable) of a reward function, named by a built-in name or as ``module:function``.
 
-    The form of a built-in function is None.
+    The form says how the function is called (forms.py); it is None for a built-in function.
 
-    completions: ``reward.completions``.
+    completions: ``reward.completions``, "text" or "messages".
     model_path: ``reward.model_path``, for the function ``reward_model``.
 
     Raises ConfigError, with advice, for a name that cannot be resolved.
@@ -212,6 +212,8 @@ def call(
     values. The reason is the traceback, or a sentence about the returned value. A coroutine is run
     to its end in a new event loop. KeyboardInterrupt is raised again: in a rank it comes from the
     user.
+
+    arguments, conversations: as for ``invoke`` (forms.py).
     """
     try:
         with exit_is_an_error():

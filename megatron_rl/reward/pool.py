@@ -193,6 +193,8 @@ class Pool:
         At most ``num_workers`` tasks run. A task that has taken longer than SUSPECT_S is suspected.
         Beside each suspected task one of its samples may run alone. More such samples run only
         while fewer tasks run.
+
+        columns: the names of the dataset's columns.
         """
         while True:
             tasks = [worker.task for worker in self._workers if worker.task is not None and not worker.task.is_moot]

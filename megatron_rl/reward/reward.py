@@ -247,7 +247,7 @@ class Reward:
         return Score(total=sum(applied) if applied else None, by_function=by_function)
 
     def _failures(self, name: str, answers: _Answers, rollouts: Sequence[Rollout]) -> list[RewardFailure]:
-        """Return one function's failures.
+        """Return a RewardFailure for each sample on which one function failed.
 
         Raises RewardError for a failure under ``on_error=fail``. Raises RewardError if a call on
         several samples failed, and no sample fails alone.
@@ -288,9 +288,9 @@ def opened_reward(
 
 
 def _recognised(forms: Mapping[str, Form | None], episodes: bool) -> list[str]:
-    """Return a sentence for each function of the user's that says how it is called.
+    """Return a list of sentences, each of which says how one function of the user's is called.
 
-    forms: function name → the function's form; None for a built-in function.
+    forms: function name → how it is called (forms.py ``Form``); None for a built-in function.
 
     Raises ConfigError for a function that takes messages if a response holds several turns
     (``episodes``).

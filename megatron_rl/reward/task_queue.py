@@ -187,7 +187,7 @@ class TaskQueue:
         self._left = 0
 
     def failed(self, task: Task, failure: Failure, error: str) -> None:
-        """Note that a task failed as a whole, and decide what is tried next.
+        """Note that a task failed as a whole, in the way ``failure``, and decide what is tried next.
 
         A task of several samples is cut into its samples. A single sample is tried once more after
         its worker's first death. Otherwise the sample has failed, with the message ``error``.
@@ -230,7 +230,7 @@ class TaskQueue:
         return [Task(function=task.function, samples=[sample], split=split) for sample in task.samples]
 
     def unexplained(self, function: int) -> list[tuple[list[Rollout], str]]:
-        """Return (samples, traceback) of each task that raised as a whole though none of its samples fails alone."""
+        """Return (samples, traceback) of each task of ``function`` that raised as a whole, but on no sample alone."""
         raised = [split for split in self.splits if split.failure is Failure.RAISED and split.is_innocent]
         return [([self.rollouts[i] for i in s.task.samples], s.error) for s in raised if s.task.function == function]
 

@@ -65,7 +65,10 @@ def answer(task: dict, function: RewardFunction) -> dict:
 
 
 def resolve_all(names: list[str], completions: str) -> dict[str, tuple[Form | None, RewardFunction]]:
-    """Return the form and the function of each name. Raises ConfigError for a name that does not resolve."""
+    """Return {name: (form, function)}, as ``resolve`` returns them. Raises ConfigError if it does.
+
+    completions: ``reward.completions``, "text" or "messages".
+    """
     functions = {}
     for name in names:
         try:

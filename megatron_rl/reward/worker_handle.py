@@ -45,14 +45,15 @@ class WorkerProcess:
 
     functions: the names of the reward functions that the worker imports.
     deadline_s: the maximum of seconds for a task.
-    variables: names of environment variables that the worker gets beside those that hold no secret
-        (ALLOWED).
-    completions: ``reward.completions``.
+    variables: names of environment variables of the rank that the worker gets in addition to
+        ALLOWED, the variables that hold no secret.
+    completions: ``reward.completions``, "text" or "messages".
     pid: the worker's process id once the worker is ready. Before that, the process id of its
         subreaper, the process between rank and worker.
     deadline: the time on time.monotonic by which the start or the task must end; None if idle.
-    suspect_at: the time on time.monotonic at which the task counts as suspected, so that its
-        samples are tried alone. None if there is no such time, or if it has passed.
+    suspect_at: the time on time.monotonic at which the task has taken so long that each of its
+        samples is also tried in a task of its own. None if there is no such time, or if it has
+        passed.
     task_id: the id that the answer to the task must carry.
     """
 

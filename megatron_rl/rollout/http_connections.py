@@ -39,10 +39,10 @@ def protocol_of(most: int) -> type[H11Protocol]:
     """Return a subclass of uvicorn's h11 protocol with this module's limits. ``most``: the maximum of connections."""
 
     class Connection(H11Protocol):
-        """Serves one connection. If there are more than ``most``, closes the connection that was idle longest.
+        """Serves one connection. If there are more than ``most`` (of ``protocol_of``), closes the longest idle one.
 
-        waiting: the timer that closes the connection unless a request's headers come. None if no
-            timer runs.
+        waiting: the timer that closes the connection if a request's headers do not arrive in time.
+            None if no timer runs.
         """
 
         waiting: asyncio.TimerHandle | None = None
@@ -65,7 +65,7 @@ def protocol_of(most: int) -> type[H11Protocol]:
             self._watch_headers()
 
         def _watch_headers(self) -> None:
-            """Start a timer that closes the connection unless a request's headers come; stop it if they have come."""
+            """Start the timer ``waiting`` if the headers of a request are due; stop it once they have arrived."""
             comes = self.conn.their_state is h11.IDLE and not self.transport.is_closing()
             if not comes and self.waiting is not None:
                 self.waiting.cancel()

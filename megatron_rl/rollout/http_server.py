@@ -30,7 +30,7 @@ def json_object(content: bytes, error: type[Exception]) -> dict:
 
 @contextlib.contextmanager
 def listening(app: ASGIApp, host: str, port: int, *, section: str) -> Iterator[str]:
-    """Serve an ASGI application in a thread while the block runs; yield its address, ``http://host:port``.
+    """Serve an ASGI application in a thread during the ``with`` block; yield its address, ``http://host:port``.
 
     port: the port to listen at; 0 for any free port.
     section: the configuration section that has ``port``, for messages.

@@ -260,7 +260,7 @@ def words_of(error: ValidationError) -> str:
 def stop_conditions(
     stop: str | Sequence[str] | Sequence[int] | None, own: Sequence[int], vocab_size: int
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the tokens and the texts that end a sample.
+    """Return (tokens, texts), each of which ends a sample.
 
     stop: None: the model's own end-of-sequence tokens. []: no stops. Otherwise only the given texts
         or tokens.

@@ -29,6 +29,7 @@ def save(backend: MegatronBackend, folder: pathlib.Path, spec: AdapterSpec | Non
     """Write the backend's model to ``folder``, and wait until the checkpoint is complete. An existing one is replaced.
 
     spec: the model's adapters; None if every weight is trained.
+    with_adam: whether AdamW's state is written too.
     """
     state = {
         "model": model_state.identity(backend),

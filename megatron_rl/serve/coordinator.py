@@ -86,7 +86,7 @@ class Coordinator:
 
     @contextlib.contextmanager
     def _contained(self, operations: Sequence[Operation] = ()) -> Iterator[None]:
-        """Turn an error of the block into the error of those ``operations`` that have not ended.
+        """Return a context that turns an error within it into the error of those ``operations`` that have not ended.
 
         An error of a message to all ranks is raised again.
         """
@@ -265,6 +265,8 @@ class Coordinator:
         """Copy a checkpoint, and record the copy as the state from which a model restarts after operation ``seq``.
 
         A copy is needed, since the client may change the original.
+
+        with_adam: whether the checkpoint holds AdamW's state too.
         """
         own = self._own_folder(model)
         link_copy(folder, own)
@@ -273,7 +275,7 @@ class Coordinator:
     def _own_folder(self, model: str) -> pathlib.Path:
         """Return the folder for the next saved state from which a model restarts.
 
-        A model has two such folders. It is the one that does not hold the latest state.
+        A model has two such folders. The folder without the latest state is returned.
         """
         folders = [(self.registry.root / model.replace(":", "_") / "auto" / name).absolute() for name in ("0", "1")]
         noted = self.registry.store.get("models", model).facts["saved"]["folder"]

@@ -92,6 +92,7 @@ class RequestHandlers:
         A repeated request opens no second line.
 
         seq: the model's number in its session.
+        kind: the kind of request, such as "create_model".
         header: what the operation does.
         facts: the model's record in the registry.
         """
@@ -235,6 +236,7 @@ class RequestHandlers:
     def fail(self, owner: str, body: bodies.Numbered, kind: str, error: RequestError, content: bytes) -> Operation:
         """Queue a request that cannot be served. Its number is used, and it fails with ``error`` when its number comes.
 
+        kind: the kind of request, such as "optim_step".
         content: the request's body.
         """
         depends = kind in ("optim_step", "load_weights")

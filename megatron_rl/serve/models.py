@@ -134,7 +134,7 @@ class Models:
 
     @contextlib.contextmanager
     def reading(self, weights: Weights | None) -> Iterator[MegatronBackend]:
-        """Put ``weights`` into the backend within the block, and restore the backend's weights afterwards.
+        """Yield the backend with ``weights`` in it; restore the backend's own weights after the block.
 
         weights: the weights to use; None uses the base model's.
         """

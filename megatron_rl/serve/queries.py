@@ -1,4 +1,7 @@
-"""The answers to clients' queries about training runs, checkpoints, samplers and sessions, read from the registry."""
+"""The answers to clients' queries about training runs, checkpoints, samplers and sessions, read from the registry.
+
+Each answer is a JSON-able dict.
+"""
 
 from __future__ import annotations
 

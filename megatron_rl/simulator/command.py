@@ -1,6 +1,7 @@
-"""The forecast of an update as a command: it is computed, printed and written to files.
+"""The forecast of a job as a command: the time of a rollout's optimizer steps, and the memory that they need.
 
-``megatron-rl simulate`` and ``megatron_rl.train --dry-run`` call it.
+``megatron-rl simulate`` and ``megatron_rl.train --dry-run`` compute it, print it and write it to
+files.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def simulate_job(
     prompt_lengths: Sequence[int] | None = None,
     responses: Sequence[Workload] = (),
 ) -> str | None:
-    """Forecast the configuration's update, print it, and write the files of ``--json`` and ``--svg``.
+    """Forecast the optimizer steps on a rollout, print that, and write the files of ``--json`` and ``--svg``.
 
     size: the number of GPUs; None to take it from the arguments and the environment variables.
     prompt_lengths: tokens of each prompt of a rollout, used if no trace gives the samples.

@@ -1,8 +1,8 @@
 """The forecast of an update: the trainer's planner plans it, and planning/timeline.py predicts its time.
 
-An update is planned twice: with all samples (dense), and without the samples that have no signal,
-an advantage of 0 (skip). The forecast has the time, pipeline bubbles and load balance of both
-updates, the memory, and what limits the speed.
+An update is the optimizer steps on one rollout. It is planned twice: with all samples (dense), and
+without the samples that have no signal, an advantage of 0 (skip). The forecast has the time,
+pipeline bubbles and load balance of both updates, the memory, and what limits the speed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ MAX_OPERATIONS = 400_000  # per mini-batch; above, the clock runs only for the b
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drawn:
-    """Holds the pipeline that the picture shows: the first mini-batch that runs, on its slowest data-parallel rank.
+    """Holds the pipeline that the picture shows: a mini-batch on its slowest data-parallel rank.
 
-    rank: that data-parallel rank.
+    It is the first mini-batch in which a sample runs, with M micro-batches on that rank.
+
+    rank: the data-parallel rank.
     timeline: when each pass of that pipeline begins and ends.
     dead: [M] float, the share of each micro-batch's tokens whose samples have no signal (advantage
         0).
@@ -56,9 +58,9 @@ class Outcome:
 
     plan: the plan that was timed.
     pipeline_s: the seconds of the forward and backward passes.
-    busiest_s: the part of ``pipeline_s`` in which the busiest stage of the slowest data-parallel
-        replica computes.
-    mean_s: the same for the mean of that replica's stages, in place of the busiest one.
+    busiest_s: the part of ``pipeline_s`` in which the busiest pipeline stage of the slowest
+        data-parallel replica computes.
+    mean_s: the seconds in which a pipeline stage of that replica computes, their mean over stages.
     optimizer_s: the seconds of reduction, norm, AdamW and gather.
     bubble_share: [P], the share of ``pipeline_s`` in which each stage of the slowest replica waits.
     imbalance: the busiest replica's seconds of work over the mean of all replicas, less 1.
@@ -87,7 +89,7 @@ class Outcome:
     def count(self, name: str) -> int:
         """Return a count over all mini-batches.
 
-        name: ``num_fillers``, micro-batches without a loss that even the ranks' numbers;
+        name: ``num_fillers``, micro-batches without a loss, added so that ranks run equally many;
             ``silent_ranks``, ranks that run no micro-batch; or ``ghosts``, mini-batches without
             signal.
         """
@@ -98,7 +100,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """Names a limit that makes the update slower, and the seconds that the update would save without it."""
+    """Names a limit that makes the update slower, and the seconds that the update would save without it.
+
+    note: a remark on the limit for the printed table.
+    """
 
     name: str
     saves_s: float
@@ -133,7 +138,8 @@ class Forecast:
 class Job:
     """Holds the inputs of one forecast.
 
-    config: the configuration, in which ``settle_dtype`` has replaced ``model.dtype=auto``.
+    config: the configuration, with a dtype in place of ``model.dtype=auto``
+        (weights/model_dtype.py).
     shape: the shape of the policy.
     workload: the samples of the update.
     costs: the costs from which seconds are computed.
@@ -345,7 +351,7 @@ def _largest(mini_batch: StepPlan, padded: SampleTokens, loss_tokens: np.ndarray
 def _slowest(
     job: Job, rules: PlanRules, mini_batch: StepPlan, padded: SampleTokens
 ) -> tuple[int, Timeline, np.ndarray]:
-    """Return the data-parallel rank whose pipeline ends last, its timeline, and [D] each rank's seconds of work.
+    """Return (the data-parallel rank whose pipeline ends last, its timeline, [D] each rank's seconds of work).
 
     [D] is over data-parallel ranks. A rank's work is the time in which its busiest stage computes.
     Ranks that share experts wait for one another in every layer. So their m-th micro-batches all

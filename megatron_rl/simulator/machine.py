@@ -75,7 +75,7 @@ class Costs:
     from_run: bool = False
 
     def chunk_seconds(self, tokens: np.ndarray, squares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the forward seconds and the backward seconds of each micro-batch, [chunks, M] each.
+        """Return (forward seconds, backward seconds) of each micro-batch, [chunks, M] each.
 
         tokens, squares: [M], the tokens and the sum of squared lengths of each micro-batch. Chunks
             are in the order of the layers.
@@ -140,7 +140,7 @@ def chunk_shares(shape: ModelShape, degrees: Degrees, loss_share: float) -> tupl
 
 
 def optimizer_parameters(placed: PlacedModel, stage: int) -> tuple[float, float]:
-    """Return two numbers of parameters for one rank of a pipeline stage.
+    """Return (updated parameters, reduced parameters), their numbers for one rank of a pipeline stage.
 
     The first number is of parameters that the rank updates by AdamW. The second is of parameters
     whose gradients it reduces with other ranks.
@@ -173,7 +173,7 @@ def stated_machine(flops_per_s: float, placed: PlacedModel, overhead_tokens: flo
 
 
 def assumed_flops(shape: ModelShape) -> tuple[float, str]:
-    """Return the FLOP/s that a GPU is assumed to reach on a model, and the origin of the number in words."""
+    """Return (the FLOP/s that a GPU is assumed to reach on a model, the number's origin in words)."""
     if shape.num_experts:
         return MIXTURE_FLOPS_PER_S, (
             f"assumed: {MIXTURE_FLOPS_PER_S:.3g} FLOP/s per GPU (27 % of an H100's; of mixtures 24 to 30 % are "

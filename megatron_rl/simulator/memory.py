@@ -37,9 +37,9 @@ class StageMemory:
     layers: the number of its layers, over all its model chunks.
     reference: a reference's weights if ``reference.placement=device``, and a teacher's weights.
     optimizer: the optimizer state under the configured ``optimizer.distributed``.
-    optimizer_sharded, optimizer_whole: the same with and without ``optimizer.distributed``.
+    optimizer_sharded, optimizer_whole: the state with and without ``optimizer.distributed``.
     activations: the activations under the configured recompute.
-    activations_kept, activations_recomputed: the same without and with full recompute.
+    activations_kept, activations_recomputed: the activations without and with full recompute.
     critic_weights: the weights of a critic on the same GPU.
     critic_state: that critic's gradients and optimizer state.
     critic_working: that critic's activations and values during its update, when the policy has
@@ -134,7 +134,7 @@ def stage_parameters(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[i
 
 
 def stage_adapters(model: PlacedModel, stage: int) -> tuple[int, int]:
-    """Return the number of LoRA parameters on one rank of a stage, as (outside the experts, in its experts).
+    """Return the number of LoRA parameters on one rank of a pipeline stage, as (outside, in its experts).
 
     Both are 0 if every weight is trained.
     """
@@ -275,7 +275,7 @@ def stage_memory(model: PlacedModel, stage: int, *, tokens: int, loss_tokens: in
 
 
 def _logit_bytes(model: PlacedModel, loss_tokens: int) -> float:
-    """Return the bytes of the logits on the last stage, which are computed for a limited number of tokens at a time."""
+    """Return the bytes of the logits on the last pipeline stage, which are computed for some tokens at a time."""
     shape, degrees, size = model.shape, model.degrees, model.element_bytes
     columns = 1 if shape.value_head else shape.padded_vocab_size // degrees.tensor_size
     # torch's CUDA builds, for which the forecast is made, include Triton
@@ -285,7 +285,7 @@ def _logit_bytes(model: PlacedModel, loss_tokens: int) -> float:
 
 
 def beside_teacher(stage: StageMemory, teacher: ModelShape, policy: PlacedModel) -> StageMemory:
-    """Return a stage's memory with the weights of a frozen teacher's same stage added, in the policy's dtype."""
+    """Return a pipeline stage's memory plus the weights of a frozen teacher's same stage, in the policy's dtype."""
     held = sum(stage_parameters(teacher, policy.degrees, stage.stage)) * policy.element_bytes
     return dataclasses.replace(stage, reference=stage.reference + held)
 

@@ -32,9 +32,11 @@ CSS = """
 
 
 def picture(forecast: Forecast, title: str) -> str:
-    """Return the SVG text of the first mini-batch that runs: with all samples, and without those that the skip drops.
+    """Return SVG text: a mini-batch's pipeline with all samples, and below it without those that the skip drops.
 
-    Each is shown on its slowest replica.
+    It is each plan's first mini-batch that has samples to run, on its slowest data-parallel replica.
+
+    title: the picture's heading.
     """
     panels = [
         (name, drawn)

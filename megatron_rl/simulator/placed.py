@@ -38,7 +38,7 @@ class PlacedModel:
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, degrees: Degrees) -> Self:
-        """Return the PlacedModel of a configuration, in which ``settle_dtype`` has replaced ``model.dtype=auto``."""
+        """Return the PlacedModel of a configuration, in which a dtype has replaced ``model.dtype=auto``."""
         users = config.megatron.transformer
         has_reference = config.loss.kl_coefficient != 0 or config.preference.needs_reference
         return cls(

@@ -46,6 +46,8 @@ def figures(
 ) -> dict[str, Any]:
     """Return {name: JSON-able value}: all figures of a forecast, in seconds, tokens and bytes.
 
+    needs: the bytes that the job needs on a GPU.
+    title: the heading of the printed table.
     workload: the origin of the samples, in words.
     num_rollouts: the number of rollouts that were forecast; this forecast is the median one's.
     gpu_bytes: the memory of a GPU.
@@ -105,7 +107,7 @@ NEARLY = 0.9  # share of a GPU's memory; what is not counted may take the rest
 def binding(content: dict[str, Any]) -> str:
     """Return a sentence on the limit whose removal would shorten the update the most.
 
-    content: the result of ``figures``. The update is the one that drops samples without signal.
+    content: the result of ``figures``. The update drops samples without signal.
     """
     first = content["constraints"][0]
     share = first["saves_s"] / content["skip"]["update_s"] if content["skip"]["update_s"] else 0.0

@@ -273,7 +273,7 @@ def draw(
     seed: int,
     context_tokens: int | None = None,
 ) -> tuple[Workload, str]:
-    """Draw a rollout's samples, or a supervised step's, at random; return them, and the distributions in words.
+    """Draw a rollout's samples, or a supervised step's, at random; return (samples, the distributions in words).
 
     lengths: ``lognormal:MEAN,SIGMA`` for the response tokens, cut at rollout.max_response_tokens.
         MEAN is in tokens; SIGMA is the standard deviation of the logarithm of the tokens.

@@ -187,7 +187,7 @@ class RemotePath:
         return [(self._at(key), _version(found[key])) for key in sorted(found) if found[key]["type"] == "file"]
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """Yield the objects right below this folder whose names match ``pattern``, each with the size for ``stat``."""
+        """Yield the objects right below this folder whose names match ``pattern``; their ``stat`` sends no request."""
         for path in self.iterdir():
             if path._size is not None and fnmatch.fnmatchcase(path.name, pattern):
                 yield path

@@ -24,7 +24,7 @@ from megatron_rl.types import Advantages
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CorrectedSignal:
-    """Holds the importance weights of a rollout, and the samples that have signal under them.
+    """Holds the importance weights of a rollout, and the samples that these weights leave to train on.
 
     weights: float64 [T], one weight for each response token, sample after sample. None if no
              correction is configured (all weights are 1).
@@ -52,11 +52,12 @@ class Corrections:
     advantage_epsilon: float
 
     def __call__(self, batch: Batch, decision: Decision, advantages: Advantages, old: np.ndarray) -> CorrectedSignal:
-        """Return a rollout's importance weights, and the samples that have signal under them. A collective.
+        """Return a rollout's importance weights, and the samples that these leave to train on. A collective.
 
-        decision: which samples have signal and run, by advantages alone.
-        old: [T], log π_old of the samples that ``decision`` runs, one number for each response
-            token.
+        decision: the samples to train on by their advantages alone (``trained``), and the samples
+            that the plan then runs (``runs``).
+        old: [T], log π_old of each response token, sample after sample; known for samples in
+            ``runs``.
         """
         return apply_corrections(
             self.settings,

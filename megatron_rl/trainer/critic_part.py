@@ -89,6 +89,7 @@ def joined_critic(num_critic: int, deadline_s: float) -> Iterator[PolicyCriticLi
     the critic's waits for requests.
 
     num_critic: the number of separate critic ranks; 0 for none.
+    deadline_s: ``run.deadline_s``, the longest wait for another rank.
     """
     if not num_critic:
         yield None

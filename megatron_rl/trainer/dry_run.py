@@ -196,7 +196,7 @@ class DryRun:
         return lengths, of_responses(responses, config.sft.samples_per_step, pairs=config.preference.is_on)
 
     def _look_at_checkpoints(self, hf_config, prompts: PromptDataset) -> None:
-        """Raise ConfigError if the run could not start from its checkpoints; log the one that it would resume from.
+        """Raise ConfigError if the run could not start from its checkpoints; log which checkpoint it would resume from.
 
         prompts: the training data; the call sets its cursor to the checkpoint's.
         """

@@ -117,6 +117,7 @@ def standard_error(totals: np.ndarray) -> float | None:
 def set_metrics(name: str, outcomes: Outcomes, functions: Sequence[str], *, threshold: float) -> dict[str, float]:
     """Return the metrics ``eval/<name>/*`` of one set.
 
+    outcomes: the rewards of the set's samples.
     functions: [F], the names of the reward functions.
     threshold: a sample passes if its total reward is at least this.
 

@@ -85,7 +85,7 @@ class LiveRun:
     def _engines(self, queue: RolloutQueue) -> Iterator[tuple[int, EngineReading]]:
         """Yield (engine's number, its current values) for each known engine.
 
-        This rank's engines are asked now. For other ranks' engines the values are those of the end
+        This rank's engines are asked now. For other ranks' engines the values date from the end
         of the last rollout.
         """
         for rank, engines in enumerate(queue.manager.metrics.engines):

@@ -41,7 +41,7 @@ HALVES = 2  # responses of a pair: chosen and rejected, in alternation
 def compare_pairs(
     backend: MegatronBackend | RewardModel, batch: Batch, config: PreferenceConfig
 ) -> tuple[PairScores, PairOutcome]:
-    """Return the scores of a batch's pairs under the current weights, and the loss of each pair. A collective."""
+    """Return (scores of a batch's pairs under the current weights, the loss of each pair). A collective."""
     facts, reference = batch.facts, None
     if config.needs_reference:
         with backend.reference_weights():
@@ -68,6 +68,9 @@ def prepare_pairs(
     """Choose the responses whose coefficient is not 0, and plan the one optimizer step on them. A collective.
 
     The loss is the mean over all P pairs of the batch, those with dropped responses included.
+
+    outcome: the pairs' losses and coefficients, from ``compare_pairs``.
+    rule: whether responses are dropped, and the largest absolute coefficient that counts as 0.
     """
     facts = batch.facts
     # exp or log may round differently on another CPU: every rank takes rank 0's numbers.
@@ -80,7 +83,10 @@ def prepare_pairs(
 
 
 class Comparison:
-    """Trains a policy or a reward model on preference pairs. Methods are collectives."""
+    """Trains a policy or a reward model on preference pairs; ``rule`` says which responses are dropped.
+
+    Methods are collectives.
+    """
 
     phase = PREFERENCE
 
@@ -90,7 +96,7 @@ class Comparison:
         self.backend, self.responses, self.timer, self.rule = backend, responses, timer, rule
 
     def step(self) -> tuple[StepResult, dict[str, float]]:
-        """Take one optimizer step on the next ``sft.samples_per_step`` pairs; return its result and its metrics."""
+        """Take one optimizer step on the next ``sft.samples_per_step`` pairs; return (its result, {metric: value})."""
         backend, timer = self.backend, self.timer
         batch = response_batch(backend, self.responses.next(), of_row=HALVES)
         with timer.measure("logprob"):

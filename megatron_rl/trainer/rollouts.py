@@ -146,7 +146,7 @@ def _with_episodes(
     tokenizer,
     watchdog: Watchdog,
 ) -> tuple[Engine, TakeCounts]:
-    """Return an engine that plays an environment's or an agent's episodes, and a function that returns metrics.
+    """Return (an engine that plays an environment's or an agent's episodes, a function that returns metrics).
 
     The function returns {metric: count since its last call}. Without an environment and an agent,
     the result is the given engine and a function that returns {}.

@@ -46,7 +46,8 @@ class Run:
     evaluation:      the evaluation of held-out prompts; None without held-out prompts or without
                      rewards.
     checkpoints:     None if the run neither saves a checkpoint nor resumes from one.
-    start:           the supervised start; None without one, and after it.
+    start:           the supervised start, which trains the model before RL; None without one, and
+                     after it.
     evaluates_first: whether ``evaluation`` runs before the first rollout.
     rollouts_done:   the rollouts trained before the checkpoint that the run resumed from; None if
                      the run did not resume, or resumed before RL.
@@ -69,7 +70,7 @@ class Run:
     rollouts_done: int | None = None
 
     def begin(self) -> bool:
-        """Do what remains to be done before RL's first rollout: supervised start, evaluation, and ``begin_rl``.
+        """Do what remains before RL's first rollout: supervised steps, evaluation, critic and reference, checkpoint.
 
         Returns whether the run must stop now: a rank got SIGTERM, SIGUSR1 or SIGINT, and a
         checkpoint is saved.

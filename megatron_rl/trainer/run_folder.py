@@ -78,7 +78,7 @@ def look_at_run_folder(folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def held_run_folder(folder: pathlib.Path, deadline_s: float) -> Iterator[None]:
-    """Hold the lock of the run's folder within the block, on the job's first rank. Not a collective.
+    """Return a context that holds the lock of the run's folder, on the job's first rank. Not a collective.
 
     deadline_s: ``run.deadline_s``, for which the ranks wait for each other.
 
@@ -106,9 +106,11 @@ def unwritable(folder: pathlib.Path, error: OSError) -> str:
 
 @contextlib.contextmanager
 def on_every_rank(folder: pathlib.Path) -> Iterator[None]:
-    """Raise ConfigError on every rank if the block raised ConfigError or OSError on one rank.
+    """Return a context that raises ConfigError on every rank if its block raised ConfigError or OSError on one.
 
     The context is a collective, which all ranks enter; the block must hold no collective.
+
+    folder: the run's folder, which the message for an OSError names.
     """
     error: Exception | None = None
     message = None

@@ -45,7 +45,7 @@ class QueueRecord(Record):
     queue: RolloutQueue
 
     def rollout(self, index: int, taken: TrainingBatch, result: AdvantageResult) -> Mapping[str, float]:
-        """Offer the rollout's groups to the replay buffer; return the metrics of the sections replay and reroll."""
+        """Let the replay buffer keep groups of the rollout; return the metrics ``replay/*`` and ``reroll/*``."""
         return self.queue.remember(taken, result.plain)
 
     def update(self, update: Update) -> Mapping[str, float]:

@@ -44,7 +44,7 @@ class SavedRollouts(Record):
 
 
 def saved_groups(taken: TrainingBatch, advantages: Advantages) -> tuple[list[dict[str, object]], set[int]]:
-    """Return this rank's groups as dicts, in the format of a saved rollout, and the token ids of their responses."""
+    """Return (this rank's groups as dicts in a saved rollout's format, the token ids of their responses)."""
     facts, totals = taken.facts, taken.scored.rewards.totals
     ends = np.cumsum(facts.response_tokens)
     groups, seen = [], set()

@@ -67,7 +67,7 @@ class SupervisedTask(Protocol):
     phase: str
 
     def step(self) -> tuple[StepResult, dict[str, float]]:
-        """Take one optimizer step on the next rows of the data; return its result and its metrics."""
+        """Take one optimizer step on the next rows of the data; return (its result, {metric: value})."""
         ...
 
     def evaluate(self, *, suffix: str = "") -> dict[str, float]:
@@ -202,14 +202,17 @@ class Responses:
 
 
 class Imitation:
-    """Trains the policy to imitate the data set's solutions, by the mean of −log π over a step's loss tokens."""
+    """Trains the policy to imitate the data set's solutions, by the mean of −log π over a step's loss tokens.
+
+    precedes_rl: whether RL follows; it decides the phase in the rows of metrics.jsonl.
+    """
 
     def __init__(self, backend: MegatronBackend, responses: Responses, timer: StepTimer, *, precedes_rl: bool) -> None:
         self.backend, self.responses, self.timer = backend, responses, timer
         self.phase = WARMUP if precedes_rl else SFT
 
     def step(self) -> tuple[StepResult, dict[str, float]]:
-        """Take one optimizer step on the next ``sft.samples_per_step`` solutions; return its result and its metrics."""
+        """Take one optimizer step on ``sft.samples_per_step`` solutions; return (its result, {metric: value})."""
         backend, timer = self.backend, self.timer
         update = imitate(backend, response_batch(backend, self.responses.next()))
         with timer.measure("update"):
@@ -222,6 +225,8 @@ class Imitation:
         """Return the loss of the held-out solutions, −log π per loss token, and their number of loss tokens.
 
         The metrics are ``sft/eval_loss`` and ``sft/eval_tokens``; {} if no solutions are held out.
+
+        suffix: is appended to the metrics' names.
         """
         held_out, sums, num_tokens = self.responses.held_out, [], 0
         if not held_out:
@@ -267,7 +272,7 @@ def plan_update(
 def response_batches(
     backend: TrainableModel, responses: Sequence[Solution], size: int, *, of_row: int = 1
 ) -> Iterator[Batch]:
-    """Yield batches of ``size`` rows with ``of_row`` responses each; the last may be smaller.
+    """Yield batches of ``size`` rows of the data with ``of_row`` responses each; the last may be smaller.
 
     Making a batch is a collective.
     """

@@ -130,12 +130,13 @@ class Update:
 class UpdatePlanner:
     """Plans the optimizer steps of each rollout. Methods are collectives unless they say otherwise.
 
+    rules:     the settings of each rollout's update.
     old:       computes log π_old by a forward pass.
     gap:       compares the trainer's log-probs with the engine's, in that pass or in the optimizer
                steps.
     reference: computes log π_ref.
-    correct:   a function that returns the importance weights, and the samples that have signal
-               under them (``Corrections``); None if all weights are 1.
+    correct:   a function that returns the importance weights, and the samples that these leave to
+               train on (``Corrections``); None if all weights are 1.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ class RunFolder:
     def rows(self, offset: int) -> dict[str, object]:
         """Return {"rows": whole rows of metrics.jsonl from byte ``offset`` on, "offset": ..., "restarted": ...}.
 
-        The returned offset is that of the byte after the rows. ``restarted`` is True if the file is
+        The returned offset is the byte from which the next call reads on. ``restarted`` is True if the file is
         shorter than ``offset``. Then the run resumed from a checkpoint and removed rows, and the
         rows are read from byte 0 again.
 

@@ -40,7 +40,7 @@ class WatchServer(http.server.ThreadingHTTPServer):
             ) from error
 
     def process_request(self, request: socket.socket, client_address: object) -> None:
-        """Answer a connection in a new thread. If too many are open, close the one that has been idle the longest."""
+        """Answer a connection in a new thread. If too many are open, close the connection idle the longest."""
         with self._guard:
             self._open[request] = None
             oldest = next(iter(self._open)) if len(self._open) > self.most_connections else None

@@ -150,7 +150,7 @@ class FilePlan:
         return [(file.name, file.tensors) for file in self.files if file.owner == rank]
 
     def collected(self, rank: int, *, of_experts: bool) -> tuple[Piece, ...]:
-        """Return the pieces that ``rank`` collects: those of experts if ``of_experts``, else all others."""
+        """Return the pieces (parameters) that ``rank`` collects: of experts if ``of_experts``, else all others."""
         return tuple(x for x in self.pieces.get(rank, ()) if (x.expert_rank is not None) == of_experts)
 
 
@@ -247,9 +247,10 @@ def _pieces(
 def _shared_out(units: Sequence[Unit], sizes: Sizes, pipeline_rank: int, limits: FileSizes) -> dict[int, list[Unit]]:
     """Return {rank: the units that it writes} for the ranks with this pipeline rank, with nearly equal bytes each.
 
-    Of the units of a kind the largest is given first, to the rank with the fewest bytes so far. A
-    stack of experts goes to any of the ranks. An expert's tensors go to a rank that shares the expert. A parameter
-    that all tensor ranks hold whole goes to the first of them.
+    A unit is tensors that one rank must write together. Among units that the same ranks may write,
+    the largest is given first, to the rank with the fewest bytes so far. A stack of experts goes to
+    any of the ranks. An expert's tensors go to a rank that shares the expert. A parameter that all
+    tensor ranks hold whole goes to the first of them.
     """
     num_ranks = sizes.world_size // sizes.pipeline_size
     first = pipeline_rank * num_ranks

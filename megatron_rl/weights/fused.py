@@ -1,11 +1,11 @@
-"""The splitting of experts that transformers 5 fuses in memory into one tensor per expert, as files hold them.
+"""The splitting of transformers 5's tensors of all experts into one tensor per expert, as checkpoint files hold them.
 
 In memory ``…mlp.experts.gate_up_proj`` is [experts, 2 · ffn, hidden] (gate's rows, then up's).
 ``…mlp.experts.down_proj`` is [experts, hidden, ffn]. transformers converts between the two forms
 when it loads and saves (5.19 ``conversion_mapping.py``, "mixtral" and "qwen2_moe").
 
-transformers' ``revert_weight_conversion`` makes copies. Here the tensors are views, so that an
-engine fills its parameters through them.
+transformers' ``revert_weight_conversion`` makes copies. Here the tensors are views: an engine that
+copies weights into a view fills its own parameter.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ FINAL_NORM = Entry(megatron="decoder.final_layernorm.weight", hf=("model.norm.we
 def layer_entries(shape: ModelShape, layer: int) -> tuple[Entry, ...]:
     """Return an ``Entry`` (mapping to Hugging Face) for each parameter of layer ``layer``, except its routed experts'.
 
-    Megatron names are relative to ``decoder.layers.<local>.``, Hugging Face names to
-    ``model.layers.<layer>.``.
+    Megatron names are relative to ``decoder.layers.<local>.`` (local: the layer's number in its
+    model chunk), Hugging Face names to ``model.layers.<layer>.``.
     """
     family = FAMILIES[shape.family]
     if shape.num_experts and not shape.has_mixture(layer):
@@ -91,6 +91,8 @@ def target_entries(shape: ModelShape, layer: int, expert_size: int) -> tuple[Ent
 
     Names are relative as in ``layer_entries``. A name in ``lora.targets`` stands for every linear
     layer of that name: linear_fc1 is in a dense MLP, in a shared expert and in each routed expert.
+
+    expert_size: the number of expert-parallel ranks.
     """
     experts = (entry for entries in own_experts(shape, expert_size, layer) for entry in entries)
     return tuple(x for x in (*layer_entries(shape, layer), *experts) if target_of(x.megatron) in shape.lora_targets)
@@ -153,6 +155,8 @@ def adapter_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator
 
     Hugging Face names are PEFT's without ``base_model.model.``. As in ``stage_entries``, an
     expert's entry stands for one expert on each expert-parallel rank.
+
+    stage, expert_size: as in ``stage_entries``.
     """
     for local, layer in enumerate(shape.layers_on(stage)):
         for entry in (pair for weight in target_entries(shape, layer, expert_size) for pair in pair_entries(weight)):
@@ -325,9 +329,9 @@ def is_copied(layout: Layout, ranks: int) -> bool:
 
 
 def laid_out(parts: tuple[torch.Tensor, ...], size: tuple[int, ...], spare: torch.Tensor) -> torch.Tensor:
-    """Return a Hugging Face tensor from the pieces that ``hf_parts`` yields for it.
+    """Return a Hugging Face tensor from its parts, the views of shards that ``hf_parts`` yields for it.
 
-    The result is a view if there is a single, contiguous piece. Otherwise it is a copy in
+    The result is a view if there is a single, contiguous part. Otherwise it is a copy in
     ``spare``.
 
     size: the tensor's shape.

@@ -244,7 +244,7 @@ def own_tensors(parameters: Parameters, plan: FilePlan) -> Iterator[tuple[str, t
 
 
 def _gathered_bytes(piece: Piece, topology: Topology) -> int:
-    """Return the bytes, rounded up to 8, of all shards of a piece that this rank collects from other ranks.
+    """Return the bytes, rounded up to 8, of all shards of a piece (one Megatron parameter), which this rank collects.
 
     0 if this rank holds the only shard itself.
     """
@@ -254,7 +254,10 @@ def _gathered_bytes(piece: Piece, topology: Topology) -> int:
 
 
 def _spare_bytes(piece: Piece, shape: ModelShape) -> int:
-    """Return the bytes of a piece's largest Hugging Face tensor, rounded up to 8; 0 if its tensors need no copy."""
+    """Return the bytes, rounded up to 8, of the largest Hugging Face tensor of a piece (one Megatron parameter).
+
+    0 if its tensors are not copied into another order.
+    """
     if not is_copied(piece.entry.layout, piece.num_shards):
         return 0
     return _eights(max(math.prod(hf_size(shape, name)) for name in piece.entry.hf) * piece.dtype.itemsize)
@@ -268,6 +271,8 @@ def _exchange(
     parameters: Parameters, wanted: Mapping[int, Piece], memory: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Send this rank's shards of other ranks' pieces, and return the shards [num_shards, *shard] of its own piece.
+
+    A piece is one Megatron parameter, whose shards one rank collects.
 
     All ranks of ``group`` call this with equal ``wanted``. The result is empty if this rank is not
     in ``wanted``.

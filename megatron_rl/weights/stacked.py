@@ -249,7 +249,10 @@ def _packed(stack: str, files: Mapping[str, pathlib.Path], opened: Callable[[pat
 
 
 def _check_packed(blocks: Any, scales: Any, stack: str, folder: pathlib.Path) -> None:
-    """Raise ConfigError unless a stack in MXFP4 has one byte of scale for each group of 32 numbers."""
+    """Raise ConfigError unless a stack in MXFP4 has one byte of scale for each group of 32 numbers.
+
+    blocks, scales: as ``_packed`` returns them.
+    """
     wanted = ("U8", tuple(blocks.get_shape()[:-1]))
     actual = (scales.get_dtype(), tuple(scales.get_shape()))
     if len(wanted[1]) != 3 or blocks.get_shape()[-1] != GROUP // 2 or actual != wanted or blocks.get_dtype() != "U8":

@@ -7,8 +7,9 @@ The layout (github.com/ggml-org/ggml, docs/gguf.md, versions 2 and 3), in order:
 - each tensor's name, sizes (the fastest-varying dimension first), type and offset
 - the tensors' bytes, aligned
 
-The gguf library dequantizes blocks. Its own reader is not used, because it does not check the
-file's counts and offsets. An array that claims 2^60 numbers would keep that reader busy for ever.
+The gguf library turns a tensor's quantized numbers into float32. Its own reader is not used, because
+it does not check the file's counts and offsets. An array that claims 2^60 numbers would keep that
+reader busy for ever.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class GgufFile:
             self._refuse(f"holds a text that is not UTF-8: {what}")
 
     def _read_start(self) -> tuple[int, int]:
-        """Check the file's magic bytes and version; return the number of tensors and the number of keys."""
+        """Check the file's magic bytes and version; return (number of tensors, number of keys)."""
         if (magic := self._bytes[:4].tobytes()) != MAGIC:
             raise ConfigError(f"{self.path} is no GGUF file: it begins with {quoted(magic)}, not with {MAGIC}")
         self._place = 4

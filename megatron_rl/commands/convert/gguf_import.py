@@ -103,7 +103,7 @@ def shortest(value: float) -> float:
 
 
 def config_fields(file: GgufFile, dtype: torch.dtype) -> tuple[dict, dict]:
-    """Return the fields of config.json and of generation_config.json, as two dicts made from the file's keys.
+    """Return (fields of config.json, fields of generation_config.json), two dicts made from the file's keys.
 
     dtype: the dtype that config.json names.
     """
@@ -143,7 +143,7 @@ def config_fields(file: GgufFile, dtype: torch.dtype) -> tuple[dict, dict]:
 
 
 def rope(file: GgufFile, family: str) -> dict:
-    """Return config.json's ``rope_parameters``, made from the file's keys ``<family>.rope.*``."""
+    """Return the dict ``rope_parameters`` of config.json, made from the file's keys ``<family>.rope.*``."""
     base = shortest(single(file, f"{family}.rope.freq_base", float, 10000.0, least=1.0))
     if (factor := rope_scaling(file, family)) == 1.0:
         return {"rope_type": "default", "rope_theta": base}

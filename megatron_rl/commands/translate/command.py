@@ -29,7 +29,7 @@ def translated(
     trainer: str | None = None,
     values: Mapping[str, str] | None = None,
 ) -> tuple[Translation, Settings]:
-    """Return the translation of another framework's file of settings, and the settings that were read from it.
+    """Return (the translation of another framework's file of settings, the settings that were read from it).
 
     framework: one of the keys of FRAMEWORKS: ``verl``, ``trl`` or ``axolotl``.
     path: a YAML file or a shell script.

@@ -88,7 +88,7 @@ def model_and_data(translation: Translation) -> None:
 
 
 def _data_set(translation: Translation, name: object) -> str:
-    """Return a data set's name with its configuration and split, in the form of data.train (docs/object-storage.md).
+    """Return a data set's name with its configuration and split, as data.train names it (docs/object-storage.md).
 
     The name stays as it is if the settings name no configuration, and no split or ``train``.
     """

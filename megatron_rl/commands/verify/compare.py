@@ -229,6 +229,7 @@ def class_errors(
     """Compare tensors; return {class of tensors: ClassError} in the order of CLASSES.
 
     measured, wanted: {name: tensor}.
+    tolerance: the largest relative error that passes.
 
     A tensor that only one side has gets an infinite error.
     """
@@ -337,6 +338,7 @@ def activation_errors(
 
     traces: for each replica, {Point: copies of the activations, [tokens, columns]}.
     wanted: the reference's activations, one copy for each Point.
+    tolerance: the largest relative error that passes.
 
     A point that a replica lacks has an infinite error.
     """

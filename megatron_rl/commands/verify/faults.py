@@ -43,9 +43,10 @@ class Fault:
 
     @contextlib.contextmanager
     def planted(self, backend: MegatronBackend) -> Iterator[None]:
-        """Put the fault into the backend's model or planner; raise ConfigError if the topology cannot have this fault.
+        """Return a context with the fault in the backend's model or planner.
 
-        Some faults end with the ``with`` block. The others last as long as the backend.
+        Some faults end with the context. The others last as long as the backend. Raises ConfigError
+        if the topology cannot have this fault.
         """
         with {
             "tp_all_reduce": _tp_all_reduce,

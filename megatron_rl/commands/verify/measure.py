@@ -40,7 +40,7 @@ class Bench:
     batch: Batch
 
     def mini_batch(self, *, drops: bool) -> tuple[StepPlan, bytes]:
-        """Plan the whole batch as one optimizer step; return the plan and its digest, which ranks compare.
+        """Plan the whole batch as one optimizer step; return (the plan, its digest that ranks compare).
 
         ``batch`` gets the tokens of the samples that this rank will run.
 
@@ -81,7 +81,7 @@ class Bench:
         return dict(zip(self.batch.facts.sample_ids, parts, strict=True))
 
     def steps(self) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """Return the gradient norms of NUM_STEPS optimizer steps on the same samples, and the weights after them.
+        """Return (the gradient norms of NUM_STEPS optimizer steps on the same samples, the weights after them).
 
         No sample is dropped. The weights are {Hugging Face name: float32 tensor on the host}.
         """
@@ -117,7 +117,7 @@ def gather(backend: MegatronBackend, samples: tuple[Sample, ...], groups: tuple[
 def measure_reference(
     config: Config, hf_config, weights: Mapping[str, torch.Tensor], work: Work
 ) -> tuple[Measured, Work]:
-    """Measure one process; return the measurements, and ``work`` with new log-probs of the samples.
+    """Measure one process; return (the measurements, ``work`` with new log-probs of the samples).
 
     These log-probs lie near the model's own, as if an engine with slightly other weights had
     generated the samples.
@@ -147,9 +147,9 @@ def measure_reference(
 def measure_topology(bench: Bench, watch: Watchdog, *, skips: bool) -> Measured:
     """Return the log-probs, gradients and activations under the user's topology.
 
-    ``add_steps`` adds ``grad_norm`` and ``weights``.
+    ``add_steps`` later adds the fields ``grad_norm`` and ``weights``.
 
-    watch: the watchdog that ends a stage which hangs.
+    watch: the watchdog, which ends a measurement that hangs.
     skips: whether the gradient with dropped samples is measured too.
     """
     with watch.stage("activations of one sample"):
@@ -252,7 +252,7 @@ class Record:
     def keep(self, layer: int, name: str, value: torch.Tensor, *, columns: bool = False) -> None:
         """Store the activations at one point, if it has none: only the first micro-batch counts.
 
-        Later micro-batches are fillers, which only even the ranks' numbers of micro-batches.
+        Later micro-batches are fillers, added so that all ranks run equally many.
 
         layer, name: the point, as in Point.
         columns: as in Taken.

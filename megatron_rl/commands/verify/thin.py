@@ -306,7 +306,7 @@ def user_config(config: Config, dtype: str, work: Work, world: int, layout: tupl
 
 
 def whole_gradients(optimizer: OptimizerConfig, megatron: MegatronConfig) -> tuple[OptimizerConfig, MegatronConfig]:
-    """Return the two sections changed so that every rank holds whole gradients.
+    """Return (section ``optimizer``, section ``megatron``), changed so that every rank holds whole gradients.
 
     ``optimizer.distributed`` is off: its reduce-scatter would leave each rank only a shard.
     """

@@ -147,6 +147,9 @@ def diagnose(
 
     The order is forward pass, backward pass, gradient norm, weights after the steps, and dropped
     samples against dense.
+
+    rows, errors: the table of checks, and the errors of the measurements.
+    measured, wanted, tolerance, counts: the arguments of ``judge``.
     """
     # The forward pass.
     forward = next((x for x in errors.activations if not x.error <= tolerance), None)

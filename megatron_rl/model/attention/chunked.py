@@ -63,7 +63,9 @@ class ChunkedAttention(TorchAttention):
 
 
 def put_chunked_attention(spec: TransformerBlockSubmodules, shape: ModelShape, frequencies: torch.Tensor) -> None:
-    """Replace the core attention in the spec of every layer of a block by ``ChunkedAttention``, in place.
+    """Replace the core attention in the spec of every layer of a model chunk by ``ChunkedAttention``, in place.
+
+    frequencies: float32 [d / 2], the rotary inverse frequencies.
 
     Raises ConfigError for Transformer Engine's layers, whose kernels have neither chunks nor
     interleaved angles.

@@ -139,7 +139,7 @@ def _kernel_for(query: torch.Tensor):
 
 
 def _heads_first(x: torch.Tensor, rows: slice, mirrored: bool = False) -> torch.Tensor:
-    """Return the n rows ``rows`` of x [T, h, d] as [1, h, n, d], in reverse order if ``mirrored``.
+    """Return the n tokens ``rows`` of x [T, h, d] as [1, h, n, d], in reverse order if ``mirrored``.
 
     A mirrored span (spans.py ``Span``) is a causal one if its queries and keys are read in reverse.
     """

@@ -86,8 +86,9 @@ class Layout:
 
         A response of r tokens to a shared prompt of p tokens counts r² + 2·p·r.
 
-        windows: each layer's attention window in tokens, 0 for none. Windows lower the result
-            (planning/tokens.py ``window_squares``).
+        windows: each layer's attention window in tokens, 0 for none. The result is the mean over
+            these layers; a window lowers its layer's part (planning/tokens.py ``window_squares``).
+            Empty: no layer has a window.
         """
         offsets = np.array(self.offsets)
         whole, prompts = (window_squares(x, windows) for x in (offsets + np.array(self.lengths), offsets))

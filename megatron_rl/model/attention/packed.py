@@ -62,9 +62,9 @@ class KeySegments:
     def of(cls, layout: Layout, device: torch.device) -> KeySegments:
         """Return the ``KeySegments`` of a layout, with its tensors on ``device``.
 
-        Example: a prompt of 3 tokens with responses of 2 and 1 tokens has the pieces 3, 2, 1,
-        gathered in the order 0, 0, 1, 0, 2. The segments' queries end at 3, 5, 6, and their keys at
-        3, 8, 12.
+        Example: a prompt of 3 tokens with responses of 2 and 1 tokens has the pieces 3, 2, 1. The
+        prompt sees piece 0, the responses 0, 1 and 0, 2: the order is 0, 0, 1, 0, 2. The segments'
+        queries end at 3, 5, 6, and their gathered keys at 3, 8, 12.
         """
         pieces: list[int] = []
         own: list[list[int]] = []  # each segment's pieces

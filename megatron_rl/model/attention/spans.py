@@ -93,6 +93,7 @@ class Span(NamedTuple):
 def own_parts(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> Iterator[tuple[int, int, int, int]]:
     """Yield (segment, query, first, count) for each contiguous piece of this rank's tokens.
 
+    lengths: the number of tokens of each segment, a run of tokens of one sequence.
     segment: the index of the piece's segment in ``lengths``.
     query: the index of the piece's first token among this rank's tokens.
     first: that token's index in the segment.

@@ -44,7 +44,7 @@ def windowed_spans(layout: Layout, context: ContextShard, window: int) -> list[S
 
 
 def _seen_before(query: int, count: int, position: int, key: int, num_keys: int, window: int) -> Iterator[Span]:
-    """Yield the spans by which a block of queries sees keys of its sequence that lie before all of these queries.
+    """Yield the spans by which a block (neighbouring queries) sees keys of its sequence that lie before the block.
 
     query, count: the first query's index among this rank's tokens, and the number of queries.
     position: the number of sequence positions from the first key to the first query.

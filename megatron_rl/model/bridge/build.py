@@ -108,7 +108,7 @@ def bridged_config(shape: ModelShape, hf_config: Any, settings: ModelSettings, t
 
 
 def put_norms(spec: TransformerBlockSubmodules, config: TransformerConfig, layer_spec: str) -> None:
-    """Put the norm class that ``config`` asks for (``norm_of``) into a block's spec, in place.
+    """Put the norm class that ``config`` asks for (``norm_of``) into the spec of a chunk's layers, in place.
 
     layer_spec: "torch", or "transformer_engine", whose spec stays as it is: its modules read the
         config themselves.

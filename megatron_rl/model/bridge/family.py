@@ -172,6 +172,8 @@ def bridged_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int) -> Mo
 def _family(provider: Any, registry: Any, model_type: str, layer_spec: str, *, tied: bool) -> Family:
     """Return the ``Family`` of a provider's model, with one entry per layer parameter from Megatron-Bridge's mapping.
 
+    provider, registry: as ``read_provider`` returns them.
+
     Raises ConfigError if the mapping gives the embedding, the final norm or the head another
     Hugging Face name than this package reads.
     """
@@ -227,6 +229,7 @@ def _parameters(provider: Any, *, fused: bool) -> dict[str, str]:
 def _entry(registry: Any, name: str, kind: str, model_type: str, *, gated: bool) -> Entry:
     """Return the entry of the layer parameter ``name``: its Hugging Face tensors, and its layout over tensor ranks.
 
+    registry: Megatron-Bridge's mapping, as ``read_provider`` returns it.
     kind: the parameter's split over tensor ranks, "rows", "columns" or "whole".
     gated: whether the MLP has a gate.
 

@@ -1,6 +1,6 @@
 """A transformer layer's row-invariant modules, in place of torch's and Megatron-Core's modules.
 
-Row-invariant: in the forward pass a row's result has the same bits in any batch.
+Row-invariant: in the forward pass a row's (a token's) result has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 
 
 class InvariantNorm(torch.nn.Module):
-    """Computes the RMSNorm of model/layer_spec.py such that a row's result has the same bits in any batch."""
+    """Computes the RMSNorm of model/layer_spec.py such that a token's result has the same bits in any batch."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__()
@@ -45,7 +45,7 @@ def _product(input, weight, bias=None, *, allreduce_dgrad=False, tp_group=None, 
 
 
 class InvariantColumnLinear(ColumnParallelLinear):
-    """Computes a linear layer whose output is split over tensor ranks; a row's result has the same bits in any batch.
+    """Computes a linear layer whose output is split over tensor ranks, and gives a token the same bits in any batch.
 
     A whole model may compute in place of several tensor ranks (``compute_for_ranks``). Then:
 
@@ -65,7 +65,7 @@ class InvariantColumnLinear(ColumnParallelLinear):
 
 
 class InvariantRowLinear(RowParallelLinear):
-    """Computes a linear layer whose input is split over tensor ranks; a row's result has the same bits in any batch.
+    """Computes a linear layer whose input is split over tensor ranks, and gives a token the same bits in any batch.
 
     The ranks' products are added up in the order of the ranks.
 
@@ -84,7 +84,7 @@ class InvariantRowLinear(RowParallelLinear):
 
 
 def invariant_block_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
-    """Return the spec of ``num_layers`` dense layers with which a row's result has the same bits in any batch."""
+    """Return the spec of ``num_layers`` dense layers with which a token's result has the same bits in any batch."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = InvariantNorm
     layer.submodules.mlp = mlp_spec(MLP, InvariantColumnLinear, InvariantRowLinear)

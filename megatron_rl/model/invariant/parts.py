@@ -1,6 +1,6 @@
 """The choice of row-invariant layers under ``rollout.bitwise``, for the models and hosts that were tested.
 
-Row-invariant: a row's result has the same bits whatever other rows are computed with it.
+Row-invariant: a row's (a token's) result has the same bits whatever other rows are computed with it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 
 
 class InvariantParts:
-    """Gives modules with which a row's result has the same bits in any batch.
+    """Gives modules with which a row's (a token's) result has the same bits in any batch.
 
     It implements ``Parts`` of model/parts.py.
     """

@@ -1,9 +1,9 @@
 """Log-probs under ``rollout.bitwise``: a row has the same bits in any batch, in the trainer and in the engine.
 
-The trainer's kernel "invariant" computes on blocks of ``BLOCK_ROWS`` rows of logits, on each tensor
-rank's columns. The rollout engine has the whole model. By ``rank_logits`` and ``rank_logprob`` it
-computes from a sampling step's logits the same bits as the trainer's tensor ranks. The operations
-are from model/invariant/operations.py.
+A row is one token's logits. The trainer's kernel "invariant" computes on blocks of ``BLOCK_ROWS``
+rows, on each tensor rank's columns. The rollout engine has the whole model. By ``rank_logits`` and
+``rank_logprob`` it computes from a sampling step's logits the same bits as the trainer's tensor
+ranks. The operations are from model/invariant/operations.py.
 """
 
 from __future__ import annotations

@@ -66,8 +66,9 @@ def put_adapters(
 def _put_beside(
     block: torch.nn.Module, name: str, weights: Sequence[Entry], shape: ModelShape, topology: Topology
 ) -> None:
-    """Add adapter modules to a block, beside its linear layer ``name``, and add their outputs to the linear's output.
+    """Add adapter modules beside the linear layer ``name``, and add their outputs to the linear's output.
 
+    block: the transformer layer that holds the linear layer.
     weights: the ``Entry`` (weights/entry.py) of the linear's weight; for a grouped linear, the
         entries of the weights of all experts of this rank.
     """

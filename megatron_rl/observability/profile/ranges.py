@@ -29,7 +29,7 @@ STEPS = {StepKind.REAL: "optimizer step", StepKind.GHOST: "ghost step", StepKind
 
 @contextlib.contextmanager
 def nvtx_range(name: str) -> Iterator[None]:
-    """Put an NVTX range called ``name`` around the block, for Nsight Systems. Needs CUDA."""
+    """Return a context with an NVTX range called ``name`` around it, for Nsight Systems. Needs CUDA."""
     torch.cuda.nvtx.range_push(name)
     try:
         yield
@@ -114,6 +114,8 @@ class WatchedPasses:
 
 class _WatchedPacker:
     """Packs micro-batches by the Packer that it wraps, each within a range named by the micro-batch's number.
+
+    mark, prefix: as for WatchedPasses.
 
     The numbers begin at 0 after ``restart``, which is called when a step's passes end. By then each
     micro-batch of the step has been packed once, and none of the next step.

@@ -63,6 +63,7 @@ def counter(name: str, words: str, value: float) -> CounterMetricFamily:
 def labelled(name: str, words: str, labels: Iterable[str], samples: Mapping[tuple[str, ...], float]) -> Metric:
     """Return a gauge with one sample for each tuple of label values.
 
+    name, words: the metric's name and its help line.
     labels: the labels' names.
     samples: {label values: value}.
     """
@@ -80,6 +81,7 @@ def info(name: str, words: str, facts: Mapping[str, str]) -> Metric:
 def histogram(name: str, words: str, by_label: Mapping[tuple[str, ...], Histogram], label: tuple[str, ...]) -> Metric:
     """Return a histogram metric with one histogram for each tuple of label values.
 
+    name, words: the metric's name and its help line.
     by_label: {label values: histogram}.
     label: the labels' names.
     """
@@ -92,7 +94,7 @@ def histogram(name: str, words: str, by_label: Mapping[tuple[str, ...], Histogra
 class RunCollector(Collector):
     """Gives prometheus_client the metric families of a run.
 
-    values: the values of the run's rows.
+    values: the values from the run's rows of metrics.jsonl.
     run_name: the name of the run's folder.
     live: an attribute: the function that returns the current values, or None until the run has set up
         its trainer.

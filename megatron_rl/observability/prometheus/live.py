@@ -43,7 +43,8 @@ class LiveValues:
 
     facts: {label: value} that stays the same during a run: model family, degrees of parallelism,
         engine.
-    stage, stage_s: the stage in which the main thread is, and the seconds since it began.
+    stage, stage_s: the part of the run in which the main thread is, such as "update", and the
+        seconds since it began.
     rollouts_under_way: the number of rollouts that were started and that the trainer has not taken
         yet.
     groups: {"asked", "generated" and "scored": the number of these rollouts' groups that this rank
@@ -53,7 +54,7 @@ class LiveValues:
     weight_syncs, weight_sync_s: the number of weight syncs since the start, and their seconds.
     checkpoint_at: when the last checkpoint was complete, in seconds since 1970; None if there is
         none.
-    engines: {engine's number: its values}; those of other ranks' engines date from the end of the
+    engines: {engine's number: its values}; the values of other ranks' engines date from the end of the
         last rollout.
     """
 

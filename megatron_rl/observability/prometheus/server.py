@@ -196,7 +196,7 @@ class MetricsHandler(http.server.BaseHTTPRequestHandler):
 
 
 def _resolved(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Return the address family and the numeric address of ``address``; raise ConfigError if it has none."""
+    """Return (address family, (numeric address, port)) of ``address``; raise ConfigError if it has none."""
     try:
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:

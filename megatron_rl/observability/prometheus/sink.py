@@ -1,4 +1,4 @@
-"""The sink for Prometheus: it keeps the values of a run's rows, and its HTTP server answers with them."""
+"""The sink for Prometheus: it keeps values from the rows of metrics.jsonl, and its HTTP server answers with them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class PrometheusSink:
     """Serves a run's metrics over HTTP until ``close``.
 
     config: the resolved configuration as plain values, with ``total_steps``.
-    earlier: the rows of a resumed run up to its checkpoint, with which the counters begin.
+    earlier: the rows of metrics.jsonl up to a resumed run's checkpoint, with which the counters
+        begin.
 
     Raises ConfigError if the environment variable for access keys holds no key, and for an address
     or a port that cannot be listened on.
@@ -57,11 +58,11 @@ class PrometheusSink:
         log.info("metrics for Prometheus: %s%s", self.url, ", to clients with a key" if asks else "")
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Add the seconds of a stage that no row of metrics holds, such as a checkpoint; ignore other stages."""
+        """Add the seconds of a timer's stage that no row of metrics holds, as a checkpoint's; ignore other stages."""
         self._values.add_interval(stage, seconds)
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
-        """Add the values of one step's row; where the row has a text such as "nan", ``scalars`` has the float."""
+        """Add the values of a step's metrics; where the row has a text such as "nan", ``scalars`` has the float."""
         self._values.add({**row, **scalars}, at=time.time())
 
     def show(self, step: int, source: str, completions: Sequence[Completion]) -> None:

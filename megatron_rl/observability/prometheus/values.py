@@ -1,8 +1,8 @@
 """The values that Prometheus reads: the last value of each gauge, sums of counters, and histograms of seconds.
 
-The main thread adds rows, and requests read the values. Both hold one lock, so that a request sees
-whole rows. The number of values is limited by the table, the stages, and the configured names of
-evaluation sets and reward functions.
+The main thread adds rows of metrics.jsonl, and requests read the values. Both hold one lock, so that
+a request sees whole rows. The number of values is limited by the table, the stages, and the
+configured names of evaluation sets and reward functions.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Names:
 
 
 class RunValues:
-    """Adds up the values of a run's rows and stages. Methods are safe in any thread.
+    """Adds up the values of a run's rows of metrics.jsonl, and the seconds of stages. Methods are safe in any thread.
 
     names: the evaluation sets and reward functions whose values are kept.
     total_steps: the number of steps that the run is to take.

@@ -109,9 +109,12 @@ class Record:
 
         The turn with the longest matching conversation is returned, and the latest of these if
         several match. The request must add something to the turn's conversation. There is one
-        exception: a text, or token ids, that ``max_tokens`` cut off may be continued without an
-        addition. The time is linear in the conversation's length and the number of turns. Another
-        thread may add a turn during the call.
+        exception: a text, or token ids, that ``max_tokens`` cut off may be sent again unchanged, to
+        be continued. The time is linear in the conversation's length and the number of turns.
+        Another thread may add a turn during the call.
+
+        frame: the request's kind and tools (see ``Turn``).
+        conversation: what the request asks to continue: a text, token ids, or messages as JSON texts.
         """
         lengths = [length for length in self._lengths.get(frame, ()) if length <= len(conversation)]
         for known in reversed(digests(conversation, lengths)):

@@ -200,7 +200,10 @@ class Session:
         return pending
 
     def _limit(self, parent: Turn | None, context: tuple[int, ...]) -> int:
-        """Return the maximum of tokens to sample after ``context``. Raises Refused if the session has none left."""
+        """Return the maximum of tokens to sample after ``context``. Raises Refused if the session has none left.
+
+        parent: the turn that the request extends.
+        """
         if parent is None:
             if len(context) <= self._max_prompt_tokens:
                 return self.room

@@ -112,7 +112,10 @@ class BitwiseEngine(TransformersEngine):
 
     @torch.inference_mode()
     def _decode(self, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row]) -> Decoded:
-        """Decode one batch, as TransformersEngine does. All rows have the same temperature and stop tokens."""
+        """Generate the samples (rows) of one batch, as TransformersEngine does.
+
+        All rows have the same temperature and stop tokens.
+        """
         temperature, repeats = rows[0].temperature, len(rows) // len(prompts)
         limits = np.array([row.max_tokens for row in rows])
         max_steps = int(limits.max())
@@ -152,8 +155,8 @@ def run(
 ) -> torch.Tensor:
     """Return the hidden states [T, H] of the tokens ``tokens`` [T], which continue cached sequences.
 
-    parts: for each sequence (the indices of its tokens in ``tokens``, the position of the first
-        token, the cache rows of all its positions).
+    parts: for each sequence (the indices of its tokens in ``tokens``, the first token's position,
+        the cache's rows of keys and values, position by position).
     """
     packed = CachedSequences.of(cache, parts)
     return model(tokens[None], None, None, packed_seq_params=packed)[0]
@@ -165,8 +168,8 @@ def run_prompts(
     """Run the model on each prompt once, and copy the prompt's keys and values to all its samples.
 
     repeats: the number of samples of each prompt.
-    width: the number of cache rows of each sample. Sample r has the rows r · width to (r + 1) ·
-        width.
+    width: the number of rows (one per token) of the cache that each sample has. Sample r has the
+        rows from r · width to (r + 1) · width − 1.
 
     Returns [len(prompts) · repeats, H], the hidden state of each sample's last prompt token.
     """

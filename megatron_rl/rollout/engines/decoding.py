@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decoded:
-    """Holds the decoded rows of a batch. Entries beyond a row's length are meaningless.
+    """Holds the rows (samples) that a batch generated. Entries beyond a row's length are meaningless.
 
     token_ids: int64 [steps, rows].
     logprobs: float32 [steps, rows].
@@ -78,7 +78,7 @@ class Decoded:
 
 
 def uniforms_of(rows: Sequence[Row], num_positions: int) -> np.ndarray:
-    """Return float64 [num_positions, rows] in [0, 1): for each row the random numbers from its own seed."""
+    """Return float64 [num_positions, rows] in [0, 1): for each row (sample) the random numbers from its own seed."""
     raw = np.empty((len(rows), num_positions), dtype=np.uint64)
     for number, row in enumerate(rows):
         # random_raw, not Generator.random: NumPy keeps only the streams of bit generators fixed across
@@ -90,7 +90,7 @@ def uniforms_of(rows: Sequence[Row], num_positions: int) -> np.ndarray:
 def ends_of(
     token_ids: np.ndarray, rows: Sequence[Row], text_ends: Mapping[int, int] = MappingProxyType({})
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row's length [rows], and whether a stop token or text ended the row [rows].
+    """Return the length [rows] of each row (sample), and whether a stop token or text ended the row [rows].
 
     token_ids: [steps, rows].
     text_ends: row → the row's length at the end of its stop text. If a stop token comes earlier,
@@ -117,9 +117,10 @@ def decode_rows(
     decode: Decode,
     routers: RouterRecords | None = None,
 ) -> Decoded:
-    """Decode a batch of rows to their ends. Finished rows leave the batch.
+    """Generate a batch of rows (samples) to their ends, and return their tokens. Finished rows leave the batch.
 
-    decode: a callable that returns the text of token ids, with special tokens.
+    prompts: the prompts' token ids; several rows may share one (``Row.prompt``).
+    decode: the tokenizer's function from token ids to their text, special tokens included.
     routers: records the experts of every forward pass; None: not needed.
     """
     device, max_steps = next(model.parameters()).device, max(row.max_tokens for row in rows)
@@ -159,7 +160,7 @@ def decode_rows(
 def _run_rows(
     model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], prompt_of_row: Sequence[int], max_steps: int
 ) -> tuple[DynamicCache, torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-    """Run the model on each prompt once, and copy its outputs to each of the R rows that have the prompt.
+    """Run the model on each prompt once, and copy its outputs to each of the R rows (samples) that have the prompt.
 
     prompt_of_row: for each row the index of its prompt.
 
@@ -176,7 +177,7 @@ def _run_rows(
 
 
 class _Draws:
-    """Draws the tokens of a batch's rows. Keeps the tokens, their log-probs and the most likely tokens."""
+    """Draws the tokens of a batch's rows (samples). Keeps them, their log-probs and the most likely tokens."""
 
     def __init__(self, rows: Sequence[Row], max_steps: int, device: torch.device) -> None:
         self._rows, self._most = rows, max(row.top for row in rows)
@@ -197,7 +198,7 @@ class _Draws:
             self._cuts = torch.tensor(top_k, device=device), torch.tensor(top_p, device=device)
 
     def take(self, logits: torch.Tensor, step: int, running: torch.Tensor) -> torch.Tensor:
-        """Draw the next token of each running row; return the tokens, int64 [R].
+        """Draw the next token of each running row (sample); return the tokens, int64 [R].
 
         logits: [R, vocab].
         step: the number of tokens that were drawn before, for each row.
@@ -240,7 +241,7 @@ class _Draws:
 
 
 class _Ends:
-    """Finds the rows that end with their latest token: by a stop token, a stop text, or ``max_tokens``."""
+    """Finds the rows (samples) that end with their latest token: by a stop token, a stop text, or ``max_tokens``."""
 
     def __init__(self, rows: Sequence[Row], decode: Decode, device: torch.device) -> None:
         self._rows, self._decode = rows, decode
@@ -259,7 +260,7 @@ class _Ends:
     def after(
         self, done: torch.Tensor, tokens: torch.Tensor, step: int, running: torch.Tensor, token_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Return which of the R running rows are done after this step, bool [R].
+        """Return which of the R running rows (samples) are done after this step, bool [R].
 
         done: bool [R], the rows that were done before.
         tokens: int64 [R], the step's tokens.
@@ -277,7 +278,10 @@ class _Ends:
         return done | self._ended_by_text(step, running, token_ids) if self._by_text else done
 
     def _ended_by_text(self, step: int, running: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return which running rows a stop text has ended, bool [R]. Only each row's last tokens are searched."""
+        """Return which running rows a stop text has ended, bool [R]. Only each row's last tokens are searched.
+
+        The arguments are those of ``after``.
+        """
         in_batch = set(running.tolist())
         for number in self._by_text:
             if number in in_batch and number not in self.text_ends:

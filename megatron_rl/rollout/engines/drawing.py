@@ -10,9 +10,9 @@ import torch
 
 
 def draw(logits: torch.Tensor, temperature: float, uniforms: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row; return the ids, int64 [R], and their log-probs at ``temperature``, float32 [R].
+    """Draw one token per row (sample); return the ids, int64 [R], and their log-probs at ``temperature``, float32 [R].
 
-    logits: [R, vocab].
+    logits: [R, vocab], one row for each of R samples.
     uniforms: float64 [R] in [0, 1), each row's random number. None: the most likely tokens are
         taken.
     """
@@ -26,6 +26,7 @@ def distribution(
 ) -> torch.Tensor:
     """Return the log-probs of the distributions that the rows' tokens are drawn from, float32 [R, vocab].
 
+    logits: [R, vocab], one row for each of R samples.
     temperature: one number for all rows, or [R, 1].
     cuts: top_k and top_p of the rows (see ``cut``); None: no row is limited by them.
     """
@@ -51,7 +52,7 @@ def inverted(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def cut(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Return the logits with −inf at the tokens that top_k or top_p excludes.
+    """Return the logits [R, vocab] of R samples, with −inf at the tokens that top_k or top_p excludes.
 
     top_k: int64 [R], the number of most likely tokens to keep. A number of at least the
         vocabulary's size keeps all.

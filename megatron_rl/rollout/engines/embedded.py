@@ -69,7 +69,10 @@ class TransformersEngine:
         max_positions: int,
         stop_ids: Sequence[int],
     ) -> None:
-        """Set the fields that every embedded engine has. The model's weights are not loaded yet."""
+        """Set the fields that every embedded engine has. The model's weights are not loaded yet.
+
+        max_positions: the most tokens of a prompt and its response.
+        """
         self.weight_version = NO_WEIGHTS
         self._tokenizer, self._rollout, self._seed, self._device = tokenizer, rollout, seed, device
         self._model: torch.nn.Module | None = model
@@ -238,7 +241,10 @@ class TransformersEngine:
         return sample_seed(self._seed, prompt.prompt_id, sample, self.weight_version, prompt.attempt)
 
     def _decode(self, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row]) -> Decoded:
-        """Decode one batch. Every prompt has the same number of rows, and rows are in the order of the prompts."""
+        """Generate the samples (rows) of one batch, and return their tokens and log-probs.
+
+        Every prompt has the same number of rows, in the order of the prompts.
+        """
         return decode_rows(self._open_model(), prompts, rows, self._tokenizer.decode, self._routers)
 
     def _to_rollouts(self, samples: Sequence[tuple[Prompt, int]], decoded: Decoded) -> list[Rollout]:

@@ -24,7 +24,7 @@ def sample_requests(
 ) -> list[SampleResult]:
     """Return the result of each request, in the order of the requests.
 
-    decode: a callable that returns the text of token ids, with special tokens.
+    decode: the tokenizer's function from token ids to their text, special tokens included.
     max_rows: the maximum of samples that are decoded at once.
     """
     results: dict[int, SampleResult] = {}
@@ -61,7 +61,7 @@ def _row(request: SampleRequest, sample: int, prompt: int) -> Row:
 
 
 def _sequence(decoded: Decoded, number: int, request: SampleRequest) -> SampledSequence:
-    """Return row ``number`` of a decoded batch as a sample of its request.
+    """Return row ``number`` (one sample) of a batch as a sample of its request.
 
     Raises RuntimeError for a log-prob that is not finite.
     """

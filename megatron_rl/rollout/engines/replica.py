@@ -153,8 +153,8 @@ class Replica(Protocol):
 
     ours: whether this run started the engine, so that ``restart`` and ``close`` end it.
     name: the engine's URL or process id, for messages.
-    weight_version: the last known version of its weights. NO_WEIGHTS before the first sync, during
-        a sync, and after a failed sync. UPDATING during an update in flight.
+    weight_version: the last known version of its weights. NO_WEIGHTS before the first sync and after
+        a failed sync. During a sync it is UPDATING under ``weight_sync.in_flight``, else NO_WEIGHTS.
     progressed_at: time.monotonic() when it last reported that it computes; −inf: never reported.
     """
 

@@ -49,7 +49,10 @@ class RouterRecords:
         self._latest[number] = output[2]
 
     def _pass(self, rows: int) -> torch.Tensor:
-        """Return the experts of the latest forward pass, int16 [rows, tokens per row, layers, top_k]."""
+        """Return the experts of the latest forward pass, over ``rows`` prompts or samples.
+
+        int16 [rows, tokens per row, layers, top_k].
+        """
         return torch.stack([x.to(torch.int16).view(rows, -1, x.shape[-1]) for x in self._latest], dim=2)
 
     def begin(self, num_prompts: int, num_rows: int, max_steps: int) -> None:
@@ -61,12 +64,12 @@ class RouterRecords:
     def note(self, step: int, rows: torch.Tensor) -> None:
         """Keep the experts of the tokens drawn at ``step``. The latest forward pass must have read these tokens.
 
-        rows: int64, the indices of the rows in this forward pass.
+        rows: int64, the indices of the rows (samples) in this forward pass.
         """
         self._steps[step, rows] = self._pass(len(rows))[:, 0]
 
     def of(self, prompt_lengths: Sequence[int], lengths: Sequence[int]) -> list[np.ndarray]:
-        """Return each row's experts, int16 [prompt + response, layers, top_k]; −1 for the last token.
+        """Return the experts of each row (sample), int16 [prompt + response, layers, top_k]; −1 for the last token.
 
         prompt_lengths: the number of tokens of each row's prompt, without padding.
         lengths: the number of tokens of each row's response.

@@ -103,9 +103,9 @@ def _stragglers(manager: RolloutManager, timer: StepTimer, prompts_per_rollout: 
 def with_stragglers(
     parts: GroupParts, manager: RolloutManager, timer: StepTimer, *, prompts_per_rollout: int
 ) -> GroupParts:
-    """Return ``parts`` with a ``hand_out`` that can train the stragglers which a checkpoint holds.
+    """Return ``parts``, able to train the stragglers of a checkpoint: groups that their own rollout left unfinished.
 
-    A straggler is a group that its own rollout left unfinished.
+    Only ``parts.hand_out``, which decides the groups that a rollout trains, may be replaced.
 
     prompts_per_rollout: the number of groups that each rollout trains.
     """

@@ -25,7 +25,7 @@ class FurtherPrompts:
     """Holds what dynamic sampling needs to draw and sample further prompts.
 
     epochs: the number of passes over the data; None: no limit.
-    order: decides in which order the groups of a round are started.
+    order: decides in which order the groups of one round of replacement are started.
     reroll: records failed groups, so that their prompts are sampled again later.
     """
 
@@ -57,11 +57,13 @@ class Refill:
         self.settings, self.further, self.scorer, self.timer = settings, further, scorer, timer
 
     def fill(self, index: int, selection: Selection) -> Selection:
-        """Return the selection after at most ``max_rounds`` rounds of replacement. A collective.
+        """Return the selection after at most ``rollout.dynamic_sampling.max_rounds`` rounds. A collective.
 
         Each round samples a further prompt for every group that ``kept_places`` does not keep.
-        Raises NoSignalError under ``on_exhausted=fail`` if such groups are left after the last
-        round.
+        Raises NoSignalError under ``on_exhausted=fail`` (of the same section) if such groups are
+        left after the last round.
+
+        index: the rollout's index in the run.
         """
         settings, further, scoring, num_rounds = self.settings, self.further, self.scorer.scoring, 0
         selection = selection.narrowed(kept_places(settings.metric, scoring.reward, selection.scored))

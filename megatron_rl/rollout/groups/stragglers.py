@@ -26,8 +26,11 @@ from megatron_rl.rollout.worker import RolloutJob
 
 
 class Stragglers:
-    """Trains a rollout before its last groups are finished, and these groups with the next rollout. A ``HandOut``.
+    """Trains a rollout before its last groups are finished, and these groups with the next rollout.
 
+    It is a ``HandOut`` (parts.py).
+
+    prompts_per_rollout: the number of groups that each rollout trains.
     num_stragglers: the number of groups that each rollout leaves unfinished. 0: the rollouts leave
         none, and the object only waits for the stragglers that a checkpoint holds.
     """

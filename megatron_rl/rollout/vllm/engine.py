@@ -53,7 +53,7 @@ MEMORY_WORDS = ("out of memory", "allocate memory", "exit code -9", "bad_alloc",
 class _Call:
     """Holds the state of the engine at the beginning of one call of ``generate`` or ``sample``.
 
-    number: the number of the call.
+    number: the call's number, from 1.
     version: the weight version of the replicas.
     present: the replicas that may be used.
     restarts: how many restarts in a row came before the call. A call without a restart resets the
@@ -162,12 +162,13 @@ class VllmEngine:
         return max((x.progressed_at for x in self._replicas), default=-math.inf)
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
-        """Restart this run's lost engines, wait until engines serve, and return the names of servers that do not serve.
+        """Restart the lost engines that this run started, and return the names of servers that do not serve.
 
-        A lost server is restarted by its supervisor, not by this call. Servers that do not serve
-        are left out as long as other replicas serve.
+        A replica is such an engine or a server. The call waits until every engine of this run
+        serves. A lost server is restarted by its supervisor, not by this call. It is left out while
+        other replicas are there, else the call waits for it.
 
-        lost: names of the engines that any rank has lost.
+        lost: names of the replicas that any rank has lost.
 
         Raises EngineError after too many restarts in a row, or if no server comes back.
         """

@@ -30,6 +30,7 @@ def server_command(
     The command needs the environment of ``server_environment``.
 
     extra: further arguments of vLLM's server.
+    module: the server's module, which ``python -m`` runs.
     """
     return [
         python,

@@ -24,7 +24,10 @@ OF_THE_WHOLE = ("kind", "num_bytes", "digests", "checksum")  # fields of a whole
 
 
 class ChangedEncoder(WholeEncoder):
-    """Sends only the words that changed since the latest sync; the first of every ``full_every`` syncs sends all."""
+    """Sends only the words that changed since the latest sync.
+
+    The first of every ``weight_sync.full_every`` syncs sends all words.
+    """
 
     holds = True
 

@@ -14,7 +14,8 @@ import torch
 class BucketDecoder(Protocol):
     """Turns the bytes that one trainer sends, in order, into buckets of weight tensors.
 
-    copies: whether a decoded bucket is read from a copy in this process.
+    copies: True if ``decode`` returns its own copy of the bucket, kept between syncs; False if it
+        returns the bytes that arrived.
     """
 
     copies: bool
@@ -27,8 +28,8 @@ class BucketDecoder(Protocol):
         """Return how many bytes are sent for a bucket.
 
         num_bytes: the size of the whole bucket.
-        difference: the fields of the ``Difference`` that is sent instead; {} if the bucket is sent
-            whole.
+        difference: the fields of the ``Difference`` (weights/delta.py) that is sent instead; {} if
+            the bucket is sent whole.
         """
         ...
 

@@ -71,7 +71,7 @@ class BucketEncoder(Protocol):
         ...
 
     def end(self, living: Sequence[Replica]) -> Mapping[str, object]:
-        """Note that all buckets were sent; return the further fields of the sync's end message.
+        """Note that all buckets were sent to ``living``; return the further fields of the sync's end message.
 
         The sender itself adds the version, and the number and checksum of the tensors.
         """

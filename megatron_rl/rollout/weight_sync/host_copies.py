@@ -107,7 +107,7 @@ class HostCopies:
         Each tensor is described by [name, dtype, shape, first byte]. The caller must not change the
         bytes.
 
-        fields: the fields of the ``Difference`` that describes the payload.
+        fields: the fields of the ``Difference`` (weights/delta.py) that describes the payload.
         payload: uint8, the encoded changed words.
 
         Raises ValueError if there is no copy, or if the difference does not fit the copy.

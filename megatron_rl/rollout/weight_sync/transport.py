@@ -153,7 +153,10 @@ def listen(address: str) -> socket.socket:
 
 
 def open_group(listener: socket.socket, world_size: int, backend: str, timeout: timedelta):
-    """Open a process group as rank 0 (the trainer); return it once every worker of the engines has joined."""
+    """Open a process group as rank 0 (the trainer); return it once every worker of the engines has joined.
+
+    world_size: the engines' workers, plus 1 for the trainer.
+    """
     host, port = listener.getsockname()[:2]
     store = dist.TCPStore(
         host,
@@ -168,7 +171,10 @@ def open_group(listener: socket.socket, world_size: int, backend: str, timeout: 
 
 
 def join_group(address: str, port: int, rank: int, world_size: int, backend: str, timeout: timedelta):
-    """Join the trainer's process group as rank ``rank``, from an engine's worker; return the group."""
+    """Join the trainer's process group as rank ``rank``, from an engine's worker; return the group.
+
+    address, port: where the trainer listens.
+    """
     store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
     with socket.create_connection((address, port), timeout=timeout.total_seconds()) as probe:
         own_address = probe.getsockname()[0]  # the address of the interface that leads to the trainer
@@ -176,7 +182,10 @@ def join_group(address: str, port: int, rank: int, world_size: int, backend: str
 
 
 def _group(store, own_address: str, rank: int, world_size: int, backend: str, timeout: timedelta):
-    """Return a process group that is separate from torch's global groups, which vLLM and the trainer each use."""
+    """Return a process group that is separate from torch's global groups, which vLLM and the trainer each use.
+
+    own_address: where gloo listens.
+    """
     store = dist.PrefixStore("megatron_rl/weights", store)
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()

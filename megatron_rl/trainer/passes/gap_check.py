@@ -45,6 +45,7 @@ class GapCheck(Protocol):
     ) -> dict[str, float]:
         """Return the metrics of the gap to the engine for an optimizer step's row; {} if it has none. Not a collective.
 
+        old: log π_old of the step's rollout.
         number: the step's number within its rollout, from 0.
         fresh: whether the engine sampled by the weights of the rollout's first step.
         """

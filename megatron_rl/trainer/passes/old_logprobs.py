@@ -44,6 +44,9 @@ class OldLogProbPass:
     """Computes log π_old of a rollout's samples by a forward pass.
 
     Methods are collectives unless they say otherwise.
+
+    rules: choose the samples that the pass covers.
+    gap: compares the pass's log-probs with the engine's.
     """
 
     def __init__(self, backend: MegatronBackend, rules: OldPassRules, gap: GapCheck) -> None:

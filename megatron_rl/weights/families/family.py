@@ -27,11 +27,11 @@ class ExpertNames:
 
     block: the name of the mixture's module, such as mlp.
     gate, up, down: the names of an expert's three matrices.
-    stacked: the last components of the names of stacks, tensors of all experts of a layer in a file
-        (weights/stacked.py); () if each expert has tensors of its own.
-    transposed: True if the stack ``gate_up_proj`` holds the transposes of an expert's gate and up
-        side by side, and ``down_proj`` the transpose of down. False if an expert's slice of a
-        stack is one Hugging Face tensor, unchanged.
+    stacked: the last components of the names of stacks. A stack is one tensor in a file that holds
+        all experts of a layer (weights/stacked.py). () if each expert has tensors of its own.
+    transposed: True if the stack ``gate_up_proj`` holds for each expert the columns of gate's
+        transpose, then of up's, and ``down_proj`` the transpose of down. False if an expert's slice
+        of a stack is one Hugging Face tensor, unchanged.
     """
 
     block: str
@@ -56,8 +56,8 @@ def never(_: object) -> bool:
 class Family:
     """Describes one family of models by transformers' ``model_type``. A field's default describes a plain Llama layer.
 
-    "config" is a transformers config; "fields" are those of a config.json. "shape" is a
-    ``ModelShape``.
+    Below, an arrow leads from a function's arguments to its result. "config" is a transformers
+    config; "fields" are those of a config.json. "shape" is a ``ModelShape``.
 
     ffn_field: the config's field with the width of the MLP, or of one expert.
     experts: the names in the family's mixture of experts; None for a dense family.
@@ -72,10 +72,10 @@ class Family:
     features: config → keyword arguments of ModelShape in which the family differs from a plain
         Llama.
     layer: shape → an ``Entry`` for each parameter of one decoder layer, except its experts'.
-        Megatron names are relative to ``decoder.layers.<local>.``, Hugging Face names to
-        ``model.layers.<layer>.``.
+        Megatron names are relative to ``decoder.layers.<local>.`` (local: the layer's number in its
+        model chunk), Hugging Face names to ``model.layers.<layer>.`` (its number in the model).
     expert_layer: shape, number → an ``Entry`` for each parameter of the expert with this number
-        among the rank's experts; None for ``mixture_layer.expert_entries``.
+        among the rank's experts. None: ``expert_entries`` (mixture_layer.py) is called instead.
     sizes: shape → {name: shape of a layer's Hugging Face tensor}, without norms over the hidden
         state. Names are relative as in ``layer``; an expert's begin with ``expert.``.
     first_layers: as ``layer``, for the layers without a mixture in a family of mixtures; None if
@@ -85,7 +85,8 @@ class Family:
         beside those of every family.
     turns_partly: whether the family's model in transformers reads ``partial_rotary_factor`` (rotary
         embedding on a part of each head).
-    turns_by_kind: whether ``rope_parameters`` has numbers for each kind of layer.
+    turns_by_kind: whether ``rope_parameters`` has rotary parameters for each kind of layer, full
+        attention and sliding attention.
     expert_adapters: whether LoRA adapters on experts were shown to work
         (tests/equality/test_adapter.py).
     bitwise: whether ``rollout.bitwise`` (log-probs equal to the bit in rollout and training) was

@@ -67,7 +67,10 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return keyword arguments of ModelShape for the kinds of the layers, by layer number, and the mixture's sizes."""
+    """Return {keyword argument of ModelShape: value}: the sizes of mixture and chunks, and the layers of each kind.
+
+    The kinds are dense, chunked, and with rotary embedding.
+    """
     layers = range(hf_config.num_hidden_layers)
     dense = tuple(layer for layer in layers if layer not in hf_config.moe_layers)
     return dict(

@@ -227,6 +227,7 @@ class Expander:
 
         name: the variable, an argument's number, ``@``, ``*`` or ``#``.
         index: the text in ``[…]``; None without one.
+        piece: the whole expansion.
         """
         variables = self.variables
         if name in ("@", "*"):
@@ -276,6 +277,7 @@ class Expander:
 
         rest: the operator and its argument: in ``${name%.txt}`` it is ``%.txt``, which removes a
             suffix.
+        piece: the whole expansion.
 
         Other operators remove a prefix, change case, replace a part, or take a substring.
         """

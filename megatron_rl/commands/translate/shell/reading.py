@@ -313,7 +313,7 @@ class _Reader:
             variables.num_positions = max(0, variables.num_positions - by)
 
     def terms(self, tokens: Sequence[Token]) -> list[Term]:
-        """Return the terms of the condition ``[ … ]``, whose words are expanded as those of a command.
+        """Return the terms of the condition ``[ … ]``, whose words are expanded as in a command.
 
         An unquoted variable may give several terms. ``*`` and ``?`` match only themselves.
         """
