@@ -320,7 +320,7 @@ def _beside_vllm(host: Host, installed: str, package: str) -> Finding | None:
 
 
 def meets(version: str, wanted: str) -> bool:
-    """Return whether a version meets the bounds of a requirement, such as "<5.21,>=5.16" or "==2.14.0".
+    """Return whether ``version`` meets the bounds ``wanted``, such as "<5.21,>=5.16" or "==2.14.0".
 
     Bounds with a wildcard or with ``~=`` or ``!=`` are ignored.
     """
@@ -375,7 +375,7 @@ def as_text(finding: Finding) -> str:
 def print_findings(findings: list[Finding]) -> None:
     """Print the findings: as a table in a terminal if rich is installed, else as plain lines.
 
-    After the table each mend is printed on a line of its own, so that it can be copied.
+    After the table each finding's ``mend`` is printed on a line of its own, so that it can be copied.
     """
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         print("\n".join(as_text(finding) for finding in findings))

@@ -1,4 +1,4 @@
-"""The exceptions that megatron_rl raises on purpose. A message names the thing, the value and the way out."""
+"""The exceptions that megatron_rl raises on purpose. A message names what is wrong, its value and the way out."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class EngineError(RunError):
 
 
 class NoSignalError(RunError):
-    """Reports that groups without a gradient are left after dynamic sampling has replaced as often as it may.
+    """Reports that groups without a gradient are left after dynamic sampling has replaced groups as often as it may.
 
     Raised under ``rollout.dynamic_sampling.on_exhausted=fail``.
     """

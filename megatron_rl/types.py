@@ -253,12 +253,12 @@ class LossInputs:
 
     Arrays [T] are flat, sample after sample (BatchFacts.response_offsets).
 
-    advantages: [S], each sample's advantage times its reduction weight.
-    weights: [S], the reduction's weight of each sample's tokens (docs/semantics.md §1).
+    advantages: [S], each sample's advantage times its entry of ``weights``.
+    weights: [S], the weight that ``loss.reduction`` gives each sample's tokens (docs/semantics.md §1).
     old_logprobs, reference_logprobs: [T], log π_old and the reference policy's; None if no pass gave
         them.
     importance_weights: [T], factors of the tokens' advantages (algorithm/importance.py); None: 1.
-    token_advantages: [T], each token's advantage times its reduction weight, in place of
+    token_advantages: [T], each token's advantage times its sample's entry of ``weights``, in place of
         ``advantages`` (``gae``); None: ``advantages`` count.
     kl_coefficient: β of the KL to the reference in the loss; at 0 the KL is only measured. None:
         ``loss.kl_coefficient``.
@@ -296,7 +296,7 @@ class LossInputs:
 class ValueInputs:
     """Holds the float32 inputs of the critic's loss.
 
-    weights: [S], the reduction's weight of each sample's tokens (docs/semantics.md §1).
+    weights: [S], the weight that ``loss.reduction`` gives each sample's tokens (docs/semantics.md §1).
     returns: [T], flat over response tokens, the returns that values are fitted to.
     old_values: [T], flat, the critic's values before the update.
     """

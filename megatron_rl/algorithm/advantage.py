@@ -115,9 +115,11 @@ def _estimate(rewards: GroupRewards, estimator: str, epsilon: float, whiten: str
 
 
 def _columns(seen: Rewards, rewards: GroupRewards) -> tuple[Rewards, ...]:
-    """Return one Rewards for each reward function, which includes only samples that the function applied to.
+    """Return one Rewards for each reward function, with the function's rewards as ``values``.
 
-    seen: the total rewards of the batch, whose groups and included samples are taken over.
+    A sample is included if ``seen`` includes it and the function applied to it.
+
+    seen: the batch's total rewards; gives the groups and the included samples.
     rewards: holds the rewards of each function (``by_function``).
     """
     if rewards.by_function is None:
@@ -140,9 +142,10 @@ def may_have_advantage(
 ) -> np.ndarray:
     """Return bool [S], False for samples whose advantage is 0 whatever other groups the batch has.
 
-    The arguments are those of ``advantages``. Most estimators give False if the reward equals its
-    group's mean (``gdpo``: if the weighted sum of standardised rewards is 0). They take at most a
-    divisor from other groups. Under three settings every included sample gets True:
+    The arguments are those of ``advantages``. Under most estimators a sample gets False if its reward
+    equals its group's mean (``gdpo``: if the weighted sum of its standardised rewards is 0). Other
+    groups can only change the divisor of its advantage. Under three settings every included sample
+    gets True:
 
     - ``center_and_scale`` subtracts a mean over the batch from every sample;
     - ``gae`` (algorithm/gae.py) compares each sample with a critic;
@@ -215,9 +218,11 @@ def loss_inputs(
 ) -> LossInputs:
     """Return the inputs of one mini-batch's loss: ``reduction_weights``, and the advantages times these weights.
 
+    facts: the batch's tokens per sample.
+    mini_batch: its ``members`` are the indices of the mini-batch's samples.
+    advantages: of each sample or of each token.
     signal: bool [S], True for samples that may have a gradient (algorithm/signal.py). The metrics
-            are over these samples alone, even if a micro-batch runs others too
-            (``plan.repack=false``). Under ``loss.denominator=kept`` so are the denominators.
+            count these samples alone; the denominators do so under ``loss.denominator=kept``.
     drops: whether samples without signal are dropped. False under ``skip.mode=off``: then the
            denominators and the metrics count every sample.
     max_response_tokens: see ``reduction_weights``.

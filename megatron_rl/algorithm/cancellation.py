@@ -89,7 +89,7 @@ def standardised_rewards_cancel(columns: Sequence[np.ndarray], weights: Sequence
 
 
 def _centred(values: list[Fraction]) -> tuple[Fraction, list[int]]:
-    """Return (unit, [n] integers): the distances of n values from their mean, as multiples of a unit."""
+    """Return (unit, integers): for each of n values an integer; integer · unit is the value less the values' mean."""
     denominator = math.lcm(*(value.denominator for value in values))
     integers = [value.numerator * (denominator // value.denominator) for value in values]
     total = sum(integers)

@@ -231,14 +231,15 @@ def gdpo(
 def whitened(
     values: np.ndarray, included: np.ndarray, tokens: np.ndarray | None, mode: str, epsilon: float
 ) -> np.ndarray:
-    """Return float64 [S], ``values`` / (σ + ε), where σ is their standard deviation over the batch's loss tokens.
+    """Return float64 [S], ``values`` [S] whitened over the batch's loss tokens, each with its sample's value.
 
-    Every loss token has its sample's value.
+    Let σ be the standard deviation of the values over the loss tokens.
 
-    included: bool [S], False for a sample that does not count in σ.
+    included: bool [S], False for a sample that does not count in mean and σ.
     tokens: [S], the number of loss tokens of each sample. None: each sample counts as one token.
-    mode: ``scale`` does not subtract the mean, so that zeros stay zeros. ``center_and_scale``
-          subtracts it first. ``none`` changes nothing.
+    mode: ``scale``: values / (σ + ε), so that zeros stay zeros. ``center_and_scale``:
+          (values − mean) / (σ + ε). ``none``: the values, unchanged.
+    epsilon: ε.
     """
     if mode not in ("none", "scale", "center_and_scale"):
         raise ValueError(f"advantage.whiten={mode!r} is not known; none, scale and center_and_scale are")

@@ -27,8 +27,9 @@ class Objective:
     return the loss, a scalar with gradient, and nine numbers for the metrics, float64 [9]:
 
     - the loss and the number of tokens that ``LossTokens.measured`` marks;
-    - over these tokens the sums of entropy, KL, clip mark, ratio π_θ/π_old, |g| and e^−g + g − 1;
-    - over these tokens the maximum of |g|, where g = log π − log μ, and μ is the engine's policy.
+    - over these tokens the sums of entropy, KL, clip mark (1 if clipped), ratio π_θ/π_old, |g| and
+      e^−g + g − 1;
+    - over these tokens the maximum of |g|. Here g = log π − log μ, and μ is the engine's policy.
 
     whole: a function that adds per-sequence sums over the ranks that hold parts of the sequences
         (context parallelism).

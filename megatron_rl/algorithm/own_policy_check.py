@@ -51,11 +51,10 @@ def check(config: LossConfig) -> list[Finding]:
 
 
 def finite_differences(config: LossConfig, gap: float = 0.1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (autograd, numeric), [N] each: gradients of the summed loss by log π_θ at N random tokens.
+    """Return (autograd, numeric), [N] each: the derivative of the summed loss by each of N random tokens' log π_θ.
 
-    ``autograd`` is from automatic differentiation, ``numeric`` from central differences.
-
-    They are equal unless the loss stops a gradient on purpose, as CISPO's does.
+    ``autograd`` is from automatic differentiation, ``numeric`` from central differences. The two are
+    equal unless the loss stops a gradient on purpose, as CISPO's does.
 
     gap: the standard deviation of log π_θ − log π_old.
     """
@@ -152,7 +151,7 @@ def _finding(name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, e
 
 
 def _values(term: OwnPolicy) -> Finding:
-    """Return the Finding on losses and gradient in float32: their shape, type and finiteness, also for no token."""
+    """Return the Finding on shape, type and finiteness of losses and gradient in float32, also without any token."""
     name = "one finite loss per token, of the tokens' type, with a gradient; none for no token"
     try:
         for tokens in _cases(torch.float32):

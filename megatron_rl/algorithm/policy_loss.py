@@ -20,7 +20,7 @@ CompleteSums = Callable[[torch.Tensor], torch.Tensor]
 
 
 def identity(sums: torch.Tensor) -> torch.Tensor:
-    """Return ``sums`` unchanged, the CompleteSums of a rank that holds whole sequences."""
+    """Return ``sums`` unchanged: a rank that holds whole sequences has nothing to add from other ranks."""
     return sums
 
 
@@ -75,7 +75,7 @@ def policy_term(
 
     logprobs, old_logprobs: [T], at the sampling temperature; under ``dro`` the old log-probs are
         the engine's.
-    advantages: [T], w·A of each token.
+    advantages: [T], w·A of each token: its weight by ``loss.reduction`` times its advantage.
     weights: [T], w of each token.
     sequences: [T] int64, the sequence of each token within the micro-batch (``gspo``).
     whole: a function that adds sums [..., num_sequences] over the ranks that hold parts of the

@@ -93,9 +93,9 @@ class SignalRule:
 
 
 def refuse_uncounted_losses(megatron: MegatronConfig, skip: SkipConfig) -> None:
-    """Raise ConfigError if a field of UNCOUNTED_FIELDS is switched on, whatever ``skip.mode`` is.
+    """Raise ConfigError if a loss or update that is no sum over loss tokens is switched on, whatever ``skip.mode`` is.
 
-    These fields of Megatron-Core add losses or updates that are no sum over loss tokens.
+    UNCOUNTED_FIELDS lists the fields of Megatron-Core that switch them on.
     """
     for field, reason in UNCOUNTED_FIELDS.items():
         value = megatron.transformer.get(field)

@@ -215,7 +215,7 @@ class MegatronBackend(TrainableModel):
         """Add the mini-batch's gradient to the accumulated gradient; call it any number of times per ``optim_step``.
 
         fingerprint: the digest of the plan of this mini-batch; ranks compare it before they start.
-        supervised: whether the loss is −Σ w · log π, with w from ``inputs.weights``, of any sign
+        supervised: whether the loss is −Σ w · log π, where w is ``inputs.weights`` and may be negative
             (algorithm/linear_loss.py).
         objective: the loss of this call; None takes the run's loss.
 
@@ -278,7 +278,7 @@ class MegatronBackend(TrainableModel):
         yield from export_weights(parameters.chunks, self.shape, self.topology, bucket_bytes=bucket_bytes)
 
     def _exported(self, *, merges: bool = True) -> Parameters:
-        """Return this rank's parameters, to be exported, after a pending gather of parameters has ended.
+        """Wait for a pending gather of parameters, and return this rank's parameters for an export.
 
         merges: whether adapters are merged into the weights.
         """
@@ -331,8 +331,8 @@ class MegatronBackend(TrainableModel):
     def reference_weights(self) -> Iterator[None]:
         """Return a context within which ``forward``, ``logprobs`` and ``export`` use the reference policy's weights.
 
-        The optimizer's state is not touched. The optional parts (backend/part.py) are off
-        meanwhile, so routers choose experts for themselves.
+        The optimizer's state is not touched. Optional features, such as the replay of routed experts,
+        are off meanwhile.
         """
         if self.reference is None:
             raise ValueError("there is no reference policy yet: call keep_reference() first")

@@ -1,4 +1,4 @@
-"""A batch of samples: facts of all samples on every rank, and the contents of samples on the ranks that need them."""
+"""A batch of samples: every rank holds all samples' lengths and owners, and the contents of those that it needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exchange of a batch between ranks: facts of all samples for every rank, rows for the ranks that run them.
+"""The exchange of a batch between ranks: every rank gets the facts of all samples, and the rows that it runs.
 
 A sample's facts are its lengths, group and owner. Its row is its content, sent as int32 words:
 token ids, the response's loss mask, and its log-probs as float32 bits. Routed experts follow if the
@@ -41,7 +41,7 @@ def gather_facts(
 
 
 def replicated_facts(samples: Sequence[Sample]) -> BatchFacts:
-    """Return the facts of samples that every rank holds, in the samples' order. Not a collective.
+    """Return the facts (lengths, groups, owners) of samples that every rank holds, in their order. Not a collective.
 
     Each sample is a group of one.
     """
@@ -56,7 +56,7 @@ def replicated_facts(samples: Sequence[Sample]) -> BatchFacts:
 def _facts_of(parts: Sequence[dict[str, list]]) -> BatchFacts:
     """Return the facts of a batch, sorted by the samples' positions in it.
 
-    parts: the result of ``_own_facts`` on each rank.
+    parts: for each rank, the facts of its samples (``_own_facts``).
     """
     columns = {name: [x for part in parts for x in part[name]] for name in parts[0]}
     columns["owners"] = [rank for rank, part in enumerate(parts) for _ in part["places"]]
@@ -74,11 +74,11 @@ def _facts_of(parts: Sequence[dict[str, list]]) -> BatchFacts:
 def _own_facts(
     samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int], num_experts: int = 0
 ) -> dict[str, list]:
-    """Return {fact: one value for each of this rank's samples}.
+    """Return {name of a fact, such as ``loss_tokens``: its values for this rank's samples}.
 
-    order: the position of each local sample in the batch.
+    groups, order: for each local sample, its prompt's index and its position in the batch.
 
-    The fact ``faults`` says what is wrong with a sample's routed experts; None if nothing is.
+    ``faults`` holds a message about a sample's wrong routed experts; None for a sample without fault.
     """
     chosen = [np.flatnonzero(s.loss_mask) for s in samples]
     faults = [_routed_fault(s, num_experts) for s in samples]
@@ -268,7 +268,9 @@ def gather_flat(
 
     A collective.
 
-    of: returns the numbers of one sample's response tokens; the rank that owns the sample calls it.
+    local: this rank's samples.
+    rank: this rank's global number.
+    of: a function of a sample that returns its response tokens' numbers; called for ``local`` alone.
     """
     offsets = facts.response_offsets
     flat = torch.zeros(int(offsets[-1]), dtype=torch.float32)
@@ -309,7 +311,7 @@ def gather_scores(
 
 
 def _score_fault(score: Score, name: str) -> str | None:
-    """Return a message if a reward in ``score`` of the sample ``name`` is not finite; None if all are finite."""
+    """Return a message if a reward in ``score`` is not finite, else None; ``name`` is the sample's name in it."""
     if all(value is None or math.isfinite(value) for value in (score.total, *score.by_function)):
         return None
     values = ", ".join("none" if value is None else f"{value:g}" for value in score.by_function)

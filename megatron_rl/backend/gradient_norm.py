@@ -42,7 +42,10 @@ def _multi_tensor_l2_norm(
     per_tensor: bool,
     *_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Replace Megatron-Core's ``local_multi_tensor_l2_norm``: return (the norm, float32 [1], and None)."""
+    """Replace Megatron-Core's ``local_multi_tensor_l2_norm``, with its parameters.
+
+    Returns (the norm over all tensors, float32 [1]; None).
+    """
     assert not per_tensor and len(tensor_lists) == 1
     return l2_norm(tensor_lists[0]).to(noop_flag.device, torch.float32).view(1), None
 

@@ -1,9 +1,10 @@
 """The optimizer step, real or ghost: the one caller of Megatron-Core's optimizer and of the gradient reduction.
 
-A ghost step is the step of a mini-batch in which no sample is left. Under ``skip.ghost=dense`` it
-equals, bit for bit, the dense run's step with an all-zero gradient. It runs no forward, backward,
-reduction or norm. Moments decay, momentum and weight decay move the weights, and step count and
-schedule advance. Under ``freeze`` it moves nothing.
+A ghost step is the step of a mini-batch from which all samples were dropped. Under
+``skip.ghost=dense`` it equals, bit for bit, the step that a run without drops takes: a step with an
+all-zero gradient. It runs no forward, backward, reduction or norm. Moments decay, momentum and
+weight decay move the weights, and step count and schedule advance. Under ``freeze`` it changes
+nothing.
 """
 
 from __future__ import annotations
@@ -241,7 +242,7 @@ class Optimizer:
         )
 
     def restore(self) -> None:
-        """Undo ``offload``: the same tensors with the same contents, and gradients of zero. Not a collective."""
+        """Undo ``offload``: the tensors have their contents again, gradients are zero. Not a collective."""
         if self._offload is not None:
             self._offload.restore()
 
@@ -331,9 +332,8 @@ class Optimizer:
     def gather_gradients(self) -> None:
         """Make the reduced gradient whole on every rank; the distributed optimizer left each rank a shard.
 
-        Each bucket is gathered over the ranks that it was scattered over. Dense parameters are
-        scattered over data-parallel and context ranks. An expert is scattered over the ranks that
-        hold it; under ``parallel.expert_tensor=1`` tensor ranks are among them.
+        Dense parameters are gathered over data-parallel and context ranks. An expert is gathered over
+        the ranks that hold it; under ``parallel.expert_tensor=1`` tensor ranks are among them.
         """
         for group in (g for chunk in self.chunks for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)):
             if not group.ddp_config.use_distributed_optimizer:

@@ -33,8 +33,10 @@ class PackedMicroBatch:
     ``tokens`` is None except on the first pipeline stage. The fields from ``loss_positions`` on are
     None except on the last stage.
 
+    packed: Megatron-Core's parameters of the packed sequences, with their lengths on the host.
     positions: [T] on the host, each token's position in the whole micro-batch, before context
         parallelism splits it.
+    num_sequences: the number of the micro-batch's samples.
     tokens: [1, T], the token ids.
     of_parts: name of an optional part (backend/part.py) → the object that it packed.
     source: the plan's micro-batch that was packed.
@@ -74,7 +76,7 @@ class PackedMicroBatch:
 
 
 class FlatInputs(Protocol):
-    """Gives the inputs of the loss at N loss tokens; LossInputs and ValueInputs do so.
+    """Gives the inputs of the loss at N loss tokens; LossInputs and ValueInputs implement it.
 
     ``gather`` takes the sample index of each token [N], and its index among the batch's response
     tokens [N]. It returns {field of PackedMicroBatch: array [N], or one float for all tokens}.
@@ -221,6 +223,7 @@ def _loss_fields(
 ) -> dict[str, object]:
     """Return the fields of PackedMicroBatch for the loss tokens that this rank predicts.
 
+    inputs: the inputs of the loss; None in a log-prob pass.
     local: int64, for each position of the whole micro-batch its index on this rank; −1 if another
         context rank holds it.
     """
@@ -268,10 +271,12 @@ def _loss_fields(
 class PackedAhead(Sequence[PackedMicroBatch]):
     """Packs each micro-batch of a step, and sends it to the device, while the previous one runs.
 
-    ``self[i]`` returns micro-batch i, or raises the error that packing it raised. The executor
-    ``thread`` has one worker thread, which packs and sends on the CUDA stream ``stream``. That
-    stream first waits for all work launched before. Every packed micro-batch is kept as long as
-    this object lives, so that its memory is not reused while the device may still read it.
+    ``self[i]`` returns micro-batch i, or raises the error that its packing raised. This object keeps
+    every packed micro-batch, so that no memory is reused while the device may still read it.
+
+    pack: a function that packs one micro-batch.
+    thread: an executor with one worker thread, which packs and sends.
+    stream: the CUDA stream of the sending; it first waits for all earlier work. None on a CPU.
     """
 
     def __init__(

@@ -29,11 +29,11 @@ class Recording(Protocol):
     """Holds the data that a BackendPart recorded in one log-prob pass, for the tokens that this rank ran."""
 
     def gather(self, batch: Batch, plan: BatchPlan) -> Recorded:
-        """Send every rank's records to the ranks that own the samples, and return them. A collective."""
+        """Exchange the ranks' recorded data; return the data of the samples that this rank owns. A collective."""
 
 
 class BackendPart(PackingPart, Protocol):
-    """Adds an optional feature to a model: packs data with micro-batches, wraps passes, records data, sums metrics.
+    """Adds an optional feature to a model: it may pack data, wrap passes, record data and sum up metrics.
 
     No method is a collective unless its docstring says so.
 
@@ -69,10 +69,10 @@ class BackendPart(PackingPart, Protocol):
 
 
 class PassWatch(Protocol):
-    """Observes a model's passes without changing their numbers; a profiler is one. No method is a collective.
+    """Observes a model's passes, as a profiler does, and changes no number. No method is a collective.
 
-    Each method returns a context, which the schedule holds open during the named work. A rank runs
-    the forward passes of one model chunk in the order of the micro-batches.
+    Each method returns a context, which the schedule holds open during the work that the method's name
+    says. A rank runs the forward passes of one model chunk in the order of the micro-batches.
     """
 
     def running(self, num_microbatches: int, *, trains: bool) -> AbstractContextManager[None]:

@@ -37,7 +37,7 @@ class _HostMemory:
         self.tensors: list[torch.Tensor] | None = None
 
     def take(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
-        """Copy the parameters into this host memory, and return the copies."""
+        """Copy the parameters into the host memory, and return the copies in the same order."""
         if self.tensors is None:
             self.tensors = [torch.empty_like(p, device="cpu", pin_memory=HOST.is_cuda) for p in parameters]
         overwrite(self.tensors, parameters)

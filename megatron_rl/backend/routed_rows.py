@@ -1,4 +1,4 @@
-"""Tables of routed experts for this rank's routers: built from samples, and read back into samples.
+"""Tables of routed experts for this rank's routers: built from samples, and turned back into samples' experts.
 
 A table has a row for each packed token that this rank's routers see. Under context parallelism
 these tokens are the rank's chunks of every sequence. Under sequence parallelism they are one slice
@@ -106,6 +106,7 @@ def read_experts(
     layout: the positions of all samples of the micro-batch.
     places: each sample's token positions in the packed micro-batch (``token_places``).
     positions: int64, the positions in the micro-batch that this context rank holds.
+    rows: this rank's routers.
     """
     table = np.full((layout.num_tokens, rows.num_layers, rows.top_k), -1, dtype=np.int16)
     own = rows.of(positions)
@@ -139,9 +140,7 @@ class RecordedExperts:
 def gather_recorded(
     batch: Batch, parts: Mapping[int, np.ndarray], passed: np.ndarray, rows: RouterRows, rank: int
 ) -> RecordedExperts:
-    """Send the experts that every rank recorded to the ranks that own the samples. A collective.
-
-    Each rank gets the experts of its own samples.
+    """Exchange the experts that ranks recorded; return those of the samples that this rank owns. A collective.
 
     parts: sample index → the experts that this rank recorded (``read_experts``).
     passed: bool [S], the batch's samples that were in the log-prob pass.
@@ -176,6 +175,7 @@ def _chunks(samples: np.ndarray, tokens: np.ndarray, bytes_per_token: int) -> It
 
     samples: the samples' indices in the batch.
     tokens: [S], the number of tokens of every sample of the batch.
+    bytes_per_token: the bytes of one token's experts.
     """
     part = np.cumsum(tokens[samples] * bytes_per_token) // REDUCED_BYTES
     for number in np.unique(part):

@@ -35,8 +35,8 @@ from megatron_rl.types import BatchFacts, BatchPlan
 class RecordedPass:
     """Holds the experts that this rank's routers chose in one forward pass.
 
-    routers: for each micro-batch, the experts that the routers recorded.
-    rows: which of the model's routers and tokens are this rank's.
+    routers: maps each micro-batch's ``id`` to the micro-batch and its routers' experts.
+    rows: this rank's routers, and which tokens they see.
     rank: this rank's global number.
     """
 
@@ -85,7 +85,7 @@ class ReplayedExperts:
     def pack(self, laid: LaidMicroBatch) -> torch.Tensor | None:
         """Return the micro-batch's experts for this rank's routers; None if no sample has experts.
 
-        int16 [layers of this rank, tokens that its routers see, top_k].
+        The result is int16 [this rank's routers, tokens that they see, top_k].
         """
         experts = lay_experts(laid.layout, laid.rows, laid.read, laid.positions, self.rows)
         return None if experts is None else send(torch.from_numpy(experts), HOST.device)
@@ -108,7 +108,7 @@ class ReplayedExperts:
             yield RecordedPass(routers=routers, rows=self.rows, rank=self.rank)
 
     def take_sums(self) -> dict[str, float]:
-        """Return {"replayed": a number of tokens, "rerouted": those that the router would have sent elsewhere}."""
+        """Return {"replayed": number of replayed tokens, "rerouted": those whose router chose other experts}."""
         rerouted, replayed = reduce_on_host(self.routing.counts.cpu()).tolist()
         self.forget_sums()
         return {"rerouted": float(rerouted), "replayed": float(replayed)}

@@ -162,7 +162,8 @@ class StageLaps:
 class _Run:
     """Holds the start and end marks of each forward and backward pass in one run of the schedule.
 
-    forwarded: the model chunk and the micro-batch of each pair of forward marks.
+    forwarded: (model chunk's index, micro-batch) of each pair of marks in ``forward``.
+    forward, backward: (start, end) marks, as ``_seconds`` takes them.
     """
 
     forwarded: list[tuple[int, PackedMicroBatch]]
@@ -329,10 +330,10 @@ class Schedule:
 
 
 def measured_sums(runs: Sequence[StageLaps]) -> np.ndarray:
-    """Return sums over this rank's micro-batches, to which the cost model is fitted, float64 [cost.NUM_SUMS].
+    """Return the sums over this rank's micro-batches to which the cost model is fitted, float64 [cost.NUM_SUMS].
 
-    A micro-batch's time is the sum over the rank's model chunks. ``planning.cost.measured`` gives
-    the sums' order.
+    They are sums of times and sizes, in the order of ``planning.cost.measured``. A micro-batch's time
+    is summed over the rank's model chunks.
 
     runs: the times of each run of the schedule.
     """

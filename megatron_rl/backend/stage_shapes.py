@@ -1,9 +1,10 @@
 """The shapes of the tensors that pipeline stages send each other, taken from the plan that every rank holds.
 
 Micro-batches differ in size. So Megatron-Core sends each tensor's shape ahead of the tensor, and
-the host waits for the device to read it (0.16.1 and 0.19.2 pipeline_parallel/p2p_communication.py
-``_communicate_shapes``). A stage receives micro-batches in the order in which it runs them, so the
-plan gives each shape. This module replaces ``_communicate_shapes``: no shape is sent.
+the receiving host waits until it can read the shape (0.16.1 and 0.19.2
+pipeline_parallel/p2p_communication.py ``_communicate_shapes``). A stage receives micro-batches in
+the order in which it runs them, so the plan gives each shape. This module replaces
+``_communicate_shapes``: no shape is sent.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ class _Expected:
 
 
 def _from_plan(communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
-    """Replace ``_communicate_shapes``: return the shapes to receive from the previous and from the next stage.
+    """Replace ``_communicate_shapes``: return (shape to receive from the previous stage, from the next).
 
-    The shape is [0, 0, 0] if nothing is to be received from that stage.
+    A shape is [0, 0, 0] if nothing is to be received from that stage.
     """
     if not _under_way:
         return _exchange(communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next)

@@ -63,8 +63,8 @@ class TrainableModel:
     sum_names: keys of ``StepResult.sums``. Each micro-batch's loss gives its ``sums`` in this
         order, float64 [len(sum_names)].
     num_maxima: how many of the last names hold a maximum (of values ≥ 0) instead of a sum.
-    training, reading: the purposes of its plans, for optimizer steps and for forward passes without
-        a gradient. They are part of the plans' fingerprints.
+    training, reading: names that enter the fingerprints of the model's plans: of plans for optimizer
+        steps, and of plans for forward passes without a gradient.
     reference: a policy's reference weights; None before ``keep_reference``.
     parts: optional features (backend/part.py).
     """
@@ -196,7 +196,7 @@ class TrainableModel:
         """Return the plan of the batch's optimizer steps, one per mini-batch. Not a collective.
 
         signal: bool [S], the samples with signal (an advantage other than 0).
-        drops: whether the other samples are left out.
+        drops: whether samples without signal are left out.
         """
         skip, members = self.config.skip, np.arange(batch.facts.num_samples)
         mini_batches = split_mini_batches(members, self.config.train.samples_per_mini_batch)
@@ -241,7 +241,7 @@ class TrainableModel:
     def _read(
         self, batch: Batch, plan: BatchPlan, read: Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, dict]]
     ) -> tuple[np.ndarray, list[dict]]:
-        """Run a forward pass without a gradient over a plan of one mini-batch; return what ``read`` computes from it.
+        """Run a forward pass without a gradient over a plan of one mini-batch; return the results of ``read``.
 
         The batch must hold the samples that this rank runs (``Batch.rows``).
 
@@ -268,12 +268,12 @@ class TrainableModel:
         return self._spread(batch, mini_batch, reported), reported
 
     def _spread(self, batch: Batch, mini_batch: StepPlan, reported: Sequence[Mapping]) -> np.ndarray:
-        """Return on every rank the numbers that ``_read`` got on all ranks: float32 [T], one per response token.
+        """Return float32 [T] on every rank: all ranks' numbers, such as log-probs, one per response token.
 
-        They are log-probs or values, for example. A token without a number has 0.
+        A token without a number has 0.
 
         reported: one mapping for each micro-batch of this rank. Its ``numbers`` are the micro-batch's
-            numbers, and its ``flat`` is the index of each in the result.
+            numbers, and its ``flat`` holds their indices in the result.
         """
         flat = torch.zeros(int(batch.facts.response_offsets[-1]), dtype=torch.float32, device=HOST.device)
         for report in reported:
@@ -294,6 +294,7 @@ class TrainableModel:
 
         Returns [] except on the last pipeline stage's first tensor rank.
 
+        inputs: the inputs of the loss at each token.
         fingerprint: the digest of the mini-batch's plan; ranks compare it before they start.
         loss: a function of a micro-batch and the hidden states at its loss positions. It returns a
             scalar sum, and a dict whose ``sums`` are float64 [len(sum_names)].
@@ -362,7 +363,7 @@ class TrainableModel:
         return sums
 
     def _time_step(self, started: float) -> None:
-        """Record an optimizer step's seconds, the least of all ranks: that rank waited least for others.
+        """Record an optimizer step's seconds on the fastest rank, which waited least for the others.
 
         started: the value of ``time.perf_counter`` at the step's start.
         """
@@ -423,7 +424,7 @@ class TrainableModel:
 
     @property
     def trained_entries(self) -> StageEntries:
-        """Return the function that lists the trained weights: the adapters if there are any, else all weights."""
+        """Return the function that lists a pipeline stage's trained weights: its adapters if it has any, else all."""
         return adapter_entries if self.shape.lora_rank else trained_entries
 
     def retire(self) -> None:

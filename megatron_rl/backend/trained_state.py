@@ -37,6 +37,7 @@ class TrainedState:
     gradients: the buffers of the accumulated gradient; None if no gradient is accumulated.
     sums: the metric sums of the current optimizer step (``StepSums.values``).
     steps: AdamW's number of steps.
+    weight_version: the number of optimizer steps that changed the weights.
     scale: alpha / rank of the adapters; None without adapters.
     """
 

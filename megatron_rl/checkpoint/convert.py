@@ -107,7 +107,7 @@ class Cut:
 
 @contextlib.contextmanager
 def appearing(path: pathlib.Path | RemotePath, *, overwrite: bool) -> Iterator[pathlib.Path | RemotePath]:
-    """Yield a new folder that replaces ``path`` when the block ends. If the block raises, the new folder is removed.
+    """Yield a new folder that replaces ``path`` when the ``with`` block ends; remove the folder if the block raises.
 
     In an object store the new folder is ``path`` itself, and counts as complete once it has a
     config.json. Raises ConfigError if ``path`` exists and ``overwrite`` is False.
@@ -128,7 +128,7 @@ def appearing(path: pathlib.Path | RemotePath, *, overwrite: bool) -> Iterator[p
 def side_folder(partial: pathlib.Path | RemotePath) -> Iterator[pathlib.Path]:
     """Yield a folder on disk for the files beside the weights: ``partial`` if it is on a disk, else a temporary folder.
 
-    The files of the temporary folder are uploaded to ``partial`` when the block ends.
+    The files of the temporary folder are uploaded to ``partial`` when the ``with`` block ends.
     """
     if isinstance(partial, pathlib.Path):
         yield partial
@@ -156,7 +156,7 @@ def check_source(reader: HuggingFaceReader, shape: ModelShape) -> None:
 
 
 def import_size(shape: ModelShape, reader: HuggingFaceReader, dtype: torch.dtype | None) -> int:
-    """Return the total of the bytes that ``import_weights`` will pass to its ``progress``."""
+    """Return how many bytes ``import_weights`` will report to its ``progress`` in all."""
     tensors = [(x.entry, x.dtype(dtype)) for layer in stored_layers(shape) for x in layer]
     return sum(math.prod(whole_size(x, shape)) * (kind or reader.dtype(x.hf[0])).itemsize for x, kind in tensors)
 
@@ -206,7 +206,7 @@ def _import_one(
     cut: Cut,
     dtype: torch.dtype | None,
 ) -> int:
-    """Write one Megatron tensor, a shard for each tensor-parallel rank of ``cut``; return the shards' size in bytes."""
+    """Write the tensor ``stored``, a shard for each tensor-parallel rank of ``cut``; return the bytes of all shards."""
     entry, dtype = stored.entry, stored.dtype(dtype)
     dtypes = {reader.dtype(name) for name in entry.hf}
     if len(dtypes) > 1 and dtype is None:

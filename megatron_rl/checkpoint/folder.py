@@ -100,7 +100,7 @@ def digest(path: pathlib.Path | RemotePath) -> dict[str, object]:
 
 
 def begin(root: pathlib.Path, iteration: int) -> pathlib.Path:
-    """Make an empty ``iter_NNNNNNN.partial`` folder and return it; remove unfinished folders of killed runs."""
+    """Make and return an empty folder ``iter_NNNNNNN.partial``; remove unfinished folders of killed runs."""
     root.mkdir(parents=True, exist_ok=True)
     for path in root.iterdir():
         if path.is_dir() and path.suffix in (".partial", ".deleting"):
@@ -141,8 +141,8 @@ def read_manifest(folder: pathlib.Path | RemotePath) -> dict:
     """Return the content of a checkpoint's manifest, after a check of every field.
 
     Raises DamagedCheckpoint for a manifest that cannot be read, was changed or has invalid fields.
-    Raises CheckpointError for an intact manifest of a format or version that this code does not
-    know. A manifest of such a format counts as intact if it has no SHA-256 of itself.
+    Raises CheckpointError for an undamaged manifest of a format or version that this code does not
+    know; such a manifest need not hold its own SHA-256.
     """
     path = folder / MANIFEST
     content = read_object(path, most_bytes=MANIFEST_BYTES, error=DamagedCheckpoint)
@@ -256,7 +256,7 @@ def remove(folder: pathlib.Path | RemotePath) -> None:
 
 
 def remove_if_empty(root: pathlib.Path | RemotePath) -> None:
-    """Remove a folder of checkpoints if it is empty, or holds only the file that named the latest checkpoint."""
+    """Remove ``root``, a folder of checkpoints, if it is empty or holds only ``latest_checkpointed_iteration.txt``."""
     if not isinstance(root, pathlib.Path):
         if set(root.children()) == {LATEST}:
             (root / LATEST).unlink(missing_ok=True)

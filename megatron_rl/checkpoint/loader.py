@@ -75,7 +75,7 @@ class CheckpointLoader:
     def _verify(self, folder: pathlib.Path, check_rows: Callable[[bytes], None] | None) -> dict:
         """Verify a checkpoint and return the content of its state.json. An error of one rank is raised on every rank.
 
-        Each rank digests a part of the files. The main rank also checks torch's own files.
+        Each rank digests a part of the files. The main rank also runs ``check_torch_files``.
 
         check_rows: a function that raises for a damaged ``rollouts_<rank>.npz``; None for a
             critic's checkpoint, which has no such file.

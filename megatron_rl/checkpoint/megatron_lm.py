@@ -7,8 +7,8 @@
 Megatron-LM refuses iteration 0 (read, ``training/checkpointing.py`` read_metadata: "assert
 iteration > 0 or release"). It starts a ``release`` at iteration 0 with a fresh optimizer.
 
-The keys are the keys of ``GPTModel.sharded_state_dict`` (Megatron-Core 0.16.1 and 0.19.2, read and
-run). The same parameter of all layers is one stacked tensor, with the layer as first index. For a
+The keys are the keys of ``GPTModel.sharded_state_dict`` (Megatron-Core 0.16.1 and 0.19.2, source
+read and run). The same parameter of all layers is one stacked tensor, with the layer as first index. For a
 mixture's experts the second index is the expert. A norm before a linear layer has a key of
 Transformer Engine's fused layer, such as ``linear_qkv.layer_norm_weight``, under both layer specs.
 The norm before a mixture of experts is ``pre_mlp_layernorm.weight``, and in the torch layer spec
@@ -71,8 +71,8 @@ class Place:
 class Stored:
     """Holds one tensor's description (an Entry of weights/mapping.py), and its name in a checkpoint.
 
-    entry: the description: the tensor's Hugging Face names, with the numbers of layer and expert,
-        its name in Megatron-Core, and how its rows are laid out.
+    entry: the description, with the tensor's names in Hugging Face files (numbers of layer and expert
+        included), its name in Megatron-Core, and the order of its rows.
     name: the part of the key after ``decoder.layers.`` if ``layer`` is set, else the whole key. An
         expert's name lacks the expert's number.
     aliases: other names of the same tensor, as Megatron-Core's layer specs differ in some names.
@@ -90,7 +90,7 @@ class Stored:
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Return the tensor's indices (layer, expert) in a stacked tensor that this package writes."""
+        """Return the tensor's first indices, (layer, expert), in the stacked tensor to write; () if not stacked."""
         return tuple(x for x in (None if self.by_layer else self.layer, self.expert) if x is not None)
 
     def stack(self, shape: ModelShape) -> tuple[int, ...]:
@@ -160,11 +160,10 @@ def stored_layers(shape: ModelShape) -> Iterator[list[Stored]]:
 
 
 def _stored_experts(shape: ModelShape, layer: int) -> Iterator[Stored]:
-    """Yield a Stored, a tensor's description and name, for each tensor of a layer's experts.
+    """Yield one Stored (description and name) for each tensor of each expert of a layer.
 
-    All tensors of expert 0 come first, then all of expert 1. If Hugging Face files stack all
-    experts in one tensor, a tensor such as ``linear_fc1`` comes first for all experts, then the
-    next.
+    The order is expert by expert. If Hugging Face files stack a matrix of all experts in one tensor,
+    the order is matrix by matrix: ``linear_fc1`` of every expert, then ``linear_fc2`` of every expert.
     """
     first = [entry for entries in own_experts(shape, shape.num_experts, layer) for entry in entries]
     kinds = [[entry] for entry in first] if stacking(shape.family) else [first]

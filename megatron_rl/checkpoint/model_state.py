@@ -154,8 +154,8 @@ def _put(backend: TrainableModel, values: Mapping[int, torch.Tensor]) -> None:
 def _restore_fit(backend: TrainableModel, sums: np.ndarray) -> None:
     """Restore the sums of measured times to which the planner's cost model is fitted.
 
-    If the number of pipeline stages has changed, nothing is restored. Under ``plan.calibrate`` the
-    planner then uses the fitted model.
+    Under ``plan.calibrate`` the planner uses the cost model fitted to these sums from now on. If the
+    number of pipeline stages has changed, nothing is restored.
     """
     if sums.shape == backend.fit.sums.shape:
         backend.fit.sums = sums

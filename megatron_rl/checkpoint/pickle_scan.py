@@ -69,7 +69,7 @@ ATOM = _Value()
 
 
 class _Machine:
-    """Runs a pickle's opcodes on _Value counts, so that no value is built.
+    """Runs a pickle's opcodes on the sizes of values (_Value), so that no value is built.
 
     most_parts: the largest number of parts of one value (rule 4).
     """
@@ -125,7 +125,7 @@ class _Machine:
 
 
 def scan(content: bytes) -> None:
-    """Raise UnpicklingError, ValueError or IndexError unless a pickle is built like an index of tensors."""
+    """Raise UnpicklingError, ValueError or IndexError unless the pickle ``content`` is built like a tensor index."""
     machine = _Machine(PARTS_PER_BYTE * len(content))
     for opcode, argument, _ in pickletools.genops(io.BytesIO(content)):
         machine.run(opcode.name, argument)

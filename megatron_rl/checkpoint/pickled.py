@@ -126,9 +126,9 @@ def check_pickle(path: pathlib.Path | RemotePath) -> object:
     """Unpickle a ``.metadata`` file and return its object.
 
     The file is the index of the tensors in the ``*.distcp`` files of its folder. Raises
-    DamagedCheckpoint if it names a class or function that is not allowed, or is larger than the
-    size of these files allows. The same error is raised if it is not built like an index of tensors
-    (checkpoint/pickle_scan.py). Size and structure are checked before unpickling begins.
+    DamagedCheckpoint if it names a class or function that is not allowed. The same error is raised,
+    before unpickling begins, if the index is larger than all these files plus SMALL_BYTES, or is not
+    built like an index of tensors (checkpoint/pickle_scan.py).
     """
     try:
         size = path.stat().st_size
@@ -265,12 +265,12 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Return a context within which torch uses these unpicklers, and ``torch.load`` only with ``weights_only``.
+    """Return a context in which torch uses this module's unpicklers, and ``torch.load`` only with ``weights_only``.
 
     ``weights_only`` is forced by torch's environment variable, which overrules the caller's
     argument. This is needed since ``DefaultLoadPlanner.load_bytes`` asks for
-    ``weights_only=False``. A forged ``.metadata`` of allowed classes could make it unpickle any
-    bytes of a file.
+    ``weights_only=False``. A forged ``.metadata`` of allowed classes could make that call unpickle
+    any bytes of a file.
     """
     loads = SimpleNamespace(**{**vars(pickle), "load": lambda file: MetadataUnpickler(file).load()})
     with (

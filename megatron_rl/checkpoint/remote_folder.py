@@ -58,7 +58,7 @@ class RemotePlace:
     """Uploads one checkpoint's files: each rank its own files, the main rank also the small files and the manifest.
 
     scratch: a temporary folder on this rank's disk, for the files that Megatron-Core itself writes:
-        the index of the tensors and the common state. Tensors go from memory to the store.
+        the index of the tensors and ``common.pt``. Tensors go from memory to the store.
     """
 
     def __init__(self, root: RemotePath, iteration: int) -> None:

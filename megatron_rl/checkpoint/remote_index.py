@@ -1,4 +1,4 @@
-"""The loading of a checkpoint in an object store by Megatron-Core: small files are fetched, tensors read by ranges.
+"""The loading of a checkpoint from an object store: small files are fetched, tensors are read by byte ranges.
 
 ``dist_checkpointing.load`` (0.16.1 and 0.19.2) takes a folder on a disk. So it gets a temporary
 folder with the checkpoint's index, format and common state. torch's ``FileSystemReader`` (2.13)
@@ -29,8 +29,8 @@ from megatron_rl.storage.remote import RemotePath
 def index_of(folder: RemotePath) -> Iterator[pathlib.Path]:
     """Yield a temporary folder from which torch loads a checkpoint in an object store; a collective.
 
-    The folder holds the checkpoint's small files. Tensors are read from the store while the block
-    runs. Raises CheckpointError on every rank if one rank cannot fetch the files.
+    The folder holds the checkpoint's small files. Within the ``with`` block torch reads tensors from
+    the store. Raises CheckpointError on every rank if one rank cannot fetch the files.
     """
     error: CheckpointError | None = None
     try:

@@ -39,8 +39,8 @@ def compare_folders(source: pathlib.Path, back: pathlib.Path, dtype: torch.dtype
     back: the folder that was converted to Megatron-LM and back.
     dtype: the type to which the source's tensors were cast; None if they were not cast.
 
-    A tied model's own copy of the output matrix, and old rotary frequencies, are not tensors of the
-    model and are not counted.
+    A tied model's own copy of the output matrix, and rotary frequencies that old files hold, are not
+    counted.
     """
     ours, theirs = HuggingFaceReader(back), HuggingFaceReader(source)
     different, equal, total = [], 0, 0
@@ -71,7 +71,7 @@ def compare_folders(source: pathlib.Path, back: pathlib.Path, dtype: torch.dtype
 
 
 def random_tokens(vocab_size: int, context_tokens: int) -> torch.Tensor:
-    """Return random token ids, int64 [sequences, tokens], drawn with a fixed seed."""
+    """Return int64 [sequences, tokens], random token ids with a fixed seed, at most ``context_tokens`` a sequence."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return torch.randint(vocab_size, (SEQUENCES, min(MOST_TOKENS, context_tokens)))

@@ -3,7 +3,7 @@
 The format is torch.distributed.checkpoint's (torch 2.13 ``filesystem.py``). A ``*.distcp`` file
 holds chunks of tensors, each written by ``torch.save``, one after the other. A pickled ``Metadata``
 in ``.metadata`` holds each tensor's size and chunks, and each chunk's file and offset.
-Megatron-Core (0.16.1 and 0.19.2 ``dist_checkpointing``, read and run) adds ``metadata.json`` and
+Megatron-Core (0.16.1 and 0.19.2 ``dist_checkpointing``, source read and run) adds ``metadata.json`` and
 ``common.pt``, the state saved once for all ranks. 0.19.2 keeps this common state as an object
 ``common_state/shard_0_1`` instead, and reads both.
 

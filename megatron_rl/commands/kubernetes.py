@@ -206,7 +206,7 @@ def manifests(folder: str, run: str, model: str, cluster: Cluster, *, own_prompt
 
 
 def _pod_values(name: str, cluster: Cluster) -> dict[str, object]:
-    """Return {template field: value} for the fields that differ between the kinds of job (KINDS).
+    """Return {field of the manifest's template: value} for the fields that depend on ``cluster.kind``.
 
     name: the run's name as a Kubernetes label.
     """

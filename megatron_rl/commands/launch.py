@@ -45,6 +45,7 @@ def command_line(
     """Return the command line of the process that runs ``module``.
 
     module: the name that ``python -m`` or torchrun gets.
+    arguments: the arguments of that module.
     processes: the number of ranks that torchrun starts on this host; None to run without torchrun,
         as one process or as a rank that another launcher has started.
     environment: this process's environment variables.

@@ -154,8 +154,8 @@ def write_run(folder: str, *, model: str, prompts: str | None, environment: str,
 def _engine_for(model: str) -> str:
     """Return ``vllm`` for a model of more than 1B parameters, which the embedded engine refuses, else ``transformers``.
 
-    A local model's parameters are counted. Nothing is fetched for another model: the number in its
-    name counts, as 7 of Qwen2.5-7B-Instruct.
+    A local model's parameters are counted. The size of any other model is read from its name, as 7
+    from Qwen2.5-7B-Instruct, so nothing is fetched.
 
     model: a Hugging Face folder, the name of a model on a hub, a URL, or "" for none.
     """

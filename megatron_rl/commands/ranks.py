@@ -67,8 +67,8 @@ def _ended_by(number: signal.Signals, *, ranks_run: bool) -> int:
 def explain(error: ChildFailedError) -> int:
     """Print which rank failed first, unless that rank has printed the reason itself; return its exit code.
 
-    A rank that a signal ended counts as first, even if other ranks failed before: they fail when
-    they lose it. SIGTERM does not count, since torchrun sends it to the remaining ranks.
+    A rank that a signal ended counts as first even if others were seen to fail earlier: a lost rank
+    makes the others fail. SIGTERM does not count, since torchrun sends it to the remaining ranks.
     """
     failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
     killed = [(rank, each) for rank, each in failures if each.exitcode < 0 and each.exitcode != -signal.SIGTERM]

@@ -22,10 +22,9 @@ def byte_level(model: models.BPE) -> Tokenizer:
 
     model: the vocabulary and merges.
 
-    In a folder whose config.json has model_type qwen2, AutoTokenizer (transformers 5.19) always
-    builds a Qwen2Tokenizer. That class reads only vocabulary and merges from the files, and splits
-    text its own way. With another split here, the same files would give other tokens beside a
-    config.json than without one.
+    Beside a config.json with model_type qwen2, AutoTokenizer (transformers 5.19) builds a
+    Qwen2Tokenizer, which reads only vocabulary and merges from the tokenizer's files. If this
+    tokenizer split text another way, adding config.json would change a text's tokens.
     """
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.NFC()

@@ -36,9 +36,9 @@ class CorrectionConfig:
     """
 
     old_logprobs: str = "auto"
-    """Source of π_old: `recompute`: a pass; `auto`: none for a rollout's first step; `rollout`: the engine."""
+    """π_old: `recompute`: by a forward pass; `auto`: no pass for a rollout's first step; `rollout`: the engine's."""
     mode: str = "none"
-    """`none`, or kind of weight, then what is done beyond bounds: `{token,sequence,geometric}_{truncate,mask}`."""
+    """`none`, or kind of weight and treatment out of bounds: `{token,sequence,geometric}_{truncate,mask}`."""
     cap: Annotated[float, Range(1)] = 2.0
     """Upper bound of the weight; a token on which engine and trainer agree has weight 1."""
     floor: Annotated[float, Range(0, 1, open_low=True)] | None = None
@@ -72,5 +72,5 @@ class CorrectionConfig:
 
     @property
     def is_on(self) -> bool:
-        """Return whether importance weights or off-policy masking are on; log-probs then decide which samples train."""
+        """Return whether importance weights or off-policy masking are on, so that log-probs can drop samples."""
         return self.mode != "none" or self.off_policy_delta is not None

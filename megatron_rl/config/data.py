@@ -39,7 +39,7 @@ class DataConfig:
     messages_key: str | None = None
     """Column of a whole conversation, in place of prompt and solution (`data.template=chat`); null: none."""
     template: str = AUTO
-    """Text with `{prompt}` in it, or `chat`: the tokenizer's chat template; `auto`: `chat` for messages, else as is."""
+    """Text with `{prompt}` in it; `chat`: the tokenizer's template; `auto`: `chat` for messages, else no change."""
     system_prompt: str = ""
     """Text of a system message for rows that begin with no system message; needs `data.template=chat`."""
     template_columns: tuple[str, ...] = ("tools", "documents", "chat_template_kwargs")
@@ -93,18 +93,18 @@ class DataConfig:
 class ReplayConfig:
     """Keeps trained groups with large advantages, to train them again in place of later groups without signal.
 
-    A group without signal has no sample with a gradient. A rollout takes kept groups in its place
+    A group without signal has no sample with a gradient. A rollout replaces such groups by kept ones
     (docs/async.md).
     """
 
     capacity_groups: Annotated[int, Range(0, 10**6)] = 0
-    """Number of groups kept, those of largest Σ|A| · Σ_f (standard deviation of reward function f); 0: none."""
+    """Number of groups kept: of largest Σ |advantage| · Σ_f (standard deviation of function f's rewards); 0: none."""
     max_age_versions: Annotated[int, Range(1)] | None = 16
     """Largest number of weight versions from a group's oldest token to its replay; null: no limit."""
     max_uses: Annotated[int, Range(1)] = 1
     """Largest number of times that a group is replayed."""
     recompute_logprobs: bool = True
-    """Source of a replayed group's π_old: true: the current policy; false: the engine's log-probs at its sampling."""
+    """A replayed group's π_old: true: by the current policy; false: the engine's, from when it sampled the group."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -118,7 +118,7 @@ def _structured(section: type) -> DictConfig:
 
 
 def _read(source: object) -> tuple[Tree, Lines]:
-    """Return (settings, lines) of a source: plain values, and for a file {dotted key: line}, else {}."""
+    """Return (settings in plain values, {dotted key: line}) of a source; no lines are known unless it is a file."""
     if source is None:
         return {}, {}
     if isinstance(source, str | os.PathLike):
@@ -219,11 +219,12 @@ def _keys(tree: Tree, prefix: str = "") -> Iterator[str]:
 
 
 def _with_place(message: str, path: str, lines: Lines, overridden: Collection[str]) -> str:
-    """Return a message preceded by where its keys were set: on lines of the file, or on the command line.
+    """Return an error message after a note of where its keys were set: on lines of the file or the command line.
 
     In a message about an unknown key, only that key is looked up, not the known keys that are advised.
 
-    lines: the line of each dotted key of the file.
+    path: the file's name.
+    lines: {dotted key: its line in the file}.
     overridden: the dotted keys of the overrides.
     """
     said = message.split(" (value ")[0] if message.startswith("unknown config key ") else message

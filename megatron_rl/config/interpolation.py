@@ -5,10 +5,10 @@ All of OmegaConf's grammar is read (2.3, "Variable interpolation" and "Built-in 
 oc.create, oc.dict.keys, oc.dict.values, and resolvers that the process itself registered. Not read:
 oc.coerce, which imports the module that it is given.
 
-Each text with an interpolation gets a number, and a marker with this number takes its place until
-it is evaluated. If text a refers to text b, the evaluation of a meets b's marker. Then b is
-evaluated first, and a again. So this module sees every reference: it names the keys of a cycle, and
-ends an evaluation whose texts, calls or values exceed the limits below.
+Each text with an interpolation gets a number. Until the text is evaluated, a marker
+``${megatron_rl.pending:number}`` stands in its place. If OmegaConf meets the marker of text b while
+it evaluates text a, b is evaluated first, then a anew. So this module sees every reference. It
+names the keys of a cycle, and raises ConfigError if texts, calls or values exceed the limits below.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PATCHED = threading.RLock()  # a resolver of the user's may load a configuratio
 
 
 class Interpolations:
-    """Puts markers in place of interpolations in trees of settings, and values in place of markers after a merge."""
+    """Replaces the interpolations in trees of settings by markers, and after a merge the markers by values."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []  # text n has the marker of number n
@@ -85,12 +85,13 @@ class Interpolations:
         return tree
 
     def _settle(self, first: int, settings, tree: dict[str, object]) -> None:
-        """Evaluate the text with the number ``first``, and before it each text that it refers to.
+        """Evaluate text number ``first``, after each text that it refers to, and put the values in place of markers.
 
-        In ``tree`` and ``settings`` each text's value replaces its marker.
+        The values are put into both ``settings`` and ``tree``.
 
         settings: OmegaConf's container in which texts are evaluated: ``tree``, and the defaults of
             settings that ``tree`` lacks.
+        tree: the merged tree of settings.
         """
         stack = [first] * (first in self.places)
         while stack:
@@ -108,9 +109,9 @@ class Interpolations:
                 stack.append(self.needed)
 
     def _evaluated(self, number: int, settings) -> object:
-        """Return the plain value of the text with this number; None if another text must be evaluated first.
+        """Return the plain value of text number ``number``; None if another text must be evaluated first.
 
-        ``needed`` is then the other text's number, else None.
+        ``self.needed`` is set to the other text's number, or to None if there is no other.
 
         settings: see ``_settle``.
         """
@@ -143,10 +144,10 @@ class Interpolations:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Return a context within which OmegaConf's resolvers are wrapped, and markers have a resolver too.
+        """Return a context in which this thread's calls of OmegaConf's resolvers are checked, and markers are resolved.
 
-        A wrapped resolver raises for a call by this thread that is refused: of oc.coerce, for a missing
-        environment variable, or beyond MOST_CALLS.
+        A call raises LookupError if it is of oc.coerce, asks for a missing environment variable, or is
+        one of more than MOST_CALLS.
         """
         table = BaseContainer._resolvers  # OmegaConf's one table of resolvers, in 2.3 and 2.4
         with _PATCHED:

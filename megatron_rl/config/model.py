@@ -26,7 +26,7 @@ class ModelConfig:
     init: str = "pretrained"
     """`pretrained`: the weights of `model.hf_path`; `random`: random weights in the shape of its config."""
     layer_spec: str = "auto"
-    """Layers of `transformer_engine`, `torch`, or `auto`: Transformer Engine in bfloat16 if it builds, else `torch`."""
+    """`transformer_engine` or `torch` layers; `auto`: the former in bfloat16 if they can be built, else `torch`."""
     logprob_kernel: str = "auto"
     """What computes log-probs from logits: `torch`, `triton` kernels, or `auto`: triton on a GPU, if installed."""
 
@@ -53,7 +53,7 @@ class ParallelConfig:
     context: Annotated[int, Range(1, 10**5)] = 1
     """Context-parallel degree: ranks that split each sequence, two chunks each; token caps count all ranks' tokens."""
     expert: Annotated[int, Range(1, 10**5)] = 1
-    """Expert-parallel degree: ranks that divide a layer's experts; for other layers they are TP, CP or DP ranks."""
+    """Expert-parallel degree: ranks that divide a layer's experts; other layers use these ranks for TP, CP or DP."""
     expert_tensor: Annotated[int, Range(1, 10**5)] | None = None
     """Tensor-parallel degree within each expert; null: as `parallel.tensor`."""
     sequence_parallel: bool = False

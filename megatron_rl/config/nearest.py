@@ -31,7 +31,7 @@ def all_keys(cls: type, prefix: str = "") -> Iterator[str]:
 def leaf_of(key: str, value: object) -> tuple[str, object]:
     """Return (dotted key, value) of one setting within an unknown key that may be a whole section.
 
-    It is the first setting whose name another framework knows, or without one the first setting.
+    The setting is the first whose name another framework uses; if there is none, the first of all.
 
     Example: ``actor_rollout_ref`` with ``{"rollout": {"n": 8}}`` gives
     ``actor_rollout_ref.rollout.n`` and 8.
@@ -49,7 +49,7 @@ def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def _endings(key: str) -> Iterator[str]:
-    """Yield every ending of a dotted key, the whole key first, with ``-`` as ``_``. Example: a.b gives a.b, then b."""
+    """Yield every ending of a dotted key, the whole key first, each ``-`` as ``_``. Example: a-b.c gives a_b.c, c."""
     parts = key[-MOST_CHARACTERS:].replace("-", "_").split(".")
     return (".".join(parts[first:]) for first in range(len(parts)))
 

@@ -37,7 +37,7 @@ class AdvantageConfig:
     gamma: Annotated[float, Range(0, 1)] = 1.0
     """`gae`: discount γ over loss tokens; 1: no discount."""
     lam: Annotated[float, Range(0, 1)] = 1.0
-    """`gae`: λ of the recursion over loss tokens."""
+    """`gae`: λ of the advantages' recursion over loss tokens."""
     noise_std: Annotated[float, Range(0, 10**6)] = 0.0
     """Standard deviation of the noise on advantages; 0: no noise."""
     noise_steps: Annotated[int, Range(0)] = 0
@@ -70,7 +70,7 @@ class SkipConfig:
     mode: str = "exact"
     """Drops: `exact`: samples whose gradient is provably 0; `approximate`: samples of zero advantage; `off`: none."""
     steps: str = "match"
-    """`match`: the same optimizer steps as the dense run; `merge`: one step per rollout, over all samples that stay."""
+    """`match`: the same optimizer steps as the dense run; `merge`: one step per rollout, over samples not dropped."""
     ghost: str = "dense"
     """If all samples of a step are dropped: `dense`: step on a zero gradient, as the dense run; `freeze`: no step."""
     advantage_epsilon: Annotated[float, Range(0, 10**6)] = 0.0
@@ -94,13 +94,13 @@ class LossConfig:
     """
 
     policy: str = "ppo"
-    """Policy term: `ppo`, `gspo`, `cispo`, `importance_sampling`, `dro`, `reinforce` or `module:function`."""
+    """Policy term: `ppo`, `gspo`, `cispo`, `importance_sampling`, `dro`, `reinforce`, or your own `module:function`."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of a policy term of your own, by name (docs/your-own.md)."""
     reduction: str = "token_mean"
     """`token_mean`, `token_sum`, `sequence_mean`, `sequence_sum_mean`, `sequence_sum_norm` or `prompt_mean`."""
     denominator: str = "original"
-    """Samples that count in the reduction's divisor: `original`: all before the drop; `kept`: those that stay."""
+    """Samples that count in the reduction's divisor: `original`: all before the drop; `kept`: those not dropped."""
     clip_low: Annotated[float, Range(0, 1000)] = 0.2
     """Distance from 1 of the lower bound of the ratio π_θ/π_old."""
     clip_high: Annotated[float, Range(0, 1000)] = 0.2

@@ -61,7 +61,7 @@ class PlanConfig:
     share_prompts: bool | None = None
     """Whether a micro-batch runs the common prompt of several samples once; null: yes, if exact and possible."""
     repack: bool = True
-    """true: pack the samples that stay; false: pack all, then drop micro-batches: bitwise as a run without drops."""
+    """true: pack samples that are not dropped; false: pack all, then omit micro-batches: bitwise as without drops."""
     microbatch_overhead_tokens: Annotated[int, Range(0)] = 256
     """Assumed fixed cost of a micro-batch, in tokens; it decides the number of micro-batches on a pipeline."""
     on_long_sample: str = "own_microbatch"

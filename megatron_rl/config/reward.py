@@ -24,7 +24,7 @@ class RewardConfig:
     functions: tuple[str, ...] = ()
     """Any of `arithmetic`, `math_verify`, `reward_model`, `environment`, `module:function`, `./file.py:function`."""
     completions: str = "text"
-    """Form of completions for your own functions that take lists: `text` or `messages` (docs/coming-from.md)."""
+    """What your own functions that take lists get as `completions`: `text` or `messages` (docs/coming-from.md)."""
     model_path: str | None = None
     """For `reward_model`: folder of a classifier with one label (docs/supervised.md#reward-models); null: none."""
     weights: tuple[Annotated[float, Range(-(10**6), 10**6)], ...] = ()
@@ -36,7 +36,7 @@ class RewardConfig:
     num_workers: Annotated[int, Range(0, 1000)] = 0
     """Processes per rank that call the functions, up to twice as many if some are slow; 0: the rank calls them."""
     deadline_s: Annotated[float, Range(0.1, 10**6)] = 30.0
-    """Seconds that a worker may take for a sample; then it is replaced, and `reward.on_error` applies to the sample."""
+    """Seconds that a worker may take for a sample; a late worker is replaced, and `reward.on_error` applies."""
     worker_environment: tuple[str, ...] = ()
     """Environment variables, such as an API key, that workers get beside a few harmless ones (docs/security.md)."""
     in_process: tuple[str, ...] = ()

@@ -28,7 +28,7 @@ class ProducerConfig:
     min_groups: Annotated[int, Range(1, 10**6)] | None = None
     """Number of groups in each part of a rollout; each part is scored by itself; null: a rollout is one part."""
     max_staleness_steps: Annotated[int, Range(0)] | None = None
-    """Largest age of a token's weights at its rollout's first step, in optimizer steps; null: `prefetch_rollouts`."""
+    """Largest age of the weights that sample a token, in steps, when it is first trained; null: `prefetch_rollouts`."""
     straggler_share: Annotated[float, Range(0, 0.5)] = 0.0
     """Fraction of a rollout's groups that may be unfinished when it trains; they join the next rollout; 0: none."""
 
@@ -71,7 +71,7 @@ class DynamicSamplingConfig:
     on_exhausted: str = "skip"
     """If groups without signal are left after the last round: `skip`: drop them as usual; `fail`: end the run."""
     metric: str | None = None
-    """Reward that must differ within a group: a function's name or `reward`; `shaped`: none; null: docs/async.md."""
+    """What must differ in a group: a function's reward, or `reward`; `shaped`: signal suffices; null: docs/async.md."""
 
     def __post_init__(self) -> None:
         choose("rollout.dynamic_sampling.on_exhausted", self.on_exhausted, ("skip", "fail"))
@@ -96,7 +96,7 @@ class RolloutConfig:
     temperature: Annotated[float, Range(0.01, 100)] = 1.0
     """Sampling temperature; all log-probs, of engine and trainer, are taken at it."""
     bitwise: bool = False
-    """`transformers`: whether the trainer's layers generate, so that log-probs are bitwise equal (docs/bitwise.md)."""
+    """`transformers`: whether the trainer's own layers generate, for bitwise equal log-probs (docs/bitwise.md)."""
     max_batch_samples: Annotated[int, Range(1, 10**6)] = 256
     """`transformers`: largest number of samples that are decoded at once."""
     allow_large_embedded_model: bool = False
@@ -163,9 +163,9 @@ class RolloutConfig:
 class WeightSyncConfig:
     """Sets how the policy's weights are sent to the engines, one bucket (some tensors) after another.
 
-    Under `cuda_ipc` an engine reads each bucket from the memory of the GPU that it shares with its
-    rank. This works for engines that the run started. PyTorch's expandable segments are then off in
-    the trainer.
+    Under `cuda_ipc` an engine reads each bucket from the memory of the GPU that it shares with a
+    trainer's rank. This works for engines that the run started. It turns PyTorch's expandable
+    segments off in the trainer.
     """
 
     channel: str = "auto"

@@ -29,7 +29,7 @@ class RunConfig:
     deadline_s: Annotated[float, Range(1, 10**6)] = 1800.0
     """Longest time, in seconds, of a collective, of an engine without progress, and of a user's function in a rank."""
     slow_stage_s: Annotated[float, Range(0, 10**6)] = 60.0
-    """Seconds in a stage, as `update`, until the log names all ranks' stages; again at 2, 4 ... times it; 0: never."""
+    """Seconds in a stage, such as `update`, until the log names each rank's stage, and at each doubling; 0: never."""
 
     @property
     def path(self) -> pathlib.Path:
@@ -102,13 +102,13 @@ class MetricsConfig:
     prometheus_key_env: str | None = None
     """Environment variable with the bearer keys of Prometheus' clients, separated by commas; null: no key is needed."""
     log_completions: Annotated[int, Range(0, 10**6)] = 4
-    """Completions, with prompt and reward, that are recorded of each rollout and evaluation set; 0: none."""
+    """Number of completions, with prompt and reward, recorded of each rollout and evaluation set; 0: none."""
     completion_chars: Annotated[int, Range(2, 10**7)] = 2000
     """Largest number of characters of a recorded prompt, response or answer; longer texts lose their middle."""
     completions_every_rollouts: Annotated[int, Range(1)] = 1
     """Number of rollouts between recordings of completions; evaluations are always recorded."""
     print_completions_every_rollouts: Annotated[int, Range(0)] = 20
-    """Number of rollouts between logs of two recorded completions; every evaluation logs two; 0: none."""
+    """Number of rollouts until the log again shows two recorded completions; evaluations always show two; 0: none."""
     progress: bool = True
     """Whether the first rank shows a live progress bar."""
     dense_every_rollouts: Annotated[int, Range(0)] = 20

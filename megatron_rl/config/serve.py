@@ -33,7 +33,7 @@ class ServeConfig:
     max_models: Annotated[int, Range(1, 10**5)] = 16
     """Largest number of models in training whose states are kept in host memory."""
     max_samplers: Annotated[int, Range(1, 10**5)] = 32
-    """Largest number of weight copies in host memory for samplers without a name; the oldest are removed."""
+    """Largest number of samplers without a name whose weights host memory holds; the oldest are removed."""
     max_body_mb: Annotated[float, Range(0, 10**6, open_low=True)] = 64.0
     """Largest body of a training request, in MiB; the SDK splits its requests at 5 MB."""
     max_queue_mb: Annotated[float, Range(0, 10**7, open_low=True)] = 4096.0
@@ -51,7 +51,7 @@ class ServeConfig:
     keep_results_s: Annotated[float, Range(1, 10**7)] = 900.0
     """Seconds that a result is kept after it was last asked for."""
     session_s: Annotated[float, Range(1, 10**7)] = 150.0
-    """Seconds without a heartbeat after which a session's models may be saved and make room for others."""
+    """Seconds without a heartbeat after which a session's models may be saved and removed from memory."""
 
     def __post_init__(self) -> None:
         choose("serve.logprobs", self.logprobs, ("all", "trained"))

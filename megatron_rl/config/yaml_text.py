@@ -79,7 +79,8 @@ def parse_yaml(text: str, where: str, lines: Lines | None = None) -> object:
 
 
 def _check_tokens(text: str, reader: _Reader) -> None:
-    """Raise ConfigError if a YAML text has tags, or too many values or levels, before a full reading takes minutes."""
+    """Raise ConfigError if a YAML text has tags, or too many values or levels."""
+    # Before the full reading, which could take minutes.
     depth = count = 0
     for token in yaml.scan(text, _Loader):
         if isinstance(token, yaml.TagToken):

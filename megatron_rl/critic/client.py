@@ -25,7 +25,11 @@ class RemoteSave:
     """Stands for a checkpoint that the critic's ranks are writing; it has the methods of PendingSave."""
 
     def __init__(self, critic: RemoteCritic, root: pathlib.Path, iteration: int) -> None:
-        """Tell the critic's ranks to begin the checkpoint. Raises CheckpointError on every rank if that fails."""
+        """Tell the critic's ranks to begin the checkpoint. Raises CheckpointError on every rank if that fails.
+
+        root: the folder of the critic's checkpoints.
+        iteration: the checkpoint's number, as in the policy's checkpoint.
+        """
         self.critic, self.is_written, self.written_s = critic, True, 0.0
         critic.ask_of_checkpoint("save", root=str(root), iteration=iteration)
 
@@ -43,12 +47,12 @@ class RemoteSave:
 
 
 class RemoteCritic:
-    """Has the methods of ``Critic``, and lets the critic's ranks do the work.
+    """Has the methods of ``Critic``; each sends a request to the critic's ranks, which do the work.
 
     If the critic's ranks fail, a method raises PeerError.
 
     link: this rank's end of the link to the critic's ranks.
-    total_steps: as for ``Critic``.
+    total_steps: the optimizer steps until the critic's learning rate stops decaying.
     """
 
     def __init__(self, link: PolicyCriticLink, *, total_steps: int) -> None:
@@ -63,8 +67,8 @@ class RemoteCritic:
     ) -> tuple[dict, dict[str, np.ndarray]]:
         """Send a request to the critic's ranks; return (the answer, {name: array}).
 
-        Every rank waits for the answer to appear in the job's key-value store, as long as the
-        critic's ranks show signs of life. A wait in a collective would end at its deadline.
+        Every rank waits for the answer in the job's key-value store, without a deadline as long as the
+        critic's ranks show signs of life.
 
         request: the request's name, such as ``values``.
         arrays: a function that returns the request's arrays, called on the first rank alone; None
@@ -103,7 +107,8 @@ class RemoteCritic:
         """Take the critic's optimizer steps on a rollout, and return their metrics.
 
         batch: the batch of the last call of ``values``.
-        returns, old_values: [T], for each response token the value to learn and the value before.
+        returns, old_values: [T], for each response token the value to learn, and the value that the
+            critic predicted before its first step.
         """
         assert batch.facts is self.valued, "train() takes the batch of the last values()"
         answer, _ = self.ask("train", lambda: {"returns": returns, "old_values": old_values})

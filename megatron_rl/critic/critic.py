@@ -37,7 +37,7 @@ from megatron_rl.weights.reader import MemoryReader, WeightReader
 
 
 class Critic(TrainableModel):
-    """Runs the critic. Methods are collectives over its ranks, unless their docstrings say otherwise.
+    """Trains the critic and computes its values. Methods are collectives, unless their docstrings say otherwise.
 
         critic = Critic(config, total_steps=100)
         values = critic.values(batch)                           # [T] flat
@@ -95,7 +95,10 @@ class Critic(TrainableModel):
     # ---- a rollout -------------------------------------------------------------------------------------------------
 
     def values(self, batch: Batch) -> np.ndarray:
-        """Return V of the state before each loss token, 0 at other tokens: float32 [T] flat, on every rank."""
+        """Return the value of the state before each loss token, 0 at other response tokens.
+
+        float32 [T], sample after sample, on every rank.
+        """
         own = dataclasses.replace(batch, rows={})
         with self._here():
             plan = self.plan_pass(own, own.facts.loss_tokens > 0)
@@ -105,7 +108,7 @@ class Critic(TrainableModel):
     def train(self, batch: Batch, returns: np.ndarray, old_values: np.ndarray) -> dict[str, float]:
         """Take the rollout's optimizer steps; return the metrics ``critic/*`` (``critic_metrics``).
 
-        returns: [T] flat over response tokens, the values' targets.
+        returns: [T], for each response token the value to learn, sample after sample.
         old_values: [T], the result of ``values`` before the first step.
         """
         own = dataclasses.replace(batch, rows={})
@@ -123,9 +126,9 @@ class Critic(TrainableModel):
     def accumulate(
         self, batch: Batch, mini_batch: StepPlan, returns: np.ndarray, old_values: np.ndarray, fingerprint: bytes
     ) -> None:
-        """Add the gradient of a mini-batch, whose samples' contents ``batch`` must hold.
+        """Add the gradient of a mini-batch; ``batch`` must hold the contents of its samples.
 
-        returns, old_values: [T], the arguments of ``train``.
+        returns, old_values: [T], as ``train`` takes them.
         fingerprint: the digest of the mini-batch's plan; ranks compare it before they start.
 
         The denominators of ``loss.reduction`` count all samples of the mini-batch.
@@ -147,7 +150,7 @@ class Critic(TrainableModel):
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def offload(self) -> OffloadedBytes:
-        """Do what ``TrainableModel.offload`` does, by the critic's own process groups if it has any."""
+        """Offload as ``TrainableModel.offload`` does, with the critic's own process groups if it has any."""
         with self._here():
             return super().offload()
 
@@ -156,7 +159,11 @@ class Critic(TrainableModel):
             super().restore()
 
     def save(self, root: pathlib.Path, iteration: int) -> PendingSave:
-        """Begin a checkpoint of the critic: model, AdamW, and the critic's counters in state.json."""
+        """Begin to write a checkpoint: the critic's weights, AdamW's state, and counters in state.json.
+
+        root: the folder of the critic's checkpoints.
+        iteration: the checkpoint's number, as in the policy's checkpoint.
+        """
         state = {"model": model_state.identity(self), "backend": model_state.numbers(self)}
         with self._here():
             return model_state.save(self, root, iteration, {STATE: json.dumps(state) + "\n"})
@@ -166,7 +173,7 @@ class Critic(TrainableModel):
         model_state.check_model(self, folder, read_model_state(folder)["model"])
 
     def load(self, folder: pathlib.Path) -> None:
-        """Load a checkpoint of the critic, from any topology.
+        """Load a checkpoint of the critic, whatever parallel degrees it was saved under.
 
         Raises DamagedCheckpoint if its tensors cannot be read. AdamW is then reset, so that another
         checkpoint can be loaded.
@@ -190,9 +197,9 @@ class Critic(TrainableModel):
 def critic_metrics(results: Sequence[StepResult]) -> dict[str, float]:
     """Return the metrics ``critic/*`` of a rollout's steps.
 
-    The loss is a mean over steps, the gradient norm the largest one. Values, returns and clipping
-    are means over loss tokens. Explained variance is the share of the returns' variance that the
-    values before each step explain, 1 − Σ(R − V)² / Σ(R − mean R)².
+    The loss is a mean over steps, the gradient norm the largest of all steps. Means over loss tokens
+    are taken of values, returns and the clip ratio (the fraction of clipped values). Explained
+    variance is 1 − Σ(R − V)² / Σ(R − mean R)², for returns R and the values V before each step.
     """
     sums = {name: sum(result.sums[name] for result in results) for name in Critic.sum_names}
     metrics = {

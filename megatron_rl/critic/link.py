@@ -167,9 +167,9 @@ class PolicyCriticLink:
                 )
 
     def say_failed(self, reason: str) -> None:
-        """Record in the store that this world failed, which ends the waits of both worlds. Not a collective.
+        """Record in the store that this world failed for ``reason``; both worlds then stop waiting.
 
-        It does nothing if the job's store is gone, which ends the waits as well.
+        If the job's store is gone, which also ends their waits, it does nothing. Not a collective.
         """
         with contextlib.suppress(dist.DistError):
             if not self.store.check([FAILED]):  # the first cause counts

@@ -56,12 +56,12 @@ class RewardModel(TrainableModel):
         return FreshHead(super()._reader(weights), self.hf_config.hidden_size)
 
     def scores(self, batch: Batch, chosen: np.ndarray) -> np.ndarray:
-        """Return the value head's number for each loss token, 0 for other response tokens, on every rank.
+        """Return the value head's number for each loss token, read from the hidden state before the token.
 
-        It is read from the state before the token. float32 [T] over response tokens, sample after
-        sample.
+        The result is float32 [T] over response tokens, sample after sample, on every rank; 0 at tokens
+        without loss.
 
-        chosen: bool [S], the samples to compute; 0 for all others.
+        chosen: bool [S], the samples to compute; all others have 0.
         """
         plan = self.plan_pass(batch, chosen)
         return self._read(
@@ -73,9 +73,9 @@ class RewardModel(TrainableModel):
     def forward_backward(
         self, batch: Batch, mini_batch: StepPlan, inputs: LossInputs, *, fingerprint: bytes, supervised: bool = True
     ) -> None:
-        """Add the gradient of the linear loss −Σ_t w_t · V_t over loss tokens, V_t being the head's number.
+        """Add the gradient of −Σ_t w_t · V_t over loss tokens t, where V_t is the value head's number.
 
-        inputs: the weights w.
+        inputs: its ``weights`` are w.
         fingerprint: the digest of the plan of this mini-batch; ranks compare it before they start.
         supervised: has no effect; callers pass it as to ``MegatronBackend.forward_backward``.
         """

@@ -46,7 +46,7 @@ class Service:
     def __init__(self, link: PolicyCriticLink, build: Callable[..., Critic]) -> None:
         """Keep the link to the policy's ranks, and the function that makes the critic.
 
-        build: returns the run's critic, given ``total_steps``.
+        build: makes the critic, given ``total_steps`` as ``RemoteCritic`` takes it.
         """
         self.link, self.build = link, build
         self.number = 0
@@ -56,7 +56,7 @@ class Service:
         self.pending: PendingSave | None = None
 
     def answer_next(self) -> bool:
-        """Wait for the policy's next request and answer it; return whether more will come.
+        """Wait for the policy's next request and answer it; return whether more requests will come.
 
         If one rank fails, the policy's ranks are told, and then every rank here raises the error.
         """
@@ -109,8 +109,9 @@ class Service:
     def _checkpoint(self, request: str, message: Mapping) -> dict:
         """Carry out a request about a checkpoint, and return the answer.
 
-        A CheckpointError is part of the answer: the policy's ranks handle it
-        (``checkpoint.on_error``).
+        request: ``save``, ``finish``, ``check`` or ``load``.
+
+        A CheckpointError is not raised but becomes part of the answer, for the policy's ranks.
         """
         try:
             match request:
@@ -130,6 +131,7 @@ class Service:
     def _batch(self, sample_ids: Sequence[str], arrays: Mapping[str, np.ndarray]) -> Batch:
         """Return the policy's batch, with its samples spread over the critic's ranks.
 
+        sample_ids: the ids of the batch's samples, in its order.
         arrays: the request's arrays, as ``batch_arrays`` of critic/client.py made them.
         """
         totals = arrays["prompt_tokens"] + arrays["response_tokens"]

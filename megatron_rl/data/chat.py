@@ -1,7 +1,7 @@
 """The tokens of chat messages and of an environment's observations: by the chat template, or as unchanged text.
 
-Tokens that the policy sampled are never tokenized again. An observation's tokens are made from the
-text that the template writes after a turn, apart from the turn's tokens.
+The policy's turns keep the tokens that were sampled. The text that the template writes after a
+turn, such as an observation, is tokenized separately.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def check_messages(value: object, where: str) -> list[Message]:
     """Return the messages in ``value``, a list of at least one message, each with a role and a content that are texts.
 
     Null fields, which Arrow fills in, and empty lists of tool calls are left out. An assistant's
-    message that calls tools may have no content or a null content. Either is kept as it is, since
-    templates treat the two differently. Other fields are kept for the template.
+    message that calls tools may have a null content or no content field. A null content is kept,
+    since templates treat the two differently. Other fields are kept for the template.
 
     Raises ConfigError for a value of another form.
 

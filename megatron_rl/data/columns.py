@@ -17,7 +17,7 @@ class RequiredColumn:
 
     name: the column's name.
     needed_by: what reads the column, in words for the message.
-    null: whether a row's value may be null, for "does not apply".
+    null: whether a row's value may be null, which means that the column does not apply to the row.
     fault: called with a value; returns why it cannot be used and how to mend it, or None if it can
         be used. If ``fault`` itself is None, any value can be used.
     or_answer: whether a row may have an answer (``data.answer_key``) in place of the column.
@@ -31,12 +31,12 @@ class RequiredColumn:
 
 
 def name_of_row(rows: Sequence[Mapping[str, object]], row: int) -> str:
-    """Return a row's name for messages: its number, and its file and line if these are known."""
+    """Return a row's name for errors: its number, and its file and line if these are known."""
     return f"row {row} ({rows.place(row)})" if isinstance(rows, Rows) else f"row {row}"
 
 
 def names_of(columns: Mapping[str, object]) -> str:
-    """Return, as text for messages, the names of a row's columns and of the fields of columns that are objects."""
+    """Return the names of a row's columns, and of object columns' fields (``column.field``), as text for errors."""
     fields = {name: value for name, value in columns.items() if isinstance(value, Mapping)}
     inner = [f"{name}.{field}" for name, value in fields.items() for field in value]
     names = ", ".join(map(repr, [*columns, *inner])) or "none"
@@ -58,7 +58,7 @@ def check_columns(
     required: the columns that every row must have, other than the prompt.
     prompt_key: the column of the prompt, or of the conversation, which every row must have.
     answer_key: ``data.answer_key``; if it is not "answer", every row must have that column.
-    prompt_setting: the configuration's key that names the prompt's column, for messages.
+    prompt_setting: the configuration's key that names the prompt's column, for errors.
     """
     # The required columns by name; "answer" under the name of ``answer_key``.
     prompt = RequiredColumn(name=prompt_key, needed_by=prompt_setting, null=False)

@@ -90,8 +90,8 @@ class Conversations(PromptTexts):
     def check_followed(self, rows: Iterable[int], role: str) -> None:
         """Raise ConfigError if the template writes a row's prompt differently once observations of ``role`` follow it.
 
-        Only one row is checked of those whose messages have the same roles and whose variables have
-        the same names.
+        Rows are alike if their messages have the same roles and their variables the same names. Of
+        alike rows only the first is checked.
 
         rows: the numbers of the rows.
         """
@@ -106,7 +106,10 @@ class Conversations(PromptTexts):
             seen.add(kind)
 
     def _warn_of_left_out(self, messages: Sequence[Message], text: str, where: str) -> None:
-        """Warn, once, of a message or of tool calls in a message that the template leaves out of ``text``."""
+        """Warn, once, if ``text``, as the template wrote it, lacks a message's content or tool calls.
+
+        where: the prompt's row and column, for the message.
+        """
         number = next((number for number, message in enumerate(messages) if not _is_in(message, text)), None)
         if number is not None and not self._warned_of_left_out:
             log.warning(
@@ -123,10 +126,10 @@ class Conversations(PromptTexts):
 
 
 def _is_in(message: Message, text: str) -> bool:
-    """Return whether ``text`` holds a message's content.
+    """Return whether ``text``, as the template wrote it, holds a message's content.
 
-    For an assistant's or a tool's message, return whether ``text`` holds the names of its tool
-    calls.
+    For an assistant's or a tool's message, only the names of the message's tool calls are looked
+    for.
     """
     called = [call.get("function", call) for call in message.get("tool_calls", ())]
     if message["role"] in ("assistant", "tool"):  # templates leave thoughts out, and may write a tool's result as JSON
@@ -152,7 +155,7 @@ def _variables(value: object, where: str) -> Mapping[str, object]:
 def text_or_messages(rows: Sequence[Mapping[str, object]], row: int, key: str, setting: str) -> str | list[Message]:
     """Return the text or the messages in column ``key`` of row ``row``. Raises ConfigError for any other value.
 
-    setting: the key of the configuration that names the column, for messages: ``data.prompt_key``.
+    setting: the configuration's key that names the column, such as ``data.prompt_key``, for errors.
     """
     columns = rows[row]
     value = value_of(columns, key) if has_column(columns, key) else None

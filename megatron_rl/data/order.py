@@ -55,9 +55,9 @@ class Order:
         return int(self._permutation(source, rounds)[place]), rounds
 
     def identity(self) -> dict[str, object]:
-        """Return what fixes a mixture's order: {"sources": [[number of rows, draws per epoch], one pair per source]}.
+        """Return what fixes a mixture's order: {"sources": [[rows, draws per epoch], ...]}; {} for a single source.
 
-        {} for one source.
+        Each pair holds a source's number of rows, and how many of its rows an epoch draws.
         """
         if len(self._sources) == 1:
             return {}

@@ -222,7 +222,7 @@ class PromptDataset:
         return self._solutions((int(row), 0) for row in self._held_out)
 
     def next_pairs(self, count: int, chosen_key: str, rejected_key: str) -> list[tuple[Solution, Solution]]:
-        """Return the next ``count`` (chosen, rejected) pairs of responses, and move the cursor of ``next_solutions``.
+        """Return the next ``count`` (chosen, rejected) pairs of responses, drawn as ``next_solutions`` draws.
 
         Raises ConfigError as ``next_solutions`` does, naming ``preference.chosen_key`` or
         ``preference.rejected_key``.
@@ -305,9 +305,9 @@ class PromptDataset:
         return sources
 
     def _draw(self, cursor: str, count: int) -> list[tuple[int, int]]:
-        """Return (row, epoch) for each of the next ``count`` positions of a cursor, and move the cursor past them.
+        """Return (row, epoch) for each of the next ``count`` positions in the order, and move a cursor past them.
 
-        cursor: "prompts" or "solutions".
+        cursor: the cursor's name: "prompts" or "solutions".
         """
         if count < 0:
             raise ValueError(f"count={count} prompts cannot be drawn; it must be at least 0")
@@ -330,7 +330,7 @@ class PromptDataset:
         )
 
     def _limit(self) -> tuple[int, str]:
-        """Return (the largest number of tokens of a prompt, the name of this limit for messages)."""
+        """Return (the largest number of tokens of a prompt, the name of this limit for errors)."""
         context = self._limits.context_tokens
         if context is not None and context - 1 < self._data.max_prompt_tokens:
             return context - 1, f"the model's context of {context}, less one for a response"
@@ -385,7 +385,7 @@ class PromptDataset:
         Under ``data.on_long_prompt=drop`` rows whose response does not fit in the context are
         dropped.
 
-        setting: the configuration's key that names the column, for messages.
+        setting: the configuration's key that names the column, for errors.
         """
         from megatron_rl.data.responses import TooLong
 

@@ -116,7 +116,7 @@ class PromptTexts:
 def text_of(rows: Sequence[Mapping[str, object]], row: int, key: str, setting: str) -> str:
     """Return the text in column ``key`` of row ``row``. Raises ConfigError if the column is missing or holds no text.
 
-    setting: the key of the configuration that names the column, for messages: ``data.prompt_key``.
+    setting: the configuration's key that names the column, such as ``data.prompt_key``, for errors.
     """
     columns, name = rows[row], name_of_row(rows, row)
     if not has_column(columns, key):

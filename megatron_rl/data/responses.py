@@ -74,8 +74,8 @@ class Responses:
     def _column(self, key: str, setting: str) -> tuple[str, str]:
         """Return (column, setting that names the column) from which the response of column ``key`` is read.
 
-        They are the arguments, except for a solution under ``data.messages_key``: it is read from
-        that column's conversation.
+        The arguments are returned unchanged, except for solutions if ``data.messages_key`` is set:
+        these are read from its column.
         """
         if self._data.messages_key is not None and key == self._data.solution_key:
             return self._data.messages_key, "data.messages_key"

@@ -47,7 +47,7 @@ class FilePart:
     lines: array | None = None
 
     def place(self, index: int) -> str:
-        """Return where row ``index`` of this file stands, for messages: ``train.jsonl:8`` or ``train.parquet, row 7``.
+        """Return where row ``index`` of this file stands, for errors: ``train.jsonl:8`` or ``train.parquet, row 7``.
 
         Lines count from 1, rows from 0.
         """
@@ -57,8 +57,8 @@ class FilePart:
 class Rows(Sequence[dict]):
     """Holds the rows of a data set, file after file, counted from 0.
 
-    sources: for each path or pattern of ``data.train``, the rows of its files. ``data.weights``
-        gives each of these sources a weight.
+    sources: for each path or pattern of ``data.train``, the ``FilePart`` of each of its files.
+        ``data.weights`` gives each of these sources a weight.
     """
 
     def __init__(self, sources: Sequence[Sequence[FilePart]]) -> None:
@@ -82,15 +82,15 @@ class Rows(Sequence[dict]):
             first += len(part.rows)
 
     def place(self, row: int) -> str:
-        """Return a row's file and the row's line or number in it, for messages, as ``FilePart.place`` does."""
+        """Return a row's file and the row's line or number in it, for errors, as ``FilePart.place`` does."""
         return next(part.place(row - first) for first, part in self.parts if row < first + len(part.rows))
 
 
 def value_of(row: Mapping[str, object], name: str) -> object:
     """Return the value of a column, or of a field within a column, such as ``reward_model.ground_truth``.
 
-    A column whose own name has the dots comes first. A field of a null column is null. Raises
-    KeyError if there is neither column nor field.
+    A column whose own name contains dots takes precedence over a field. A field of a null column is
+    null. Raises KeyError if there is neither column nor field.
     """
     if name in row:
         return row[name]
@@ -119,10 +119,10 @@ def load_rows(paths: str | pathlib.Path | Sequence[str], key: str = "data.train"
     paths: files, folders of datasets' ``save_to_disk``, or patterns such as ``shards/*.parquet``.
         The files of a pattern are read in the order of their names. A file's ending tells its form
         (see FORMS); a file with any other ending is read as JSON Lines.
-    key: the setting that the paths came from, for messages.
+    key: the setting that the paths came from, for errors.
 
-    Raises ConfigError for a path that is missing, empty or none of these, and for the first row that
-    cannot be read.
+    Raises ConfigError for a path that does not exist or is no such file or folder, for a file
+    without rows, and for the first row that cannot be read.
     """
     paths = [str(paths)] if isinstance(paths, str | pathlib.Path) else [str(path) for path in paths]
     if any("\0" in path for path in paths):
@@ -144,7 +144,7 @@ def _files(path: str, key: str) -> list[str]:
 def _read(path: str, key: str) -> FilePart:
     """Return the rows of one file or folder. Raises ConfigError if it has none or cannot be read.
 
-    key: the setting that the path came from, for messages.
+    key: the setting that the path came from, for errors.
     """
     file = pathlib.Path(path)
     try:
@@ -284,7 +284,7 @@ def _check_size(path: str, num_rows: int, num_columns: int) -> None:
 def _rows_of_folder(folder: pathlib.Path, key: str) -> Iterator[dict]:
     """Yield the rows of a folder that datasets' ``save_to_disk`` wrote. Raises ConfigError for any other folder.
 
-    key: the setting that the folder came from, for messages.
+    key: the setting that the folder came from, for errors.
     """
     if (folder / "dataset_dict.json").is_file():
         splits = read_object(folder / "dataset_dict.json").get("splits")
@@ -327,7 +327,7 @@ def _rows_of_tables(tables: Iterable, path: str) -> Iterator[dict]:
 def _json_value(value: object, path: str, row: int, name: str, *, in_list: bool = False) -> object:
     """Return an Arrow value as a JSON value; dates, times and decimals become texts. Raises ConfigError for bytes.
 
-    path, row, name: the file, row number and column, for messages.
+    path, row, name: the file, row number and column, for errors.
     in_list: whether the value is within a list, in which objects lose their null fields.
     """
     if value is None or isinstance(value, str | bool | int | float):

@@ -23,11 +23,11 @@ class Solution:
 
 
 def read_at_end(solution: Solution) -> Solution:
-    """Return the solution with its last token repeated; the added token alone has a loss, and never enters the model.
+    """Return the solution with its last token repeated; the added token alone has a loss.
 
     A value head computes a token's value from the hidden state before the token (critic/critic.py).
-    So the added token's value is computed at the response's last token, as in transformers' sequence
-    classifiers.
+    So the added token's value is read at the response's last token, as in transformers' sequence
+    classifiers. The added token's id is not used.
 
     Example: response (7, 2) → (7, 2, 2) with mask (F, F, T).
     """

@@ -101,7 +101,7 @@ def _check_vocabulary(ids: Mapping[str, object], where: str, vocab_size: int) ->
     """Raise ConfigError for an id that is no integer, is beyond the model's vocabulary, or belongs to two tokens.
 
     ids: {token: id}.
-    where: the file and field of the vocabulary, for messages.
+    where: the file and field of the vocabulary, for errors.
     """
     for token, number in ids.items():
         check(number, f"{where}: the id of {quoted(token)}", int, least=0)

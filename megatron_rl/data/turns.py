@@ -173,9 +173,9 @@ class TurnFinder:
         return self._prompts[role]
 
     def _shared(self, text: str, other: str) -> int:
-        """Return the length of the common beginning of two texts, shortened so that it cuts no word of ``Words.added``.
+        """Return the length of the common beginning of two texts, shortened so that it ends within no token.
 
-        Such a word is one token, and a token cannot be cut.
+        Tokens here are the texts of ``Words.added``, each of which is one token.
         """
         if other.startswith(text):
             return len(text)
@@ -190,8 +190,8 @@ class TurnFinder:
     def _behind(self, number: int, following: Sequence[Message], prompt: str) -> Iterator[str]:
         """Yield the texts that the template may have written after the turn of message ``number``.
 
-        First comes the text after a turn without tool calls. For a message with tool calls, the
-        text after a call comes second.
+        The first is the text after the turn without its tool calls. For a message with tool calls,
+        the second is the text after the last call.
 
         following: the messages after the turn.
         prompt: the generation prompt, which is removed from the end of each text.

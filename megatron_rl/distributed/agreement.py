@@ -56,10 +56,10 @@ class Job:
         return self.store.add("arrived", 0) // self.size
 
     def wait_for_all(self, deadline_s: float) -> None:
-        """Return when every rank has called it; a collective.
+        """Return when every rank has called this method; a collective.
 
         Raises ConfigError with the message of a rank that cannot start. Raises PeerError if a rank
-        has not called it after ``deadline_s`` seconds.
+        has not called it within ``deadline_s`` seconds.
         """
         if self.store is None:
             return
@@ -112,10 +112,10 @@ class Job:
     def _linger(self, number: int) -> None:
         """Wait until the other ranks have left, since the store may end with this process.
 
-        Then set the store's count of calls as if every rank had called ``wait_for_all``, so that the
-        next call begins a new meeting.
+        Then raise the store's count of calls of ``wait_for_all`` to that of a complete meeting, so that
+        the next call begins a new one.
 
-        number: how often all ranks have met before (``round``).
+        number: how many times all ranks have met before (``round``).
         """
         end = time.monotonic() + self.grace_s
         while self.store.add(f"left/{number}", 0) < self.size - 1 and time.monotonic() < end:

@@ -29,7 +29,7 @@ def replace_text(path: pathlib.Path, text: str, *, synced: bool = False) -> None
 
 @contextlib.contextmanager
 def replacing_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield a new folder that replaces ``path`` when the block ends. If the block raises, the new folder is removed."""
+    """Yield a new folder that replaces ``path`` when the ``with`` block ends; remove the folder if the block raises."""
     partial = path.with_name(f"{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

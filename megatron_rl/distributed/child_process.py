@@ -1,4 +1,4 @@
-"""Child processes of a rank: each ends with its rank and takes no part in the trainer's world."""
+"""Child processes of a rank: each ends with its rank, and does not join the trainer's process group."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def end_with_launcher() -> None:
 
 
 def signal_at_parents_end(number: int) -> None:
-    """Have the kernel send this process a signal when the thread that started it ends, for any reason (Linux)."""
+    """Have the kernel send this process the signal ``number`` when the thread that started it ends (Linux)."""
     _LIBC.prctl(PR_SET_PDEATHSIG, number)
 
 

@@ -33,7 +33,7 @@ def open_host_group(deadline_s: float) -> None:
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """Return the group of all ranks that takes host tensors; None if it is the default group."""
+    """Return the process group of all ranks for host tensors; None if the default group takes them."""
     if dist.get_backend() == "gloo":
         return None
     assert _beside_nccl, "topology.initialize opens the group for host tensors"

@@ -72,7 +72,7 @@ class Host(NamedTuple):
     addressed: whether the name resolves to an address here.
     compiler_fault: what Triton lacks to build kernels, or "".
     vllm_wants: the installed vLLM's requirements on torch and transformers, such as
-        "torch==2.14.0". A vLLM build for several platforms has several.
+        "torch==2.14.0"; a vLLM build for several platforms may have several for one package.
     """
 
     python: tuple[int, int, int]
@@ -149,7 +149,7 @@ def present(module: str) -> bool:
 
 
 def has_address(name: str) -> bool:
-    """Return whether a host's name resolves here."""
+    """Return whether this host resolves ``name`` to an address."""
     try:
         socket.getaddrinfo(name, None)
     except (OSError, UnicodeError):  # UnicodeError: the name cannot be encoded for a resolver

@@ -58,7 +58,7 @@ def _host() -> str:
 
 
 def group_timeout(backend: str, deadline_s: float) -> datetime.timedelta:
-    """Return the time-out of a process group: ``deadline_s``, and for NCCL NCCL_GRACE_S more."""
+    """Return the time-out of a process group: ``deadline_s``, plus NCCL_GRACE_S seconds if ``backend`` is "nccl"."""
     return datetime.timedelta(seconds=deadline_s + (NCCL_GRACE_S if backend == "nccl" else 0.0))
 
 

@@ -1,6 +1,6 @@
 """The host as Megatron-Core sees it: CUDA with NCCL, or a CPU with gloo that is presented as CUDA.
 
-Megatron-Core (0.16.1 and 0.19.2, read and run) asks for ``device="cuda"`` by name and opens streams.
+Megatron-Core (0.16.1 and 0.19.2, source read and run) asks for ``device="cuda"`` by name and opens streams.
 It asserts on the CUDA names that ``Tensor.type()`` returns (``optimizer/clip_grads.py:167``,
 ``optimizer/distrib_optimizer.py:361``). So on a host with no GPU this module replaces torch's
 functions under their names. A TorchFunctionMode would not do: it is not active inside backward. The
@@ -148,7 +148,7 @@ def _on_cpu(factory):
 def _with_listed_splits(all_to_all_single):
     """Return gloo's all-to-all, extended to split sizes given as tensors.
 
-    Megatron-Core's token dispatcher passes them so.
+    Megatron-Core's token dispatcher passes its split sizes as tensors.
     """
 
     @functools.wraps(all_to_all_single)
@@ -244,8 +244,8 @@ def _sharing_devices(process_group_gloo):
 def _one_by_one(group=None, device=None, async_ops=False):
     """Take the place of ``torch.distributed._coalescing_manager``: issue the block's collectives one at a time.
 
-    gloo's coalesced all-gather corrupts the heap. With torch 2.13 and two ranks, a loop of nothing
-    else dies within 5000 rounds in ``AsyncAllgatherCoalescedWork``. The plain all-gather does not.
+    gloo's coalesced all-gather corrupts the heap. With torch 2.13 and two ranks, a loop of such
+    calls alone dies within 5000 rounds in ``AsyncAllgatherCoalescedWork``. The plain all-gather does not.
     """
     c10d = torch.distributed.distributed_c10d
     state, group = c10d._world.pg_coalesce_state, group or c10d._get_default_group()

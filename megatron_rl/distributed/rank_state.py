@@ -1,4 +1,4 @@
-"""The watchdog's knowledge of a rank: its stage, its main thread's position, and whether that waits for other ranks."""
+"""The watchdog's record of a rank: its stage, its main thread's position, whether that thread waits for others."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def where_is(thread: int, *, in_own_code: bool = False) -> tuple[str, bool]:
     If the thread is in torch's files, the position is the line outside them that led there.
 
     thread: the thread's identifier.
-    in_own_code: whether the thread is in a user's function. Lines of the user's own files then do
-        not count as waits, even if they look like waits.
+    in_own_code: whether the thread is in a user's function. Then a line of the user's own files is
+        not counted as a wait, even if it calls ``.wait()`` or ``.item()``.
     """
     frame = sys._current_frames().get(thread)
     if frame is None:

@@ -53,8 +53,8 @@ def meet(deadline_s: float, url: str = "env://") -> tuple[dist.Store, int, int]:
 def _wait_for_listener(deadline_s: float) -> None:
     """Return when a program listens at MASTER_PORT; raise TimeoutError after ``deadline_s`` seconds.
 
-    Torch itself would try for twice its time-out, and print stacks meanwhile. Unless torchrun
-    listens there, rank 0 itself will, and so does not wait.
+    Torch itself would try for twice its time-out, and print stacks meanwhile. Without torchrun rank 0
+    is the program that will listen there, so rank 0 returns at once.
     """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -78,7 +78,7 @@ def join_world(backend: str, store: dist.Store, rank: int, world_size: int, dead
     backend: "nccl" or "gloo".
     deadline_s: seconds for the ranks to reach one another.
 
-    Raises PeerError if they do not.
+    Raises PeerError if a rank cannot be reached in time.
     """
     try:
         with joining(backend, deadline_s):

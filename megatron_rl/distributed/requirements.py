@@ -1,4 +1,4 @@
-"""A run's needs on its host: a supported release of Megatron-Core, and a compiler for Triton.
+"""The checks that a host has what a run needs: a supported release of Megatron-Core, and a compiler for Triton.
 
 This module imports only the standard library.
 """

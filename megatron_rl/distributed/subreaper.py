@@ -25,7 +25,7 @@ PATIENCE_S = 5.0  # longest wait until killed processes are gone; the kernel may
 
 
 def go_on_in_a_child(parent: int, descriptors: Collection[int]) -> None:
-    """Fork: return in the child, the worker, while this process becomes its subreaper and never returns.
+    """Fork, and return only in the child, which becomes the worker; this process becomes its subreaper.
 
     parent: process id of the rank, which started this process.
     descriptors: the worker's file descriptors, which the subreaper closes, so that a reader at their

@@ -149,7 +149,7 @@ class WatchdogServer:
         self._thread.start()
 
     def close(self, *, failed: bool) -> None:
-        """End the thread; after a failure, first wait until the cause has been told."""
+        """End the server's thread; after a failure, first wait until its cause is found, at most ANSWER_S seconds."""
         deadline = time.monotonic() + ANSWER_S
         while failed and self.cause is None and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -102,7 +102,7 @@ class Calculator:
         self.answer: Fraction | None = None
 
     def reset(self, prompt: Prompt) -> None:
-        """Read the right answer from the prompt's row. Raises ValueError if it holds no number."""
+        """Read the right answer from the prompt's row. Raises ValueError if the answer holds no number."""
         answer = prompt.columns.get(self.answer_key)
         self.answer = last_number(str(answer))
         if self.answer is None:

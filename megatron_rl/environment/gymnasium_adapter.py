@@ -17,7 +17,7 @@ from megatron_rl.users_code import is_own, resolve
 
 
 class GymnasiumAdapter:
-    """Plays one episode of a gymnasium environment. The prompt is the first observation, as ``rows`` writes it.
+    """Plays one episode of a gymnasium environment. The prompt is the first observation (function ``rows``).
 
     env: an id that gymnasium knows, or ``module:Class``.
     arguments: the keyword arguments that the environment is made with.

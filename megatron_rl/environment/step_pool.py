@@ -35,10 +35,10 @@ class Overdue(TimeoutError):
 
 
 class Ticket:
-    """Holds one call. After the call's end, holds its value or its error too.
+    """Holds one call and, after its end, the value that it returned or its error.
 
     act: the callable that is called without arguments.
-    subject: an object of the caller's, by which it recognises the call.
+    subject: an object by which the caller recognises the call.
     """
 
     __slots__ = ("act", "ends_at", "ended", "error", "forgotten", "subject", "thread", "value")

@@ -35,7 +35,7 @@ def fetch_data(name: HubName, key: str) -> str:
     key: the setting that names the data set, for messages.
 
     Raises ConfigError if the name leaves out a configuration or split although there are several,
-    and for a file whose ending is none of READ.
+    and for a file that data/rows.py does not read.
     """
     known = _known(name, key)
     if known is not None:
@@ -88,7 +88,7 @@ def choose_files(name: HubName, key: str) -> tuple[str, str, list[str]]:
 
 
 class _Builders:
-    """Asks `datasets` about a repository at a commit, and raises its errors as ConfigError."""
+    """Asks the package `datasets` for a repository's configurations and splits; raises ConfigError for its errors."""
 
     def __init__(self, name: HubName, key: str) -> None:
         self._name, self._key = name, key
@@ -151,15 +151,15 @@ def _known(name: HubName, key: str) -> str | None:
 
 
 def _choices(name: HubName) -> dict[str, object]:
-    """Return {key of ``_asked_for``: [configuration, split]}: the choices saved for this data set and commit."""
+    """Return the choices saved for a data set's commit, {text of ``_asked_for``: [configuration, split]}."""
     file = _folder(name) / CHOICES
     return read_object(file) if file.is_file() else {}
 
 
 def _asked_for(name: HubName, key: str) -> str:
-    """Return the key in ``_choices`` for a name: its configuration and split, and whether ``data.train`` holds it.
+    """Return the text under which the choice for a name is saved: configuration, split, and " of data.train" or "".
 
-    A name without a split may stand for another split under ``data.train`` than elsewhere.
+    Without a split, a name may stand for another split in ``data.train`` than in other settings.
 
     key: the setting that names the data set.
     """

@@ -1,9 +1,9 @@
 """The fetching of the hub's files into its cache, by huggingface_hub: configs, tokenizers, safetensors and data files.
 
-No code and no pickle is fetched. The hub's own variables apply: HF_HOME and HF_HUB_CACHE (the
-cache), HF_ENDPOINT and HF_TOKEN. Under HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE and HF_DATASETS_OFFLINE
-only the cache is read. Files in the cache are not fetched again, and an interrupted download
-continues.
+No code and no pickle is fetched. Hugging Face's environment variables apply: HF_HOME and
+HF_HUB_CACHE (the cache), HF_ENDPOINT and HF_TOKEN. If HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE or
+HF_DATASETS_OFFLINE is set, only the cache is read. Files in the cache are not fetched again, and an
+interrupted download continues.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def name_of(value: str, kind: Kind, key: str) -> HubName | None:
 
 
 def repo_of(path: str) -> str:
-    """Return ``owner/name`` of the hub's copy at ``path``; ``path`` unchanged if it is no such copy."""
+    """Return ``owner/name`` of the hub's repository that ``path`` is a copy of; ``path`` itself if it is none."""
     name = name_of_path(path)
     return path if name is None else name.repo
 
@@ -105,7 +105,7 @@ def url_of_path(path: str) -> str | None:
 
 
 def name_of_path(path: str) -> HubName | None:
-    """Return the ``HubName``, with its commit, of the hub's copy at ``path``; None if ``path`` is no such copy.
+    """Return the ``HubName``, with commit, that the local ``path`` is a copy of; None if it is no copy from the hub.
 
     path: a local folder, or a pattern of a data set's files.
     """

@@ -1,7 +1,7 @@
 """The local folders for a configuration's names on the hub: one rank decides the commits, one rank per node fetches.
 
-``hub.json`` in the run's folder holds the commits, by kind and name as written. So a resumed run
-reads the same files even if a branch has moved.
+``hub.json`` in the run's folder holds the commit of each name on the hub. So a resumed run reads
+the same files even if a branch has moved.
 
 No collective is used, since the run's process groups do not exist yet. Ranks communicate through
 the job's store (distributed/agreement.py), and one rank's error is raised on all of them.
@@ -144,7 +144,7 @@ def _fetch(names: Names, without_weights: Collection[str]) -> dict[str, str]:
 def _shared(job: Job, what: str, is_mine: bool, make: Callable[[], dict], wait_s: float) -> dict[str, str]:
     """Return on every rank what ``make`` returns on one rank; an error of ``make`` is raised on every rank.
 
-    what: the key of the result in the job's store, by which the ranks communicate.
+    what: a name for the result, under which the ranks exchange it in the job's store.
     is_mine: whether this rank calls ``make``; the other ranks wait for the result.
     make: takes nothing; returns a dict that JSON can hold.
     wait_s: the seconds that a rank waits before it raises ConfigError.

@@ -56,7 +56,7 @@ def fetched(config: Config, *, weights: bool = True, pins: bool = True) -> Confi
 
 
 def with_names(config: Config) -> Config:
-    """Return the configuration with URLs, and names with commits, in place of local copies, for use on another host."""
+    """Return the configuration for another host: each local copy's path becomes its URL, or its name with a commit."""
 
     def named(_: str, value: str) -> str:
         return url_of_path(value) or str(name_of_path(value) or value)
@@ -79,9 +79,10 @@ def _values(sections: Mapping[str, Any]) -> dict[str, tuple[Kind, str]]:
 
 
 def _changed(sections: Mapping[str, Any], of: Callable[[str, str], str]) -> dict[str, Any]:
-    """Return {name: section} of the sections in which each value that names a model or data is replaced by ``of``.
+    """Return the sections that name models or data, {name: section}, with each such name replaced.
 
-    of: called with (key, value); returns the new value.
+    sections: {name: section} of the configuration.
+    of: called with (key, value) of a setting that names a model or data; returns the new value.
     """
     changed: dict[str, dict[str, object]] = {}
     for key, (_, value) in _values(sections).items():

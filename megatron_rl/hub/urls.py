@@ -1,9 +1,9 @@
 """The models and data named by a URL, such as ``s3://bucket/model``: each node copies them once to its disk.
 
-The copies lie in the assets folder of the hub's cache, under the URL and a digest of the objects'
-names, sizes and version tags in the store. So a changed object is copied again. A copy is whole or
-absent. Of a model only configs, tokenizer and safetensors are copied, as from the hub: no pickle
-and no code.
+An object is one file in a store. The copies lie in the assets folder of the hub's cache, under the
+URL and a digest of the objects' names, sizes and version tags. So a changed object is copied again.
+A copy is whole or absent. Of a model only configs, tokenizer and safetensors are copied, as from
+the hub: no pickle and no code.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def _lacking(kind: Kind) -> str:
 def _objects(kind: Kind, url: str, key: str, *, weights: bool) -> tuple[dict[str, tuple[RemotePath, str]], bool]:
     """Return ({local name: (object, version text)} of the objects to copy, whether the URL names a single object).
 
-    The version text changes if the object does. Local names of a glob pattern's objects begin with
-    a number.
+    A local name is the file's name in the copy; for a glob pattern it begins with a number. The
+    version text changes if the object does.
 
     weights: whether a model's weights are copied too.
     """
@@ -89,9 +89,9 @@ def _objects(kind: Kind, url: str, key: str, *, weights: bool) -> tuple[dict[str
 
 
 def _folder(url: str, found: Mapping[str, tuple[RemotePath, str]]) -> pathlib.Path:
-    """Return the path of the folder for a URL's copy: a folder of the URL's name, then one of the digest of ``found``.
+    """Return the path of the folder for a URL's copy, ``.../<URL>/<digest of found>`` in the hub's cache.
 
-    For a long URL, its digest is the name of the first folder.
+    The URL is quoted; a long URL is replaced by its digest.
 
     found: {local name: (object, version text)}.
     """

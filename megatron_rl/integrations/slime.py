@@ -15,8 +15,7 @@ Invariants (tests/unit/integrations/test_slime_stubs.py, tests/oracles/test_slim
 3. The number of samples, their order and their rollout ids are those of the whole batch. So are
    steps, denominators and the learning rate's schedule. Every rank has the same number of
    micro-batches.
-4. If a setting is not known to leave a sample of advantage 0 without gradient, the batch stays
-   whole.
+4. If a setting may give a sample of advantage 0 a gradient, no sample is shortened.
 """
 
 from __future__ import annotations
@@ -93,10 +92,10 @@ CUT_FIELDS: frozenset[str] = frozenset(
 class Stubbed:
     """Counts the savings in one rollout.
 
-    dead_groups:     groups of which every sample became a stub.
-    equal_groups:    groups whose rewards are equal and of which no sample became a stub. Normalised
-        rewards can do this: rounding of a float32 mean leaves advantages that are not 0, for
-        example with 8 or more rewards of 0.1.
+    groups:          all prompt groups.
+    dead_groups:     groups of which every sample became a stub (a sample cut to two tokens).
+    equal_groups:    groups of equal rewards without a stub. Their advantages are not exactly 0 if
+        float32 rounds the mean of the rewards, as that of 8 rewards of 0.1.
     samples, stubs:  the numbers of all samples and of stubs.
     dense_tokens:    prompt and response tokens of the whole batch.
     executed_tokens: prompt and response tokens that run, stubs included.
@@ -121,8 +120,8 @@ def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
     samples: the rollout's samples as a flat list, each of the trainer's class ``Sample``.
 
     If a setting gives samples of advantage 0 a gradient, the train data stay whole, and a warning
-    names the setting. Raises ConfigError for samples of another class, and for settings under which
-    miles passes too little to a custom conversion.
+    names the setting. Raises ConfigError for samples of another class, and for miles'
+    ``use_dynamic_global_batch_size`` and ``multi_lora``, which need counts that it does not pass on.
     """
     train_data = _own_conversion(args, samples)
     obstacles = tuple(obstacles_of(args) + field_obstacles(train_data))
@@ -220,12 +219,12 @@ def with_stubs(
     groups: the key of each sample's prompt group; only the counts use it.
     per_token: whether the trainer sums the loss over tokens (``--calculate-per-token-loss``).
 
-    A cut sample (a stub) has the prompt's last token and the response's first token. The loss mask
-    of the response token keeps the trainer's denominator:
+    A cut sample (a stub) has the prompt's last token and the response's first token. Its loss mask
+    is chosen so that the trainer divides the loss by the same number as without cuts:
 
-    - Mean over rollouts: the mask is 0. The denominator is ``rollout_mask_sums``, which is not cut.
-    - Sum over tokens: the trainer divides by Σ max(Σ mask, 1) over samples. So the mask is the sum
-      of the uncut response's mask. The token trains nothing, since its advantage is 0.
+    - Mean over rollouts: 0, since the trainer divides by ``rollout_mask_sums``, which is not cut.
+    - Sum over tokens: the sum of the uncut response's mask, since the trainer divides by
+      Σ max(Σ mask, 1) over samples. The token trains nothing, since its advantage is 0.
     """
     cut = {name: list(values) if name in CUT_FIELDS else values for name, values in train_data.items()}
     tokens, rewards = train_data["tokens"], train_data["rewards"]

@@ -2,13 +2,14 @@
 
 Importing this module makes verl use ``SkippingEngine`` (verl_engine.py) in place of its own
 Megatron engine. This holds for language models on NVIDIA devices; ``actor.strategy=megatron`` stays
-as it is. verl looks up an engine by (device, vendor) before the device alone (0.9.1,
-workers/engine/base.py). So a registration for "nvidia" is found first and removes nothing.
+as it is. verl first looks for an engine of the GPU's vendor, then for one of the kind of device
+(0.9.1, workers/engine/base.py). So an engine for "nvidia" is found before verl's own, which stays
+registered.
 
 verl imports its engines late, in the workers that train. A plug-in that imported them at once would
 load Megatron-Core into every process that imports verl. So the engine registers itself right after
-verl's engine module has been imported. An error there ends that import and is seen. verl would hide
-an error of a plug-in that it is loading.
+verl's engine module has been imported. An error there ends that import, and so is seen. verl hides
+errors that occur while it loads a plug-in.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A subclass of verl's Megatron engine that leaves samples without gradient out of training. Written for verl 0.9.1.
 
-Only ``forward_backward_batch`` in training differs from verl's. Rows (samples, in verl's words)
-without signal leave the mini-batch before verl splits it into micro-batches. verl then packs,
-schedules and reduces the remaining rows. The loss still divides by the token count of the whole
-mini-batch.
+Only ``forward_backward_batch`` in training differs from verl's. A row (a sample, in verl's words) has
+signal if one of its advantages is not 0. Rows without signal leave the mini-batch before verl splits
+it into micro-batches. The loss still divides by the token count of the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -46,6 +45,7 @@ class SkippingEngine(MegatronEngineWithLMHead):
         In training, rows that have no signal are left out.
 
         data: this rank's rows.
+        loss_function, forward_only: as in verl's method; ``forward_only`` is False in training.
 
         Returns what verl's method returns. The metrics of the last pipeline stage also hold the
         savings, summed over the data-parallel ranks.
@@ -119,7 +119,10 @@ class SkippingEngine(MegatronEngineWithLMHead):
 
     @property
     def _overlaps(self) -> bool:
-        """Return whether collectives overlap the passes, so that even a step without signal must run passes."""
+        """Return whether Megatron overlaps gradient or parameter collectives with the passes.
+
+        Then even a step without signal must run the passes, since they start the collectives.
+        """
         config = self.module[0].ddp_config
         return config.overlap_grad_reduce or config.overlap_param_gather
 
@@ -140,10 +143,11 @@ class SkippingEngine(MegatronEngineWithLMHead):
         The fillers make verl form the same number of micro-batches on every rank. Returns None on
         every rank if any rank needs a filler and has no row of weight zero.
 
-        The numbers of micro-batches are tried in verl's own order (utils/seqlen_balancing.py
-        ``rearrange_micro_batches``), so verl arrives at the number found here. The search ends: no
-        row exceeds the limit, so one micro-batch per row fits.
+        limit: the most tokens of a micro-batch; None if verl limits the number of rows.
         """
+        # The numbers of micro-batches are tried in verl's own order (utils/seqlen_balancing.py
+        # ``rearrange_micro_batches``), so verl arrives at the number found here. The search ends: no row exceeds the
+        # limit, so one micro-batch per row fits.
         step = self.tf_config.microbatch_group_size_per_vp_stage if len(self.module) > 1 else 1
         if limit is not None:
             needed = -(-rows.tokens(rows.kept) // limit)
@@ -164,9 +168,11 @@ class SkippingEngine(MegatronEngineWithLMHead):
             number += step
 
     def _ghost(self, dense_tokens: int) -> dict[str, Any]:
-        """Return what verl's method returns, for a mini-batch that did not run.
+        """Return the result of ``forward_backward_batch`` for a mini-batch that did not run: loss 0 and the savings.
 
-        It is {} on ranks whose metrics verl does not read.
+        Returns {} on ranks whose result verl does not read.
+
+        dense_tokens: the tokens of the whole mini-batch, over all data-parallel ranks.
         """
         if not self.is_mp_src_rank_with_outputs():
             return {}
@@ -203,6 +209,7 @@ def _metrics(executed: int, dense: int, *, ghost: bool) -> dict[str, Metric]:
 
     executed, dense: the tokens that ran and the tokens of the whole mini-batch, over all
         data-parallel ranks.
+    ghost: True if nothing ran, as no row has signal.
     """
     values = {
         "skip/executed_tokens": executed,

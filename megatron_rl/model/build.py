@@ -42,8 +42,10 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return Megatron-Core's TransformerConfig of a model that this package describes (``model.provider=native``).
 
-    Its fields come from the token-sum loss, the topology, the model's shape, and the user's
-    ``megatron.transformer``. Raises ConfigError for a user's field that is refused.
+    Its fields follow from the model's shape, the topology, and the loss, a sum over tokens that
+    nothing divides. The user's ``megatron.transformer`` gives the rest.
+
+    Raises ConfigError for a user's field that is refused.
     """
     # the user's fields
     extra = users_fields(settings.megatron.transformer, lora_rank=settings.lora.rank)
@@ -93,7 +95,8 @@ def transformer_config(
 def _scale(shape: ModelShape, hf_config: Any) -> float | None:
     """Return the factor on attention scores for all layers; None for Megatron-Core's default, 1 / sqrt(head_dim).
 
-    It is also None if latent attention, or each kind of layer, sets a factor of its own.
+    It is also None in two cases in which the factor is set elsewhere: for latent attention, and if
+    full and sliding layers have rotary parameters of their own.
     """
     if shape.kv_lora_rank or None not in angle_kinds(hf_config):
         return None
@@ -124,8 +127,8 @@ def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelSha
     fields: the fields that the model needs.
     extra: the user's fields.
 
-    ``moe_router_pre_softmax`` is set after Megatron-Core's check, which refuses the field for one
-    expert per token, since the router would have no gradient (0.16.1
+    ``moe_router_pre_softmax`` is set after Megatron-Core's check of the fields. For one expert per
+    token the check refuses it, since the router would have no gradient (0.16.1
     ``transformer_config.py:1641``). Some checkpoints need it: transformers computes the weight of
     their single expert as p / p = 1.
     """
@@ -332,7 +335,7 @@ def _freeze_router_bias(transformer: TransformerConfig, chunks: list[GPTModel]) 
     ``finalize_model_grads`` moves the bias by the counts (0.16.1 ``moe/router.py``,
     ``distributed/finalize_model_grads.py``). Dropped samples, fillers (samples without a loss) and
     shared prompts would change the counts. The rollout engine would not get the new bias either. So
-    the setting is off here.
+    this function switches the field off, after the chunks are built.
     """
     transformer.moe_router_enable_expert_bias = False
     for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):

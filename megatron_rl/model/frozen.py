@@ -22,10 +22,8 @@ def build_frozen(
     DistributedDataParallel (0.16.1) makes no buffer, bucket or hook, whatever ``megatron.ddp``
     says.
 
-    After the wrapping, the parameters that the policy trains require a gradient again; under
-    ``torch.no_grad`` that costs nothing. If they did not, ``torch.matmul`` (2.13) could compute one
-    product per token, as head.py ``_in_token_order`` says. Those products would round differently
-    from the policy's.
+    The parameters that the policy trains have ``requires_grad=True`` here too, so that both models
+    round their products in the same way.
     """
     models, shape = build_model(settings, hf_config, topology)
     if settings.lora.rank is not None:
@@ -38,6 +36,7 @@ def build_frozen(
         model.requires_grad_(False)
         chunk = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
         assert not chunk.buffers and not chunk.expert_parallel_buffers and not chunk.grad_accs
+        # with a frozen weight torch.matmul (2.13) could compute one product per token (head.py _in_token_order)
         for parameter in trained:
             parameter.requires_grad_(True)
         chunks.append(chunk.eval())

@@ -28,8 +28,9 @@ SCALINGS = ("linear", "llama3", "yarn")
 def _check_divisible(hf_config: Any, shape: ModelShape, parallel: ParallelConfig, topology: Topology) -> None:
     """Raise ConfigError if a degree of parallelism does not divide the size that it splits.
 
-    Also raises ConfigError if degrees for experts are set and the model has none, or if its experts
-    do not work with the degrees.
+    Also raises ConfigError in three cases: degrees for experts are set and the model has no experts;
+    experts with biases would be split over ranks; a model with experts has tensor parallelism
+    without sequence parallelism.
     """
     name, family = hf_config.name_or_path or hf_config.model_type, FAMILIES[shape.family]
     experts, ffn, ffn_name = family.experts is not None, shape.ffn_hidden_size, family.ffn_field
@@ -82,8 +83,8 @@ def model_shape(
     A mixture's ``router_aux_loss_coef`` is ignored: that loss is no term of the token-sum loss
     (algorithm/signal.py). Transformers adds it only under ``output_router_logits``.
 
-    Raises ConfigError for a feature that the models here lack, or for a size that a degree does not
-    divide. The message names it.
+    Raises ConfigError, naming the feature or size, for a feature that the models here lack, or for a
+    size that a degree does not divide.
     """
     provider = settings.model.provider
     shape = read_shape(hf_config, layer_spec=layer_spec, vocab_multiple=topology.tensor_size, provider=provider)
@@ -102,8 +103,7 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1, prov
     vocab_multiple: the vocabulary is padded to a multiple of it.
     provider: ``model.provider``, "native" or "bridge".
 
-    Raises ConfigError for a feature that Megatron-Core, or the model built here, lacks. The message
-    names it.
+    Raises ConfigError, naming the feature, for one that Megatron-Core or the model built here lacks.
     """
     if provider == "bridge":
         from megatron_rl.model.bridge.family import bridged_shape
@@ -223,7 +223,7 @@ def _checked(frequencies: torch.Tensor, rope: dict[str, Any], head_dim: int) -> 
 
 
 def _scaled(hf_config: Any, kind: str | None) -> tuple[torch.Tensor, float]:
-    """Return transformers' inverse frequencies and attention factor of a config whose scaling is in ``SCALINGS``.
+    """Return transformers' inverse frequencies and attention factor for the scaling "linear", "llama3" or "yarn".
 
     kind: the layer's kind, as ``angle_kinds`` returns it.
 
@@ -247,11 +247,10 @@ def softmax_scale(hf_config: Any, head_dim: int, kind: str | None = None) -> flo
     kind: the layer's kind, as ``angle_kinds`` returns it.
 
     In Gemma's configs ``query_pre_attn_scalar`` takes the place of head_dim; no other family's
-    module reads the field. Yarn (Peng et al., 2023, arXiv:2309.00071, section 3.4) multiplies
-    cosines and sines of q and of k by its attention factor (default ``0.1 · ln(factor) + 1``). Here
-    the whole head is rotated, so each score is multiplied by the factor's square. Megatron-Core's
-    fused rotary kernel takes no such factor (0.16.1 ``rope_utils.py``), so the result here contains
-    the square.
+    module reads the field. Yarn (Peng et al., 2023, arXiv:2309.00071, section 3.4) multiplies the
+    rotated q and k by an attention factor (default ``0.1 · ln(factor) + 1``). Megatron-Core's fused
+    rotary kernel does not (0.16.1 ``rope_utils.py``). So under yarn the result is multiplied by the
+    square of the attention factor.
 
     Raises ConfigError if the attention factor is not a finite number above 0.
     """

@@ -63,9 +63,9 @@ def latent_fields(shape: ModelShape, hf_config: Any, extra: dict[str, Any]) -> d
 
     extra: the user's ``megatron.transformer`` fields.
 
-    Megatron-Core multiplies the attention scores by mscale² / sqrt(width of q). There mscale is 1,
-    but 0.1 · mscale_all_dim · ln(factor) + 1 under yarn, with both numbers from
-    ``rope_parameters``.
+    Megatron-Core multiplies the attention scores by mscale² / sqrt(columns of q per head). There
+    mscale is 1, but 0.1 · mscale_all_dim · ln(factor) + 1 under yarn. ``rope_parameters`` holds
+    mscale_all_dim and factor.
 
     Raises ConfigError for ``apply_rope_fusion=true``, and for values wider than keys in Transformer
     Engine's layers.
@@ -129,13 +129,12 @@ class SpecifiedLatentAttention(MLASelfAttention):
     projection of queries that have no latents. Moonlight, a model without query latents, has no
     such norm. Megatron-Core 0.16.1 adds none.
 
-    The constructor runs under ``rope_type="rope"``, since under "yarn" Megatron-Core makes a table
-    of cos and sin, which needs pinned memory. Afterwards ``rope_type`` is "yarn": then
-    Megatron-Core's forward expects a pair from the rotary embedding, the angles and a factor that
-    multiplies cos and sin.
+    The rotary embedding must return a pair: the angles, and a factor that multiplies cos and sin.
     """
 
     def __init__(self, config: MLATransformerConfig, *args, **kwargs):
+        # Under rope_type="yarn" Megatron-Core's constructor would make a table of cos and sin, in pinned memory.
+        # Its forward expects (angles, factor) from the rotary embedding only under "yarn".
         super().__init__(copy.copy(config), *args, **kwargs)  # a copy: later layers and chunks are built from config
         self.config.rope_type = "yarn"
 
@@ -237,9 +236,10 @@ def _torch_attention() -> ModuleSpec:
 
 
 def _engine_parts(plain: ModuleSpec) -> tuple[type, ModuleSpec]:
-    """Return two modules of Transformer Engine's layer: the norm before attention, and multi-latent attention.
+    """Return for Transformer Engine's layer the class of the norm before attention, and the attention's spec.
 
-    plain: the attention's spec before the change; its core attention is kept.
+    plain: the attention's spec so far. The returned spec is multi-latent attention with the same
+        core attention.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 

@@ -60,9 +60,9 @@ def give_inputs(
     """Set up a chunk's rotary embedding, and on the first pipeline stage the factor on the embeddings (Gemma).
 
     angles: the model's rotary frequencies.
-    packed: whether a module computes each token's angles from its own position; if not,
-        Megatron-Core's table by position gives them. Latent attention, and angles by kind of layer,
-        always compute them.
+    packed: True: a module computes each token's angles from the token's own position. False:
+        Megatron-Core's table gives the angles by position. Not read for latent attention, nor if
+        each kind of layer has its own angles: these always have such a module.
     turning: the core attention class that applies the angles; None if Megatron-Core applies them.
     """
     if shape.scaled_embedding and model.pre_process:

@@ -139,7 +139,7 @@ class RoutingReplay:
     layers: the number of each router's layer in the whole model, from 0, chunk by chunk.
     counts: int64 [2] on the device: how many replayed tokens a router would have sent to other
         experts, and how many were replayed. They are added up over layers, and over calls of
-        ``forward`` with ``counts``.
+        ``forward`` with ``counts=True``.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:

@@ -27,9 +27,11 @@ def users_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> dict[str
 
     lora_rank: ``lora.rank``; None without LoRA.
 
-    Raises ConfigError for a setting that this host cannot run. A field of UNCOUNTED_FIELDS, such as
-    ``moe_aux_loss_coeff``, may only be 0, false or null (algorithm/signal.py refuses other values).
-    Then it is left out, so that Megatron-Core's default turns the feature off.
+    Fields of losses and updates that are no sum over tokens (UNCOUNTED_FIELDS, such as
+    ``moe_aux_loss_coeff``) may only be 0, false or null; algorithm/signal.py refuses other values.
+    Such a field is left out, and Megatron-Core's default turns the feature off.
+
+    Raises ConfigError for a setting that this host cannot run.
     """
     extra = transformer_fields(users, lora_rank=lora_rank)
     extra = {name: value for name, value in extra.items() if name not in UNCOUNTED_FIELDS or value}

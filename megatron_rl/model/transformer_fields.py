@@ -167,7 +167,7 @@ def overruled(settled: Mapping[str, Any], extra: Mapping[str, Any], family: str)
 
 
 def build_config(cls: type, settled: dict[str, Any], extra: dict[str, Any], family: str) -> TransformerConfig:
-    """Return Megatron-Core's config. Its fields are ``settled``, with the user's values (``extra``) in their place.
+    """Return Megatron-Core's config with the fields ``settled``; a user's value in ``extra`` takes precedence.
 
     cls: TransformerConfig or a subclass.
     settled: the fields that the family, the topology and the token-sum loss need.
@@ -175,13 +175,13 @@ def build_config(cls: type, settled: dict[str, Any], extra: dict[str, Any], fami
     family: the model's family, for messages.
 
     Raises ConfigError as ``overruled`` does, or if Megatron-Core refuses the fields. The message
-    then names each user's field that causes the same error without the user's other fields. If
-    there is none, it names each field whose removal avoids the error, else all of the user's fields.
+    then names the user's fields that seem to cause the refusal.
     """
     fields = overruled(settled, extra, family)
     fault = _fault(cls, fields)
     if not fault:
         return cls(**fields)
+    # the fields that cause the same error alone; else those whose removal avoids it; else all
     names = [name for name in extra if str(_fault(cls, settled | {name: extra[name]})) == str(fault)]
     names = names or [x for x in extra if not _fault(cls, settled | {y: extra[y] for y in extra if y != x})]
     raise ConfigError(

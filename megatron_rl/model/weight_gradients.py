@@ -21,7 +21,7 @@ def fuse_weight_gradients(model: torch.nn.Module) -> None:
     grouped_linear.py):
 
     - It reads the field ``fuse_wgrad_accumulation`` at each forward.
-    - If a weight has ``grad_added_to_main_grad``, autograd gets memory of any content as its
+    - If a weight has ``grad_added_to_main_grad``, autograd gets an uninitialised tensor as its
       gradient, as in model/logprob/linear.py. DistributedDataParallel sets that attribute.
     - The very first micro-batch of a module (``is_first_microbatch``) overwrites main_grad instead
       of adding to it. At that time main_grad holds zeros.

@@ -269,8 +269,8 @@ def print_some(completions: Sequence[Completion], *, every_rollouts: int) -> Non
 
     completions: all of one source at one step. The first two are logged: the best and the worst
         completion of the first prompt.
-    every_rollouts: how often training completions are logged, in rollouts; those of evaluations are
-        always logged. 0 logs neither.
+    every_rollouts: training completions are logged once in so many rollouts, evaluation completions
+        always; 0 logs none of either.
     """
     first = completions[0]
     if every_rollouts == 0 or (first.rollout is not None and (first.rollout - 1) % every_rollouts):

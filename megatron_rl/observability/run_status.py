@@ -78,7 +78,7 @@ def read_status(folder: pathlib.Path) -> RunStatus | None:
 
 @contextlib.contextmanager
 def kept_status(folder: pathlib.Path, total_steps: int, *, is_main: bool, leaves: Callable[[], bool]) -> Iterator[None]:
-    """Return a context around a run, at whose end the main rank writes status.json: how the run ended.
+    """Return a context around a run; at its end the main rank writes to status.json how the run ended.
 
     Not a collective.
 

@@ -187,5 +187,5 @@ class SpanSink:
             self._root = None
 
     def _at_ns(self, host_s: float) -> int:
-        """Return a moment of ``time.perf_counter`` as nanoseconds of Unix time."""
+        """Return ``host_s``, a moment of ``time.perf_counter``, as nanoseconds of Unix time."""
         return self._unix_ns + round(host_s * 1e9)

@@ -28,9 +28,8 @@ class StallCounts:
     """Counts, by cause, the optimizer steps since the last one that trained something.
 
     steps: the number of all steps of the run so far, without held ones (a critic's warm-up).
-    ghosts: of the steps since then, those in which no sample had signal.
-    zero_gradients: of the steps since then, those with a gradient of zero.
-    not_finite: of the steps since then, those with a gradient that is not finite.
+    ghosts, zero_gradients, not_finite: of the steps since the last one that trained something, how many
+        had no sample with signal, a gradient of zero, and a gradient that is not finite.
     """
 
     steps: int = 0

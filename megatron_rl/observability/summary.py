@@ -36,8 +36,8 @@ def split_start(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
     In a run of supervised steps alone, the first list is empty.
 
-    Example: rows of the phases ``warmup warmup rl`` give two and one; ``sft sft`` give none and
-    two.
+    Example: three rows of the phases ``warmup``, ``warmup``, ``rl`` give two rows and one; two rows of
+    ``sft`` give none and two.
     """
     own = [row for row in rows if not is_supervised(row)]
     return ([row for row in rows if is_supervised(row)], own) if own else ([], list(rows))

@@ -42,7 +42,7 @@ def step_times(timer: StepTimer, facts: BatchFacts) -> dict[str, float]:
 
 
 def _cost(model: TrainableModel, mini_batch: StepPlan, tokens: SampleTokens) -> dict[str, float]:
-    """Return the metrics ``cost/*``; {} before the first fit.
+    """Return the metrics ``cost/*``; {} before the first fit of the cost model.
 
     They are the fitted costs of a micro-batch on its slowest pipeline stage, and the predicted
     seconds of this mini-batch.

@@ -39,7 +39,10 @@ class StepTimer:
         self.started = time.perf_counter()
 
     def add(self, stage: str, seconds: float, *, before_s: float = 0.0) -> None:
-        """Add to the step a stage's seconds by another clock, and call ``heard``; it ended ``before_s`` seconds ago."""
+        """Add a stage's seconds, measured by the caller, to the step's sums, and call ``heard``.
+
+        before_s: how many seconds ago the stage ended.
+        """
         self._sum(stage, seconds)
         if seconds:
             self.heard(stage, time.perf_counter() - before_s - seconds, seconds)

@@ -33,7 +33,8 @@ class TracedRollout:
     """Holds one rollout's samples as arrays [S], under the names of ``Workload`` (simulator/workload.py).
 
     prompt_tokens, response_tokens, loss_tokens: as in BatchFacts.
-    read_response_tokens: the numbers of response tokens that run.
+    read_response_tokens: how many response tokens the model gets as input: those before the last loss
+        token.
     rewards: NaN for a sample without a reward.
     groups: the index of each sample's prompt.
     by_function: {reward function's name: its rewards}; {} with only one function.
@@ -150,7 +151,7 @@ def append_trace(path: str | pathlib.Path, rollout: int, samples: TracedRollout,
 
 
 class Grid(Protocol):
-    """Has the sizes of a Topology's process groups that change the fitted costs of a pipeline stage."""
+    """Holds the degrees of parallelism on which a pipeline stage's fitted costs depend; a Topology is a Grid."""
 
     tensor_size: int
     context_size: int

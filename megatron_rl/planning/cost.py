@@ -4,7 +4,7 @@ A micro-batch of T tokens in sequences of lengths l takes on one stage, forward 
 
     t = overhead + token · T + square · Σ l²
 
-For layers with a sliding window l² is replaced by less (``window_squares`` of planning/tokens.py).
+A layer with a sliding window has a smaller term in place of l² (``window_squares`` of planning/tokens.py).
 
 A data-parallel rank's micro-batches take t_1 … t_m on the slowest stage of its pipeline. While the
 pipeline fills and drains, each other stage s adds the time of its longest micro-batch once, divided
@@ -22,7 +22,7 @@ Invariants (tests/unit/planning/test_cost.py):
    ``prior``.
 2. More tokens, longer sequences or one more micro-batch never predict less time on a stage.
 3. ``best_count`` is the number of micro-batches with the least predicted time (compared with brute
-   force). It assumes equal micro-batches, one of which is at least as long as the longest sample.
+   force), if micro-batches are equal except for one that holds the longest sample.
 4. Equal measurements give equal coefficients, so every rank derives the same plan.
 """
 
@@ -72,8 +72,8 @@ class CostModel:
 
     virtual: the number of chunks that each pipeline rank interleaves.
 
-    Example: two stages of overhead 256, token 1 and square 0. Micro-batches of 1000 and 500 tokens
-    take 1256 + 756, and the pipeline's filling and draining takes 1256 more: 3268.
+    Example: two stages, both of overhead 256, token 1 and square 0. Micro-batches of 1000 and 500
+    tokens take 1256 + 756 on a stage. Filling and draining the pipeline takes 1256 more: 3268.
     """
 
     stages: tuple[StageCost, ...]
@@ -82,7 +82,7 @@ class CostModel:
     def sample_costs(self, tokens: SampleTokens) -> tuple[np.ndarray, np.ndarray]:
         """Return (own, prompt), float64 [S] each: the costs of each sample's own tokens, and of its shared prompt.
 
-        They are the costs on the stage that takes longest for all samples together.
+        The costs are those on one pipeline stage: the one that takes longest for all samples together.
         """
         slowest = self._slowest(*tokens.total(np.arange(len(tokens.own))), 0)
         own_squares, prompt_squares = tokens.squares()

@@ -21,7 +21,7 @@ def steps_per_rollout(train: TrainConfig, rollout: RolloutConfig, skip: SkipConf
 def critic_steps_per_rollout(train: TrainConfig, rollout: RolloutConfig, critic: CriticConfig) -> int:
     """Return the critic's number of optimizer steps in a rollout that has all its samples.
 
-    ``skip.steps=merge`` does not change this number.
+    ``skip.steps=merge``, which merges the policy's steps, does not change this number.
     """
     samples = train.prompts_per_rollout * rollout.samples_per_prompt
     per_step = critic.samples_per_mini_batch or train.samples_per_mini_batch or samples

@@ -157,9 +157,10 @@ def _least_bound(costs: Sequence[int], head: int, stages: int) -> int:
 
 
 def _even(sums: Sequence[int], head: int, stages: int, bound: int) -> list[int]:
-    """Return each stage's number of layers: of layouts within ``bound``, the one with the least sum of squared costs.
+    """Return each stage's number of layers, in the layout with the least sum of squared stage costs.
 
-    Among equals, the first stages get fewer layers.
+    No stage of the layout costs more than ``bound``. Among equals, the first stages get fewer
+    layers.
 
     sums: [layers + 1]; entry i is the cost of the first i layers together.
     head: the cost of the last stage beside its layers.

@@ -13,17 +13,17 @@ Invariants (``assert_invariants`` in tests/unit/planning/test_plan.py):
    included. If ``samples_per_microbatch`` is set, it holds at most so many samples.
 5. No micro-batch is empty. A mini-batch's step is a ghost step if and only if none of its samples
    runs.
-6. The plan depends on lengths, signal, members and rules alone: equal inputs, equal fingerprints.
+6. The plan, and its hash (fingerprint), depend on lengths, signal, members and rules alone.
 7. Without ``repack``, every micro-batch that runs is one of the dense plan, on the same rank and in
    the same order. A block is ``lockstep_ranks`` neighbouring ranks that share experts. The
-   micro-batches that a block's ranks run at the same time are all run or all left out, since their
-   experts compute them together. They run if one of their samples has signal.
+   micro-batches that a block's ranks would run at the same time either all run, or none does. They
+   run if one of their samples has signal.
 8. Under a token cap with ``repack``, data-parallel ranks differ in cost by at most the costliest sample.
 9. All ranks of a block run equally many micro-batches: the block's largest number without fillers,
    rounded up to a multiple of ``microbatch_multiple``. A block without samples runs none.
 10. A filler holds one sample: the shortest that runs, or without ``repack`` the shortest member.
-    Fillers come last on their rank. Invariants 1 and 3 leave fillers out. Under a token cap a rank
-    with fillers has one sample in each other micro-batch, if ``repack`` is set or nothing is dropped.
+    Fillers come last on their rank. Invariants 1 and 3 do not count fillers. Under a token cap, with
+    ``repack`` or if nothing is dropped: a rank with fillers has one sample in each other micro-batch.
 11. Under ``on_long_sample="fail"``, the members' lengths alone decide whether planning fails, not
     signal or ``drops``.
 12. On a pipeline under a token cap, the costs of a rank's micro-batches rise and then fall, fillers
@@ -65,8 +65,8 @@ class PlanRules:
         It is 1, or a divisor of ``max_tokens`` that is a multiple of ``pad_multiple``. FP8's matrix
         products need multiples of 16 tokens on each rank.
     share_prompts: whether samples of a micro-batch that have the same prompt run it once.
-    repack: whether the samples that stay are packed anew after the drop. If False, all samples are
-        packed before it, and only micro-batches without signal are removed.
+    repack: True if dropped samples leave before the others are packed. False if all samples are
+        packed, and then micro-batches without signal are removed.
     microbatch_multiple: a rank's number of micro-batches is a multiple of it, or 0. It is PP under
         the interleaved schedule, which runs micro-batches in groups of PP.
     lockstep_ranks: so many neighbouring data-parallel ranks ([0, L), [L, 2L), ...) form a block
@@ -120,8 +120,9 @@ class Degrees(Protocol):
 class Sizes(Protocol):
     """Describes the costs of a model that ``plan_rules`` reads; a ModelShape has them.
 
-    square_share, head_layers: see ``prior`` (planning/cost.py).
-    rank_shares: a function from the number of pipeline ranks to ``prior``'s argument of that name.
+    square_share, head_layers: arguments of ``prior`` (planning/cost.py).
+    rank_shares: called with the number of pipeline ranks; returns ``prior``'s argument
+        ``rank_shares``.
     """
 
     square_share: float
@@ -187,7 +188,7 @@ def split_mini_batches(samples: np.ndarray, samples_per_mini_batch: int | None) 
     """Return the batch's mini-batches, each ``samples_per_mini_batch`` sample indices in order; the last has the rest.
 
     samples: int64, indices of samples.
-    samples_per_mini_batch: None: one mini-batch of all samples.
+    samples_per_mini_batch: None for one mini-batch of all samples.
     """
     size = samples_per_mini_batch or max(len(samples), 1)
     return [samples[i : i + size] for i in range(0, len(samples), size)]
@@ -370,11 +371,12 @@ def _wanted_microbatches(share: np.ndarray, costs: SampleCosts, rules: PlanRules
     """Return the number of micro-batches of least predicted time for one rank's samples; 0 without samples.
 
     The number is at least what the token cap demands. It is a multiple of ``microbatch_multiple`` if
-    the rank has enough samples. By the cap alone, a drop would leave fewer micro-batches of the same
-    size. The pipeline's bubble would then take a larger part of the step.
+    the rank has enough samples.
 
     share: int64, indices of the rank's samples.
     """
+    # By the cap alone, a drop would leave fewer micro-batches of the same size, and the pipeline's bubble would take a
+    # larger part of the step.
     if len(share) == 0:
         return 0
     tokens = costs.tokens

@@ -1,10 +1,9 @@
 """The distribution of samples over bins of near-equal cost: data-parallel ranks, then micro-batches. Pure numpy.
 
-Samples of one prompt (a group) that are in one bin run their prompt once (planning/tokens.py). A
-group that is split over two bins runs it twice, which is work even if no rank waits for it. So a
-group is split only if the costliest bin then costs at least 1 % less, prompts that run twice
-included. A distribution that ignores groups is computed too. It is taken if its costliest bin costs
-over 1 % less.
+Samples of one prompt (a group) that are in one bin run their prompt once (planning/tokens.py). If a
+group is split over two bins, its prompt runs twice. So groups are split only if the costliest bin,
+repeated prompts included, then costs over 1 % less. A distribution that ignores groups is computed
+too; it also must save over 1 %.
 """
 
 from __future__ import annotations
@@ -82,11 +81,11 @@ def balance(samples: np.ndarray, cost: np.ndarray, bins: int) -> list[np.ndarray
 def spread(samples: np.ndarray, costs: SampleCosts, bins: int, max_tokens: float = np.inf) -> list[np.ndarray]:
     """Return ``bins`` arrays of sample indices, of near-equal cost; some are empty if samples are few.
 
-    Each array is in index order. A group is the samples of one prompt, which are kept in one bin if
-    that costs little.
+    Each array is in index order. A group is the samples of one prompt. It is split only if that
+    saves over 1 % of the costliest bin's cost, or if it has more than ``max_tokens``.
 
     samples: int64, indices of samples.
-    max_tokens: a group of more tokens is split. A bin of several groups may have more tokens.
+    max_tokens: the most tokens of one group in a bin. A bin of several groups may have more.
     """
     # Without shared prompts, one greedy pass.
     if bins == 1 or len(samples) == 0 or not costs.tokens.shares:

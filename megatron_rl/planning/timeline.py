@@ -73,7 +73,8 @@ class Timeline:
 def warmup_forwards(rank: int, pipeline: int, virtual: int, microbatches: int, group: int) -> int:
     """Return the number of forwards, of one chunk each, that a pipeline rank runs before it alternates with backwards.
 
-    group: see ``schedule_table``; the other arguments: see ``rank_order``.
+    pipeline, virtual: the numbers of pipeline ranks and of chunks of each.
+    group: see ``schedule_table``.
     """
     count = pipeline - rank - 1 if virtual == 1 else (pipeline - rank - 1) * 2 + (virtual - 1) * group
     return min(count, microbatches * virtual)

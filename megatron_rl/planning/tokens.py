@@ -115,10 +115,10 @@ def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
 
 
 def read_tokens(facts: BatchFacts) -> np.ndarray:
-    """Return int64 [S], the number of response tokens that each sample runs: those before its last loss token.
+    """Return int64 [S]: the number of response tokens that the model reads for each of S samples.
 
-    A token is predicted from the tokens before it, so the model needs no later one. Without
-    ``facts.response_inputs`` the whole response runs.
+    It reads those before the sample's last loss token, since a token is predicted from the tokens
+    before it. It reads the whole response if ``facts.response_inputs`` is None.
     """
     return facts.response_tokens if facts.response_inputs is None else facts.response_inputs
 
@@ -126,7 +126,7 @@ def read_tokens(facts: BatchFacts) -> np.ndarray:
 def tokens_of(facts: BatchFacts, *, share_prompts: bool, windows: tuple[int, ...] = ()) -> SampleTokens:
     """Return the numbers of tokens that a batch's samples run, without pads.
 
-    Response tokens from the last loss token on do not run (``read_tokens``).
+    Of a response only the tokens before the last loss token are counted (``read_tokens``).
 
     share_prompts: whether equal prompts of a micro-batch run once.
     windows: the attention window of each layer, as in SampleTokens; needed for squared tokens alone.

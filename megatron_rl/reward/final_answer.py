@@ -90,8 +90,8 @@ def final_answer(text: str, *, marks_first: bool, wants_number: bool) -> FinalAn
     """Return the final answer of a completion, or of a gold answer with its derivation.
 
     marks_first: whether GSM8K's mark takes precedence over boxes, wherever it stands.
-    wants_number: whether the gold answer is a number. If so, a number after a mark is the whole
-        answer.
+    wants_number: whether the gold answer is a number. If so, the words after a marked number are
+        left out of the answer.
     """
     mark, box = _last_mark(text, marks_first, wants_number), _last_box(text)
     if mark is not None and (marks_first or box is None or mark[0] > box[0]):

@@ -66,10 +66,10 @@ class Conversational:
 class VerlForm:
     """Calls a function in the form of verl's compute_score, with each sample alone or with lists of samples.
 
-    ``ground_truth`` is the row's field ``reward_model.ground_truth``. If the row lacks it, it is
-    the row's answer (``data.answer_key``). ``extra_info`` is a copy of the column of this name,
-    with the fields that verl adds (EXTRA). If the function returns a mapping for a sample, its
-    ``score`` is the value.
+    ``ground_truth`` is the row's field ``reward_model.ground_truth``. In a row without this field
+    it is the row's answer (``data.answer_key``). ``extra_info`` is a copy of the column of this
+    name, with the fields that verl adds (EXTRA). If the function returns a mapping for a sample,
+    its ``score`` is the value.
 
     needed: the columns, or fields such as ``reward_model.ground_truth``, that every row must have.
     """
@@ -155,7 +155,7 @@ def in_form(name: str, function: Callable, completions: str) -> tuple[Form, Call
 
 
 def invoke(function: Callable, arguments: Mapping[str, list], conversations: Sequence[Messages | None]) -> object:
-    """Call a reward function in its way (``Form``), and return its result on a list of samples.
+    """Call a reward function as its form demands, and return its result on a list of samples.
 
     arguments: keyword → list over the samples. The keywords are the dataset's columns, ``prompts``,
         ``completions`` (both texts) and ``completion_ids``.
@@ -186,7 +186,7 @@ def _form_of(batched: bool) -> Form:
 
 
 def _typed_form(annotation: object) -> Form | None:
-    """Return the form (MESSAGES or TEXTS) that the type of ``completions`` shows; None if it shows neither alone."""
+    """Return the form (MESSAGES or TEXTS) that the type of ``completions`` fits; None if it fits neither or both."""
     if annotation is inspect.Parameter.empty:
         return None
     words = (annotation if isinstance(annotation, str) else str(annotation)).replace(" ", "").lower()
@@ -210,7 +210,7 @@ async def _scores_once(returned: Awaitable) -> object:
 
 
 def _scores(returned: object) -> object:
-    """Return a list of results with each mapping replaced by its ``score``; a result that is no list unchanged."""
+    """Return a function's values, each mapping replaced by its ``score``. A value that is no list stays as it is."""
     if not isinstance(returned, list | tuple):
         return returned
     return [value["score"] if isinstance(value, Mapping) and "score" in value else value for value in returned]

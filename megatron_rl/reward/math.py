@@ -32,11 +32,11 @@ _DELIMITERS = ("$", "\\(", "\\[")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gold:
-    """Holds a gold answer in the form in which it is compared.
+    """Holds a parsed gold answer.
 
     values: sympy's values. A right answer equals one of them.
-    is_number: whether the gold answer is a number. If so, a number after a mark is a completion's
-        whole answer.
+    is_number: whether the gold answer is a number. If so, the words after a marked number in a
+        completion are no part of its answer.
     marks_first: whether the gold answer is in GSM8K's format.
     """
 
@@ -122,7 +122,7 @@ def _judge(completion: str, gold: Gold) -> float | Exception:
 
 @functools.lru_cache(maxsize=65536)
 def read_gold(gold: str) -> Gold:
-    """Return a gold answer in the form in which it is compared.
+    """Return a gold answer, parsed and ready to be compared.
 
     Raises ValueError if nothing in it parses, or if parsing takes longer than GOLD_S.
     """

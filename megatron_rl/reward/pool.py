@@ -1,5 +1,7 @@
 """Persistent reward workers that score whole groups. A sample that hangs or kills its worker costs only itself.
 
+A task is one call of one reward function on the samples of one prompt, or on some of them.
+
 1. Every task has an id of its own, and a killed worker's socket is closed. So a late answer is
    never used.
 2. A task has the deadline of one sample, however many samples it has. A task that fails is scored
@@ -49,8 +51,8 @@ class Pool:
     num_workers: the number of worker processes. While tasks take long, there are up to twice as
         many.
     deadline_s: the maximum of seconds for one sample, and also for a task of several samples.
-    variables: names of environment variables that workers get beside some that hold no secret, such
-        as PATH.
+    variables: names of environment variables that workers get in addition to ALLOWED
+        (worker_handle.py), which hold no secret.
     completions: ``reward.completions``.
 
     Raises ConfigError for a function that a worker cannot import, or a variable that is not set.
@@ -191,8 +193,8 @@ class Pool:
         """Give idle workers the tasks that may begin, and start a worker if none is idle.
 
         At most ``num_workers`` tasks run. A task that has taken longer than SUSPECT_S is suspected.
-        Beside each suspected task one of its samples may run alone. More such samples run only
-        while fewer tasks run.
+        For each suspected task one more worker may run one of its samples alone. Workers that have
+        no task run further such samples.
 
         columns: the names of the dataset's columns.
         """

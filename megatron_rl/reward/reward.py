@@ -1,4 +1,4 @@
-"""The configured reward functions as one: called in this process or in workers, weighted, with a rule for failures."""
+"""The run's total reward: the weighted sum of the reward functions' values, which this process or workers compute."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MOST_KINDS = 20  # kinds of errors that are logged
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFailure:
-    """Describes a function's failure on a sample.
+    """Describes a reward function's failure on a sample.
 
     message: the traceback, or a sentence that says how the value is wrong.
     """
@@ -64,7 +64,7 @@ class RewardFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answers:
-    """Holds one function's results on a batch of S samples.
+    """Holds one reward function's results on a batch of S samples.
 
     outcomes: [S], one Outcome per sample.
     unexplained: (samples, traceback) of each call that failed on several samples, though it failed
@@ -276,7 +276,7 @@ class Reward:
 def opened_reward(
     config: RewardConfig, import_s: float | None = None, *, episodes: bool = False
 ) -> Iterator[Reward | None]:
-    """Yield the run's Reward for a ``with`` block, and end its workers afterwards. Yield None without functions.
+    """Yield the run's Reward for a ``with`` block, and end its workers afterwards. Without functions, yield None.
 
     import_s, episodes: as for Reward.
     """

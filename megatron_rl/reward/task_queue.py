@@ -1,5 +1,7 @@
 """The queue of a batch's tasks: whole groups first, then the samples of a failed task alone, to find the cause.
 
+A task is one call of one reward function on some samples of a prompt.
+
 1. A task fails as a whole if it raises, runs out of time, or its worker dies. Then it is cut into
    its samples, each a task of its own. A sample that raises or runs out of time alone has failed. A
    sample whose worker dies is tried once more, since the machine may have been at fault. So a task
@@ -40,7 +42,7 @@ class Split:
 
     left: the number of samples that have no result of such a run yet.
     failure: how the whole task failed; None while it only takes long.
-    error: the whole task's traceback, or a sentence.
+    error: the whole task's traceback, or a sentence that says what is wrong.
     found_guilty: whether a sample failed alone.
     is_moot: whether the whole task has answered. Then the results of its samples are thrown away.
     early: (task, result) of each sample that ended before the whole task failed.
@@ -56,7 +58,7 @@ class Split:
 
     @property
     def is_innocent(self) -> bool:
-        """Return whether every sample of the task was tried alone, and none failed."""
+        """Return whether every sample of the whole task was tried alone, and none failed."""
         return self.left == 0 and not self.found_guilty
 
 
@@ -92,8 +94,8 @@ class TaskQueue:
 
     most_samples: the maximum of samples of a task. A larger group is cut into several tasks. None:
         no maximum.
-    lost_is_wrong: the indices of functions for which a sample that is never judged has the value
-        0.0, and is no failure.
+    lost_is_wrong: the indices of functions for which a sample has the value 0.0, not a failure, if
+        its call never answers.
     outcomes: [F][S], each function's outcome on each sample. Complete once ``done``.
     """
 

@@ -2,12 +2,12 @@
 
     python -m megatron_rl.reward.worker FD STACK_FD PARENT_PID      # started by pool.py, never by hand
 
-FD is the socket to the rank, STACK_FD a file. The started process becomes a subreaper
-(distributed/subreaper.py), and its child the worker. The first message names the functions. Then
-tasks arrive one at a time, and each is answered. Functions are called in the main thread, since
-math-verify's time limits use SIGALRM. Only the pool interrupts a task, by killing the process: a
-call on a whole list cannot be interrupted otherwise. Once the fraction STACK_AT of the deadline has
-passed, the stack traces of all threads are written to STACK_FD.
+FD is the socket to the rank, STACK_FD a file for stack traces. The started process becomes a
+subreaper (distributed/subreaper.py), and its child the worker. The first message names the
+functions. Then tasks arrive one at a time, and each is answered. Functions are called in the main
+thread, since math-verify's time limits use SIGALRM. Only the pool interrupts a task, by killing the
+process: a call on a whole list cannot be interrupted otherwise. Once the fraction STACK_AT of the
+deadline has passed, the stack traces of all threads are written to STACK_FD.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def answer(task: dict, function: RewardFunction) -> dict:
 
 
 def resolve_all(names: list[str], completions: str) -> dict[str, tuple[Form | None, RewardFunction]]:
-    """Return {name: (form, function)}, as ``resolve`` returns them. Raises ConfigError if it does.
+    """Return {name: (form, function)}, as ``resolve`` returns them. Raises ConfigError if ``resolve`` does.
 
     completions: ``reward.completions``, "text" or "messages".
     """

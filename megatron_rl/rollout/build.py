@@ -21,7 +21,7 @@ def place_engine(
     vocab_size: int,
     has_trainer: bool = False,
 ) -> tuple[Engine, tuple[int, int] | None, bool]:
-    """Build the inference engine that the settings choose, and begin its start. Do not wait until the engine serves.
+    """Build the inference engine that the settings choose, and begin its start. Return before the engine serves.
 
     has_trainer: whether there is a trainer. ``rollout.bitwise`` needs one, since it makes the
         engine's log-probs equal the trainer's.

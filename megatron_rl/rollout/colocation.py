@@ -2,13 +2,14 @@
 
 The trainer's state is its gradients and optimizer state. The changes, from turn → to turn:
 
-    trainer → weights    the trainer's state is offloaded, then the engine's weights wake
-    weights → engine     the engine's keys and values wake
+    trainer → weights    the trainer's state is offloaded, then the engine's memory for weights wakes
+    weights → engine     the engine's memory for keys and values wakes
     weights → trainer    the engine sleeps, then the trainer's state returns
     engine  → trainer    the engine sleeps, then the trainer's state returns
 
-Weights are sent to the engine in the turn ``weights`` (or ``engine``). Rollouts are made in the
-turn ``engine``. The trainer's own weights stay on the device throughout.
+To wake memory is to allocate it again after a sleep. Weights are sent to the engine in the turn
+``weights`` (or ``engine``). Rollouts are made in the turn ``engine``. The trainer's own weights
+stay on the device throughout.
 
 An engine over several devices has workers on the devices of other ranks, and one rank commands it.
 So all ranks end each phase of a change together. No engine wakes before every rank's state is
@@ -31,10 +32,9 @@ class DeviceOwner(Enum):
 
 
 class DeviceShare(Protocol):
-    """Offloads a trainer's model from a device that it shares with the engine, and restores the model.
+    """Moves a trainer's gradients and optimizer state off a device that it shares with the engine, and back.
 
-    ``offload()`` moves the model's gradients and optimizer state off the device. ``restore()``
-    brings them back.
+    ``offload()`` moves them off the device. ``restore()`` brings them back.
     """
 
     def offload(self) -> object: ...
@@ -76,7 +76,7 @@ class ColocatedDevice:
             self.turn = DeviceOwner.WEIGHTS
 
     def to_engine(self) -> None:
-        """Wake the engine's memory for weights, and then for keys and values, so that it can generate."""
+        """Wake the engine's memory for weights, and then for keys and values, so that the engine can generate."""
         self.to_weights()
         if self.turn is DeviceOwner.WEIGHTS:
             if self.models:

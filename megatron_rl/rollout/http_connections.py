@@ -1,9 +1,9 @@
 """Limits on the connections of a run's HTTP servers: their number, and the time until a request's headers arrive.
 
-The maximum number follows from the process's limit of file descriptors. If it is exceeded, the
-connection that was idle longest is closed. The headers of a connection's first request must arrive
-within HEADERS_S after the connection's start. Later headers must arrive within HEADERS_S after
-their first byte. Uvicorn closes connections that are idle between two requests.
+The maximum number follows from the process's limit of file descriptors. At a connection beyond that
+number, the connection that was idle longest is closed. The headers of a connection's first request
+must arrive within HEADERS_S after the connection's start. Later headers must arrive within
+HEADERS_S after their first byte. Uvicorn closes connections that are idle between two requests.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def protocol_of(most: int) -> type[H11Protocol]:
     """Return a subclass of uvicorn's h11 protocol with this module's limits. ``most``: the maximum of connections."""
 
     class Connection(H11Protocol):
-        """Serves one connection. If there are more than ``most`` (of ``protocol_of``), closes the longest idle one.
+        """Serves one connection. If the process has more than ``most`` connections, closes the one idle the longest.
 
         waiting: the timer that closes the connection if a request's headers do not arrive in time.
-            None if no timer runs.
+            None if no timer runs. ``most`` is the argument of ``protocol_of``.
         """
 
         waiting: asyncio.TimerHandle | None = None
@@ -93,8 +93,8 @@ class OncePerMinute(logging.Filter):
     """Filters log lines: passes one line of each kind per minute, with the number of lines left out before it.
 
     kind: a callable from a log record to the kind of its line. By default the kind is the first
-        line of the message's format, without its arguments. Lines of different loggers, levels or
-        exception types always differ in kind.
+        line of the message before its arguments are filled in. Lines of different loggers, levels
+        or exception types always differ in kind.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class OncePerMinute(logging.Filter):
         self._seen: dict[object, tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a log record passes. To the message of one that passes, add the number of lines left out."""
+        """Return whether a log record passes. If so, add the number of lines left out before it to its message."""
         fault = record.exc_info[0] if isinstance(record.exc_info, tuple) else None
         kind, now = (record.name, record.levelno, fault, self._kind(record)), self._clock()
         at, left_out = self._seen.get(kind, (now - MINUTE_S, 0))

@@ -1,4 +1,4 @@
-"""Helpers of a run's HTTP servers: one reads JSON bodies, one serves an application in a thread."""
+"""Helpers of a run's HTTP servers: a reader of JSON bodies, and a function that serves an application in a thread."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The manager of all ranks' rollouts: sends weights, collects rollouts, and raises a failure on every rank together.
 
 Trainer and engine may take turns on one device. First the trainer's gradients and optimizer state
-are moved off the device, the engine's weights wake, and new weights are sent. Then the engine's
-keys and values wake, and rollouts are made. At the end the engine sleeps, and the trainer's state
-returns.
+are moved off the device, the engine allocates its weights, and new weights are sent. Then the
+engine allocates its keys and values, and rollouts are made. At the end the engine frees its memory,
+and the trainer's state returns.
 """
 
 from __future__ import annotations
@@ -136,10 +136,10 @@ class RolloutManager:
         collectives.raise_on_all_ranks(error)
 
     def _patiently(self, wait: Callable[..., bool]) -> None:
-        """Call ``wait`` again and again until it has returned True on every rank. All ranks meet after each call.
+        """Call ``wait`` again and again until it has returned True on every rank.
 
-        So no rank waits for another as long as ``run.deadline_s``, even if an engine computes
-        longer.
+        All ranks meet after each call. So no rank waits in a collective until its time limit, even
+        if another rank's engine computes longer than ``run.deadline_s``.
 
         wait: a callable with two keyword arguments: ``since``, time.monotonic() before the first
             call, and ``most_s``, the maximum of seconds of one call. It returns whether the wait
@@ -204,8 +204,8 @@ class RolloutManager:
     ) -> tuple[list[int], CollectDurations]:
         """Wait until ``choose`` accepts the groups that are scored on all ranks.
 
-        choose: a callable that takes the scored positions, a list indexed [rank][job], and returns
-            the positions that it chooses. If it returns None, the wait continues.
+        choose: a callable. Its argument at [rank][job] is the list of scored positions. It returns
+            the positions that it chooses, or None to wait on.
 
         Returns what ``choose`` returned, and the seconds of waiting and of scoring. The jobs are
         not released. The errors are as in ``collect``.
@@ -241,7 +241,7 @@ class RolloutManager:
     def finish(self, job: RolloutJob) -> None:
         """Release a job whose groups were all collected, and add its counts to the run's metrics.
 
-        The counts of several jobs add up until ``take_metrics``.
+        The counts of several jobs are added up until ``take_metrics`` returns them.
         """
         self.release(job)
         self.metrics.note_job(collectives.gather_json(self.metrics.counts_of(job)))
@@ -273,14 +273,14 @@ class RolloutManager:
             self._mend(lost)
 
     def _owed(self) -> list[list[str]]:
-        """Return for each rank why its engine was lost: one text for each uncollected job that was hit by a loss."""
+        """Return for each rank a list of texts that say why its engine was lost, one text per job that lost it."""
         return collectives.gather_json([job.lost for job in self.jobs if job.lost is not None])
 
     def _drain(self) -> None:
         self._patiently(lambda **part: all(self.worker.wait_generated(job, **part) for job in self.jobs))
 
     def _mend(self, lost: Sequence[Sequence[str]]) -> None:
-        """Send the engines weights again, and restart the jobs that lost engines left unfinished.
+        """Send the engines weights again, and restart the jobs that are unfinished because an engine was lost.
 
         lost: for each rank the texts that say why its engine was lost.
         """
@@ -296,7 +296,7 @@ class RolloutManager:
     def produce(
         self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float | None = None
     ) -> RolloutJob:
-        """Sample and score a rollout with the current weights, after all earlier jobs have ended; return its job.
+        """Sample and score a rollout with the current weights, after all earlier jobs have ended; return the job.
 
         The job holds this rank's groups.
 

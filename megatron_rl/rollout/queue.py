@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 class QueueSettings:
     """Holds the settings by which rollouts are started and collected.
 
-    passes_parts: whether old log-probs are computed for each part of a rollout as soon as the part
-        is collected. A part has ``min_groups`` groups.
+    passes_parts: whether old log-probs (log π_old) are computed for each part of a rollout as soon
+        as the part is collected. A part has ``min_groups`` groups.
     passes_all: whether these log-probs are computed for every sample of a part. If False, only for
         samples that are not too old and may have signal (an advantage other than 0).
     """
@@ -148,10 +148,10 @@ class RolloutQueue:
     def take(self, index: int) -> TrainingBatch:
         """Wait for rollout ``index``, and return its groups to be trained. Start it first if it is not started.
 
-        Groups that are too old are dropped, and their prompts are drawn again later. Groups without
-        signal (all advantages 0) may be replaced by groups of further prompts
-        (``rollout.dynamic_sampling``), or by replayed groups. Raises NoSignalError if dynamic
-        sampling finds too few groups and is configured to end the run.
+        Groups that are too old (``max_staleness_steps``) are dropped, and their prompts are drawn
+        again later. Groups without signal (all advantages 0) may be replaced by groups of further
+        prompts (``rollout.dynamic_sampling``), or by replayed groups. Raises NoSignalError if
+        dynamic sampling finds too few groups and is configured to end the run.
 
         Afterwards the caller calls ``start_ahead``. Once the advantages are known, it calls
         ``remember``.
@@ -179,12 +179,12 @@ class RolloutQueue:
         )
 
     def _collect_fresh(self, index: int) -> tuple[ScoredBatch, list[LogProbPass], int]:
-        """Collect a rollout's groups, and drop those that are too old.
+        """Collect a rollout's groups, and drop those older than ``max_staleness_steps``.
 
-        If all groups are too old, the rollout is started again with the current weights.
+        If all are older, the rollout is started again with the current weights.
 
-        Returns the groups that are not too old, the results of log-prob passes over parts of the
-        rollout, and the number of groups dropped.
+        Returns the groups that are kept, the results of log-prob passes over parts of the rollout,
+        and the number of groups dropped.
         """
         num_dropped = 0
         while True:
@@ -229,7 +229,7 @@ class RolloutQueue:
             return self.scorer.gather({number: job.group(number) for number in places if number in job.mine})
 
     def _fresh_places(self, scored: ScoredBatch) -> list[int]:
-        """Return the positions of the groups that are not too old, ascending. Not a collective."""
+        """Return the positions of the groups within ``max_staleness_steps``, ascending. Not a collective."""
         facts, limit = scored.facts, self.settings.producer.max_staleness_steps
         if limit is None:
             return sorted(set(facts.groups.tolist()))
@@ -256,7 +256,9 @@ class RolloutQueue:
         return len(dropped)
 
     def _note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt]) -> None:
-        """Tell the run's StartOrder and Reroll about newly scored groups, for later rollouts. Not a collective.
+        """Pass newly scored groups to the run's StartOrder and Reroll. Not a collective.
+
+        StartOrder decides in which order later groups start. Reroll samples some prompts again.
 
         prompts: position in the rollout → prompt, for the groups of all ranks.
         """
@@ -266,7 +268,7 @@ class RolloutQueue:
     def _metrics(self, index: int, selection: Selection) -> dict[str, float]:
         """Return metric name → value for rewards and staleness. Raise RewardError if every sample's reward failed.
 
-        selection: the groups of rollout ``index``, before filters replace any.
+        selection: the groups of rollout ``index``, before dynamic sampling or replay replaces any.
         """
         scored = selection.scored
         groups = [selection.groups[number] for number in sorted(selection.groups)]

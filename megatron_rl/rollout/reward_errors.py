@@ -25,7 +25,7 @@ class RewardErrors:
     failed: number of samples on which a reward function failed.
     scored: number of samples on which reward functions were called. Samples that an environment
         gave up are not counted.
-    first: the first failure, after its sample's id; None if nothing failed.
+    first: the sample's id and the message of the first failure; None if nothing failed.
     is_here: whether ``first`` happened on this rank, which then logs the warning.
 
     Example: sample 2 of prompt "0@0" raised, one of four samples: ``failed=1, scored=4,

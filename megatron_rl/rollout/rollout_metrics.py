@@ -74,7 +74,7 @@ class RolloutMetrics:
         self._values[f"perf/{phase}_peak_memory_bytes"] = float(num_bytes)
 
     def counts_of(self, job: RolloutJob) -> dict:
-        """Return this rank's data of a job by name, such as tokens and seconds. JSON can hold every value."""
+        """Return name → value of a job on this rank, such as its tokens and seconds. JSON can hold every value."""
         return {
             "tokens": job.num_tokens(),
             "generation_s": job.generation_s,
@@ -134,7 +134,7 @@ class RolloutMetrics:
 
 
 def tail_s(ends_s: Sequence[float]) -> float:
-    """Return the seconds from the end of three quarters of a rollout's groups to the end of its last group.
+    """Return the seconds from when three quarters of a rollout's groups had ended until its last group ended.
 
     ends_s: when each group ended, in seconds since the rollout's start, in any order. If it is
         empty, 0 is returned.

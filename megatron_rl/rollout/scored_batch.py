@@ -50,8 +50,8 @@ class Scoring:
 class ScoredBatch:
     """Holds a batch of groups, with rewards that every rank knows.
 
-    batch: what every rank knows of all samples (BatchFacts: lengths, owners, weight versions), and
-        this rank's own samples.
+    batch: lengths, ranks and weight versions of all samples (BatchFacts), and this rank's own
+        samples.
     rewards: total rewards that include the overlong penalty. The advantage estimator ``gdpo`` sees
         the penalty as one more reward function.
     by_function: float64 [S, F], the values of the configured functions alone; NaN if a function did

@@ -1,17 +1,17 @@
 """The staleness rule: decides whether a rollout may be started now, and with which weights.
 
 ``may_start`` is pure and reads only counters that are the same on every rank, so all ranks decide
-alike. A weight version counts the optimizer steps that moved a weight. If ``between`` rollouts are
-trained before a rollout, the rollout's training begins at most ``between · steps_per_rollout``
-versions from now.
+alike. A weight version is the number of optimizer steps that changed a weight. ``between`` is the
+number of rollouts that are trained before the one in question. So training on it begins at most
+``between · steps_per_rollout`` versions from now.
 
 Invariants (``assert_invariants`` in tests/unit/rollout/test_staleness.py):
 
 1. A rollout is trained at most ``max_staleness_steps`` versions after the weights that it is
    started with.
 2. The rollout that is trained next (``between`` 0) may always be started.
-3. Weights are sent only if the engines are ``interval`` versions behind or have no weights, after a
-   checkpoint (``renew``), or if the rollout could not be started otherwise.
+3. Weights are sent in four cases only: the engines are ``interval`` versions behind, they have no
+   weights, a checkpoint was written (``renew``), or the rollout could not be started otherwise.
 4. If a rollout may be started, so may each rollout that is trained before it.
 """
 

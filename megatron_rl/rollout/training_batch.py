@@ -17,7 +17,7 @@ from megatron_rl.types import BatchFacts, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogProbPass:
-    """Holds the log-probs of one forward pass over a part of a rollout, which ran before the rest was collected.
+    """Holds the log-probs of a forward pass over one part of a rollout, run while other parts were still generated.
 
     facts: what every rank knows of the part's samples, such as their lengths.
     chosen: bool [samples of the part], the samples that the pass covers.
@@ -36,8 +36,8 @@ class KnownLogProbs:
     values: float32 [T], flat over the batch's response tokens; 0 for tokens of samples that are not
         covered.
     covered: bool [S], the samples whose log-probs are known.
-    sums: name → ``LogProbs.sums`` added up over the passes; they measure the gap to the engine's
-        log-probs.
+    sums: ``LogProbs.sums`` of all passes together: how far the trainer's log-probs differ from the
+        engine's.
     """
 
     values: np.ndarray
@@ -51,7 +51,8 @@ class TrainingBatch:
 
     scored: the batch of the groups, with their rewards.
     known: the old log-probs that are computed already.
-    replayed: bool [S], True for samples of groups that an earlier rollout has trained.
+    replayed: bool [S], True for samples of groups that were trained before, with an earlier
+        rollout.
     trained_version: the trainer's weight version before the first step on the batch.
     prompts: position in the rollout → prompt, for the groups of all ranks.
     groups: position in the rollout → group, for this rank's groups.

@@ -47,7 +47,7 @@ class PolicyWeights:
 
 
 class AdapterWeights(PolicyWeights):
-    """Gives the adapters alone. If any rank's engine lacks the frozen weights, gives the frozen weights first."""
+    """Gives the adapters alone. If any rank's engine lacks the frozen base weights, gives these first."""
 
     def tensors(self, engine: Engine) -> Tensors:
         adapters = self._backend.export_adapters(bucket_bytes=self._bucket_bytes)

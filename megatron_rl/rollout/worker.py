@@ -1,13 +1,13 @@
 """The rollout worker of one rank: turns prompts into scored groups, at once or in threads while the trainer trains.
 
 Every rank knows all prompts of a rollout by their position in it. With n ranks, a rank takes every
-n-th prompt. A group stays whole on one rank. One thread generates, job after job. Under
-``rollout.producer.straggler_share`` the next job begins beside the last groups of the job before.
-With reward workers a second thread scores. If configured, it scores finished groups while others
-are still generated. Reward functions of the rank's own process are called in its main thread,
-where signals work.
+n-th prompt. All samples of a prompt (a group) stay on one rank. One thread generates, job after
+job. Under ``rollout.producer.straggler_share`` the next job begins beside the last groups of the
+job before. With reward workers a second thread scores. If configured, it scores finished groups
+while others are still generated. Reward functions of the rank's own process are called in its main
+thread, where signals work.
 
-1. Every position of a job ends in ``rollouts`` and then in ``scores`` exactly once, even if engines
+1. Every group of a job is stored once in ``rollouts`` and then once in ``scores``, even if engines
    are lost in between.
 2. A call of a reward function has groups of one job only. Each call but the last has at least
    ``min_groups`` groups, divided by the number of ranks that take prompts.
@@ -65,7 +65,7 @@ class Group:
 
 
 def to_sample(rollout: Rollout, *, included: bool) -> Sample:
-    """Return a rollout as a Sample to train on. ``included``: False takes the loss from all its tokens.
+    """Return a rollout as a Sample to train on. ``included``: if False, no token carries loss.
 
     Raises ValueError if ``loss_mask`` and the response differ in length.
     """
@@ -157,7 +157,7 @@ class RolloutJob:
             self.scores[number] = list(scores)
 
     def take_generation_s(self) -> float:
-        """Return the seconds of generation since the last call. The caller holds the lock ``change``."""
+        """Return for how many seconds the job generated since the last call. The caller holds the lock ``change``."""
         seconds, now = self.generation_s, time.monotonic()
         if self.generating:
             seconds, self.generating_since = seconds + now - self.generating_since, now
@@ -183,7 +183,7 @@ class RolloutJob:
 class RolloutWorker:
     """Generates and scores one rank's groups of each rollout.
 
-    score: a callable that returns one Score per rollout; None if a run has no rewards.
+    score: a callable from a list of rollouts to one Score each; None if a run has no rewards.
     apart: whether ``score`` may be called outside the main thread.
     share: (this rank's number among the ranks that sample prompts, the number of these ranks). None
         for a rank that samples none.
@@ -360,11 +360,13 @@ class RolloutWorker:
         return True
 
     def _waits_on(self, job: RolloutJob, began: float, part_ends_at: float) -> bool:
-        """Wait for a change of the job, LOOK_S seconds at most. The caller holds the job's lock.
+        """Wait for a change of the job, LOOK_S seconds at most. Return whether the caller may wait on.
 
-        began, part_ends_at: time.monotonic() at the wait's begin, and at its latest end.
+        Returns False if nothing has progressed for ``deadline_s`` seconds. The caller holds the
+        job's lock.
 
-        Returns False if nothing has progressed for ``deadline_s`` seconds.
+        began: time.monotonic() when the wait began.
+        part_ends_at: time.monotonic() at which this call must end.
         """
         ends_at = max(began, self._progressed_at, self.engine.progressed_at) + self.deadline_s
         left_s = min(ends_at, part_ends_at, time.monotonic() + LOOK_S) - time.monotonic()

@@ -43,7 +43,7 @@ def _plain(value: object) -> object:
 
 
 def _text_or_tokens(value: object) -> object:
-    """Return a sample's stops unchanged. Raises ValueError if there are too many, or one is empty or too long.
+    """Return a sample's stop sequences unchanged. Raises ValueError if there are too many, or one is empty or too long.
 
     The same error is raised if texts and tokens are mixed.
     """
@@ -265,6 +265,7 @@ def stop_conditions(
     stop: None: the model's own end-of-sequence tokens. []: no stops. Otherwise only the given texts
         or tokens.
     own: the model's end-of-sequence tokens.
+    vocab_size: the size of the vocabulary; a token of ``stop`` outside it raises RequestError.
 
     Example: ``["\\n\\n"]`` → ``((), ("\\n\\n",))``. An end-of-sequence token does not end the sample
     then.

@@ -147,7 +147,7 @@ def _from_bytes(data: bytes, dtype: np.dtype, where: str) -> np.ndarray:
 
 
 def _array(message, where: str) -> np.ndarray:
-    """Return a tensor as a dense array. Elements that a sparse tensor does not list are 0."""
+    """Return a protobuf tensor (``where`` in messages) as a dense array; elements that a sparse one omits are 0."""
     if message.dtype not in DTYPES:
         raise RequestError(f"{where} has dtype {message.dtype}; float32 ({messages.FLOAT32}) and int64 are read")
     dtype, shape = DTYPES[message.dtype], tuple(message.shape)

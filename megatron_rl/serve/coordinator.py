@@ -46,7 +46,7 @@ Runner = Callable[[Message], Outcome]
 
 
 class Coordinator:
-    """Runs operations, one message after the other.
+    """Has all ranks run the clients' operations, one message after the other.
 
     run: a function that runs a message on every rank, and returns its outcome.
     """
@@ -317,14 +317,14 @@ class Coordinator:
 
 
 def remove_checkpoint(registry: Registry, path: str) -> None:
-    """Remove a checkpoint from the store and from disk."""
+    """Remove a checkpoint from the server's records and from disk."""
     row = registry.store.get("checkpoints", path)
     registry.store.remove("checkpoints", path)
     shutil.rmtree(row.facts["folder"], ignore_errors=True)
 
 
 def note_end(registry: Registry) -> Callable[[Operation], None]:
-    """Return a function that records an operation's end in the store.
+    """Return a function that records an operation's end on disk (serve/store.py).
 
     If the record cannot be written, a client that asks after a restart is told that the operation
     was lost.

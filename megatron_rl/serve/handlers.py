@@ -56,10 +56,10 @@ class ServedModel:
 
 
 class RequestHandlers:
-    """Makes operations from requests whose bodies have passed their schemas.
+    """Makes queued operations from requests whose bodies have passed their schemas, one method per kind of request.
 
-    A request's method takes ``owner``, a digest of the client's key, and the body. It returns the
-    queued operation unless it says otherwise.
+    Such a method takes ``owner``, a digest of the client's key, and the body. It returns the queued
+    operation unless it says otherwise.
 
     max_samples: the maximum of samples of one request, ``serve.max_batch_samples``.
     """

@@ -11,10 +11,11 @@ the client's input that weighs each target. Clip thresholds are ``clip_low_thres
 | importance_sampling | importance_sampling | advantages | |
 | ppo | ppo | advantages | clip thresholds 0.8 and 1.2 |
 | cispo | cispo | advantages | clip thresholds 0.0 and 4.0 |
-| gspo | gspo, with its mean over sequence_ratio_mask | advantages | the paper's thresholds 1 − 3e-4 and 1 + 4e-4 |
-| dro | dro, with its square at every target | advantages | beta 0.05 |
+| gspo | gspo, its mean over the targets in sequence_ratio_mask | advantages | clip thresholds 1 − 3e-4 and 1 + 4e-4 |
+| dro | dro, its quadratic term at every target | advantages | beta 0.05 |
 
-The defaults of gspo and dro are this server's own. No published defaults of Tinker were found.
+No published defaults of Tinker were found for gspo and dro. gspo's thresholds are its paper's, and
+beta is this server's own.
 
 A target whose coefficient is 0 has no gradient, except under dro. Its old log-prob is not read, and
 may be anything.

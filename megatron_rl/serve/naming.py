@@ -63,7 +63,7 @@ def new_session() -> str:
 
 
 def model_name(session: str, seq: int) -> str:
-    """Return a model's name. The SDK derives the same name."""
+    """Return the name of a session's ``seq``-th model. The SDK derives the same name."""
     return f"{session}:train:{seq}"
 
 

@@ -202,7 +202,7 @@ class Operations:
         return [operation.id for operation in operations]
 
     def _make_room(self) -> None:
-        """Forget answers while all together take more than ``max_bytes``. The caller holds the lock.
+        """Forget answers until the kept ones take at most ``max_bytes`` together. The caller holds the lock.
 
         Each round forgets half of the answers of the owner with the most bytes. Answers that were
         given to their client go first. The owner's newest answer stays.
@@ -221,7 +221,7 @@ class Operations:
     # ---- the worker's side ------------------------------------------------------------------------------------------
 
     def take(self, timeout_s: float) -> list[Operation]:
-        """Return what runs next: one operation, or several sampling requests that run together.
+        """Return the operations that run next: one, or several sampling requests that run together.
 
         It waits at most ``timeout_s``, then returns [] if nothing is ready. Every returned operation
         must be ended by ``finish`` or ``fail``.
@@ -288,8 +288,8 @@ class Operations:
     def fail(self, operation: Operation, message: str, fault: Fault) -> None:
         """End an operation by an error. If training depends on it, its line's waiting operations fail too.
 
-        All this is one change under the lock. So a request that a client sends after it was told of
-        the error never fails with it.
+        All this is one change under the lock. So a request that the client sends once it knows of the
+        error does not fail with this operation.
         """
         with self._lock:
             self._end(operation, error=(message, fault))

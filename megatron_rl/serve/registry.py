@@ -24,7 +24,7 @@ NAMED = 8  # maximum of lost operations that a message names
 
 
 class Registry:
-    """Holds the records. A lookup by a client finds only the client's own records."""
+    """Holds the server's records of its clients. A client's lookup finds only the client's own records."""
 
     def __init__(self, store: Store, root: pathlib.Path) -> None:
         """Use the records in ``store``. ``root``: the folder of checkpoints."""

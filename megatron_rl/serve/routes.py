@@ -103,7 +103,7 @@ class Routes:
         self._add_queries()
 
     def _add_queries(self) -> None:
-        """Add the routes that need only the store: those that read, remove a checkpoint, or finish a session."""
+        """Add the routes that need only the records on disk: queries, the removal of a checkpoint, a session's end."""
         registry, served = self.registry, self.handlers.served
         get: dict[str, Callable[..., object]] = {
             "healthz": lambda owner: {"status": "ok"},
@@ -132,7 +132,7 @@ class Routes:
         return hashlib.sha256(_key(request.headers).encode()).hexdigest()[:16]
 
     async def _in_thread(self, handle: Callable, owner: str, content: bytes) -> object:
-        """Return ``handle(owner, content)``, computed in a thread. Only FEW large bodies are handled at a time."""
+        """Return ``handle(owner, content)``, computed in a thread; at most FEW bodies above LARGE bytes at a time."""
         limiter = self._few if len(content) > LARGE else None
         return await anyio.to_thread.run_sync(handle, owner, content, limiter=limiter)
 

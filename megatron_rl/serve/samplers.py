@@ -1,4 +1,4 @@
-"""Sampler weights, and the engines that sample with them. The engines of all ranks hold one set of weights at a time.
+"""The weights that clients sample with, and the engines that hold them: one set at a time, on all ranks.
 
 Weights that a client has named are on disk, and are read at the first request for them. Unnamed
 snapshots are kept in the host memory of every rank. If a request needs other weights than the
@@ -36,7 +36,7 @@ log.addFilter(QUIET)
 
 
 class Samplers:
-    """Holds sampler weights by name, and samples with them. Every method is a collective unless it says otherwise.
+    """Holds weights by sampler's name, and samples with them. Every method is a collective unless it says otherwise.
 
     models: the models in training, from which snapshots are taken.
     """

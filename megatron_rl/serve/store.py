@@ -53,7 +53,7 @@ class OperationRow:
     """Holds the record of one accepted operation.
 
     line: the name of its model or sampler.
-    seq: its number there.
+    seq: its number among that model's or sampler's operations.
     digest: a digest of the request, to recognise a repeated one.
     state: ACCEPTED, DONE or FAILED.
     """
@@ -108,7 +108,7 @@ class Store:
             self._file.execute(f"INSERT OR REPLACE INTO {table} ({columns}) VALUES ({places})", values)
 
     def update(self, table: str, id: str, **facts: object) -> None:
-        """Overwrite some facts of a row. Its other facts stay."""
+        """Overwrite the given facts (JSON-able values) of a row. Its other facts stay."""
         with self._lock:
             found = self._file.execute(f"SELECT facts FROM {table} WHERE id = ?", [id]).fetchone()
             merged = {**json.loads(found[0]), **facts}

@@ -74,7 +74,7 @@ class TrainingAnswer:
 
     logprobs: for each datum, float32 [N] or [N, K], in the shape of its targets.
     metrics: name → value. A name such as "loss:sum" ends with the reduction by which the SDK
-        combines the requests of one call.
+        combines the requests into which it has split one call.
     """
 
     logprobs: Sequence[np.ndarray]
@@ -85,8 +85,8 @@ class TrainingAnswer:
 class AdapterSpec:
     """Holds which adapters a client requests for a model.
 
-    rank: the rank of A and B, at most ``lora.rank``.
-    seed: the seed of A's initial values.
+    rank: the rank of the LoRA matrices, at most ``lora.rank``.
+    seed: the seed of the adapters' random initial values.
     attention, mlp: whether the attention layers and the MLP layers have adapters.
     """
 

@@ -1,4 +1,5 @@
-"""The forecast of one update, a rollout's optimizer steps, on N GPUs; the trainer's own planner plans it.
+"""The forecast of the time and memory that the optimizer steps on one rollout take on N GPUs.
 
-It predicts times and memory. It starts no processes and builds no model.
+The trainer's own planner divides the samples among the GPUs. No process is started and no model is
+built.
 """

@@ -1,11 +1,11 @@
-"""Predicts a configuration's times, memory and gain on N nodes, on a laptop, by the real planner.
+"""Predicts a configuration's time and memory on N nodes, and what the zero-advantage skip gains, on a laptop.
 
     megatron-rl simulate --config my.yaml --nodes 512 --lengths lognormal:2000,0.7 --svg pipeline.svg
     megatron-rl simulate --from-run runs/my-run --nodes 4   # its config.yaml, samples and measured costs
 
-The samples come from a trace or from stated distributions. No process group is joined, no model is
-built, and no GPU is needed. Of model.hf_path only config.json is read. See
-docs/simulate-cluster.md.
+The trainer's own planner plans the optimizer steps. The samples come from a trace or from stated
+distributions. No process group is joined, no model is built, and no GPU is needed. Of model.hf_path
+only config.json is read. See docs/simulate-cluster.md.
 """
 
 from __future__ import annotations

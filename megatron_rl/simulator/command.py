@@ -1,7 +1,6 @@
-"""The forecast of a job as a command: the time of a rollout's optimizer steps, and the memory that they need.
+"""The forecast that ``megatron-rl simulate`` and ``megatron_rl.train --dry-run`` print and write to files.
 
-``megatron-rl simulate`` and ``megatron_rl.train --dry-run`` compute it, print it and write it to
-files.
+It has the time that the optimizer steps on one rollout take, and the memory that they need.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ def simulate_job(
     prompt_lengths: Sequence[int] | None = None,
     responses: Sequence[Workload] = (),
 ) -> str | None:
-    """Forecast the optimizer steps on a rollout, print that, and write the files of ``--json`` and ``--svg``.
+    """Forecast the optimizer steps on a rollout; print the forecast, and write the files of ``--json`` and ``--svg``.
 
     size: the number of GPUs; None to take it from the arguments and the environment variables.
     prompt_lengths: tokens of each prompt of a rollout, used if no trace gives the samples.
     responses: the samples of each supervised step. In a run without RL only these are forecast.
 
-    Returns None if the job fits in memory, else a text with settings that fit. Raises ConfigError as a run would.
+    Returns None if the job fits in memory, else a text with settings that fit. Raises ConfigError if a run would.
     """
     from megatron_rl.simulator.degrees import degrees_of
     from megatron_rl.simulator.engine_memory import GIB
@@ -110,7 +109,10 @@ def _model_files(
 
 
 def _write(options: argparse.Namespace, content: dict[str, Any], shown: Forecast) -> None:
-    """Write ``content`` to the file of ``--json``, and a picture of ``shown`` to the file of ``--svg``, if given."""
+    """Write the figures ``content`` to the file of ``--json``, and a picture of ``shown`` to the file of ``--svg``.
+
+    Each file is written only if its option is given.
+    """
     from megatron_rl.simulator.picture import picture
 
     if options.json:

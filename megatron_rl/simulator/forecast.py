@@ -1,8 +1,8 @@
 """The forecast of an update: the trainer's planner plans it, and planning/timeline.py predicts its time.
 
-An update is the optimizer steps on one rollout. It is planned twice: with all samples (dense), and
-without the samples that have no signal, an advantage of 0 (skip). The forecast has the time,
-pipeline bubbles and load balance of both updates, the memory, and what limits the speed.
+An update is the optimizer steps on one rollout. Two updates are planned: "dense" with all samples,
+and "skip" without the samples whose advantage is 0. The forecast has the time, pipeline bubbles and
+load balance of both updates, the memory, and what limits the speed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Outcome:
     pipeline_s: the seconds of the forward and backward passes.
     busiest_s: the part of ``pipeline_s`` in which the busiest pipeline stage of the slowest
         data-parallel replica computes.
-    mean_s: the seconds in which a pipeline stage of that replica computes, their mean over stages.
+    mean_s: the mean over that replica's pipeline stages of the seconds in which a stage computes.
     optimizer_s: the seconds of reduction, norm, AdamW and gather.
     bubble_share: [P], the share of ``pipeline_s`` in which each stage of the slowest replica waits.
     imbalance: the busiest replica's seconds of work over the mean of all replicas, less 1.
@@ -116,12 +116,13 @@ class Forecast:
 
     dense, skip: the two updates. A sample without signal has an advantage of 0, and the skip drops
         it.
-    ideal: the gain if time were proportional to tokens: all tokens over those of samples with
-        signal. None if no sample has signal.
+    ideal: the gain if time were proportional to tokens, which is all tokens over the tokens of
+        samples with signal. None if no sample has signal.
     gain: the dense update's predicted time over the skip update's.
     memory: the memory of each pipeline stage in the dense run.
     constraints: what limits the skip update, the largest saving first.
     dead_samples: the share of samples without signal.
+    costs: the costs from which the seconds were computed.
     """
 
     dense: Outcome
@@ -164,8 +165,8 @@ class Job:
     def rules(self) -> PlanRules:
         """Return the planner's rules, as the trainer's backend would set them.
 
-        The rules hold the job's costs if ``plan.calibrate`` is on and a run has measured these.
-        Otherwise they hold the planner's assumed costs.
+        They contain costs: the job's, if ``plan.calibrate`` is on and a run has measured them, else
+        the planner's assumed ones.
         """
         config = self.config
         shares = shares_prompts(config.plan, config.parallel, config.megatron, self.shape.layer_spec)
@@ -183,9 +184,8 @@ class Job:
     def signal(self) -> np.ndarray:
         """Return [S] bool, True for a sample with signal: it has a loss token, and an advantage that is not 0.
 
-        Some advantages need more than a trace has: GAE needs values, and a teacher or a KL in the
-        reward needs log-probs. Then every sample with a loss token counts as one with signal. The
-        same holds in a supervised step.
+        Every sample with a loss token has signal in a supervised step, and if rewards alone do not
+        give the advantage: with a critic, a teacher, or a KL penalty in the reward.
         """
         config, workload = self.config, self.workload
         if workload.supervised or config.has_critic or config.has_teacher or config.kl_in_reward:
@@ -385,10 +385,12 @@ def _slowest(
 
 
 def _whole_groups(forward_s: np.ndarray, backward_s: np.ndarray, degrees: Degrees) -> tuple[np.ndarray, np.ndarray]:
-    """Return both arrays [chunks, M] with micro-batches of 0 s added, up to a multiple of the pipeline's size.
+    """Return (forward_s, backward_s) with micro-batches of 0 s added, up to a multiple of the pipeline's size.
 
-    The interleaved schedule requires that multiple. ``_constraints`` also plans without it, to time
-    what it costs.
+    Only the interleaved schedule (several model chunks per rank) needs that multiple; without it
+    nothing is added.
+
+    forward_s, backward_s: [chunks, M], the seconds of each micro-batch in each model chunk.
     """
     short = -forward_s.shape[1] % degrees.pipeline_size if degrees.virtual_size > 1 else 0
     return tuple(np.pad(x, ((0, 0), (0, short))) for x in (forward_s, backward_s))
@@ -409,7 +411,8 @@ def _constraints(
     Some savings follow from the times in ``skip``. For the others, the samples are planned and timed
     again without one of the planner's rules.
 
-    skip: the predicted update, without samples that have no signal.
+    skip: the predicted update under the same ``drops``.
+    drops: whether samples without signal are dropped.
     """
     epochs_s, longest = skip.update_s, int(job.padded(rules).whole.max(initial=0))
 

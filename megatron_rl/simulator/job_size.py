@@ -84,7 +84,7 @@ def say_if_assumed(size: JobSize) -> JobSize:
 
 
 def _assumed(on_node: int, unit: int, *, of_critic: int, of_engines: int) -> JobSize:
-    """Return an assumed size, on one node if the policy, the critic and the engines fit there.
+    """Return an assumed size: one node if the policy, the critic and the engines fit there, else more nodes.
 
     on_node: the GPUs of a node.
     unit: the number of ranks that one replica of the policy takes; the policy gets a multiple of

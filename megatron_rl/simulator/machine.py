@@ -56,8 +56,8 @@ class Machine:
 class Costs:
     """Holds the costs from which a forecast computes seconds.
 
-    model: for each pipeline rank, the seconds of a micro-batch, by its number of tokens and the sum
-        of its samples' squared lengths.
+    model: gives the seconds of a micro-batch on each pipeline rank, from the micro-batch's number of
+        tokens and the sum of its samples' squared lengths.
     forward_share: the share of a micro-batch's time that its forward pass takes.
     optimizer_s: seconds of reduction, norm, AdamW and gather of one optimizer step.
     chunk_shares: for each model chunk, in the order of the layers, its share of its pipeline rank's
@@ -140,10 +140,10 @@ def chunk_shares(shape: ModelShape, degrees: Degrees, loss_share: float) -> tupl
 
 
 def optimizer_parameters(placed: PlacedModel, stage: int) -> tuple[float, float]:
-    """Return (updated parameters, reduced parameters), their numbers for one rank of a pipeline stage.
+    """Return two numbers of parameters for one rank of a pipeline stage.
 
-    The first number is of parameters that the rank updates by AdamW. The second is of parameters
-    whose gradients it reduces with other ranks.
+    First come the parameters that the rank updates by AdamW, then those whose gradients the rank
+    reduces with other ranks.
     """
     degrees = placed.degrees
     dense, experts = stage_parameters(placed.shape, degrees, stage)

@@ -6,8 +6,8 @@
 - AdamW keeps two float32 moments per parameter and, for bfloat16 weights, a float32 master copy.
   ``optimizer.distributed`` shards all three over data and context parallel ranks. With adapters
   (``lora.rank``) the frozen weights have neither gradients nor optimizer state.
-- A critic on the same GPUs keeps its own weights, gradients and optimizer state. It is updated in
-  turns with the policy, so only the larger sum of activations and logits counts.
+- A critic on the same GPUs keeps its own weights, gradients and optimizer state. Policy and critic
+  are updated in turns. So only the activations and logits of the one that needs more are counted.
 - Activations are the elements that autograd saves per token and layer, with an attention that saves
   no scores.
 
@@ -42,8 +42,8 @@ class StageMemory:
     activations_kept, activations_recomputed: the activations without and with full recompute.
     critic_weights: the weights of a critic on the same GPU.
     critic_state: that critic's gradients and optimizer state.
-    critic_working: that critic's activations and values during its update, when the policy has
-        none.
+    critic_working: that critic's activations and values during its update; the policy holds no
+        activations at that time.
     """
 
     stage: int
@@ -134,7 +134,7 @@ def stage_parameters(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[i
 
 
 def stage_adapters(model: PlacedModel, stage: int) -> tuple[int, int]:
-    """Return the number of LoRA parameters on one rank of a pipeline stage, as (outside, in its experts).
+    """Return the number of LoRA parameters on one rank of a pipeline stage, as (outside the experts, in its experts).
 
     Both are 0 if every weight is trained.
     """
@@ -154,9 +154,8 @@ def stage_adapters(model: PlacedModel, stage: int) -> tuple[int, int]:
 def kept_elements(model: PlacedModel, layer: int) -> float:
     """Return the number of elements that autograd saves in a layer per token of a rank.
 
-    In bfloat16, plain layers run fused kernels, which save less (``fused_kept_elements``). The
-    counts below are for torch's layers in float32. In bfloat16 they also hold for layers that
-    ``takes_fused_kernels`` excludes.
+    The list below is for layers without fused kernels: all layers in float32, and in bfloat16 those
+    that ``takes_fused_kernels`` excludes. ``fused_kept_elements`` counts the others.
 
     - Each of the two norms saves input, normalised values and output: 6 · hidden_size together,
       split by sequence parallelism. Norms after attention and MLP save input and normalised values.
@@ -167,10 +166,10 @@ def kept_elements(model: PlacedModel, layer: int) -> float:
       v's. The norms of its latents count like the other norms.
     - The MLP saves gate and up, the activated gate, up, and their product. If gate and up are
       bounded, it saves three more: the bounded gate, its sigmoid and the bounded up.
-    - A mixture saves the tokens before and after the experts, once for each choice of an expert.
-      Routing is taken as even: the experts of each rank get an equal number of choices. Under
-      sequence parallelism a tensor rank sends only its own tokens. All expert-tensor ranks get the
-      same tokens.
+    - A mixture of experts saves each token's input and output once for each expert that the token is
+      sent to. Every rank's experts are assumed to get equally many tokens. Under sequence
+      parallelism a tensor rank sends only its own tokens; all expert-tensor ranks get the same
+      ones.
     """
     shape, degrees = model.shape, model.degrees
     if model.dtype == "bfloat16" and takes_fused_kernels(shape):
@@ -204,10 +203,12 @@ def takes_fused_kernels(shape: ModelShape) -> bool:
 def fused_kept_elements(model: PlacedModel, layer: int) -> float:
     """Return the number of elements that autograd saves in a layer per token of a rank, with fused norms and SwiGLU.
 
-    A norm saves only its input. Its output is saved by the matrix product after it: 4 · hidden_size
-    for both norms. SwiGLU saves gate and up, and the matrix product after it saves their product.
-    Norms of q and k save q beside the projection. Cosines and sines are saved once per micro-batch.
-    An expert's SwiGLU applies the router's weights, so that the expert's output is not saved.
+    - The two norms: each saves its input, and the matrix product after a norm saves the norm's
+      output, 4 · hidden_size in all.
+    - SwiGLU saves gate and up; the matrix product after SwiGLU saves their product.
+    - Norms of q and k save q beside the projection.
+    - Cosines and sines are saved once per micro-batch.
+    - An expert's output is not saved, since its SwiGLU already applies the router's weights.
     """
     shape, degrees = model.shape, model.degrees
     tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
@@ -221,9 +222,11 @@ def fused_kept_elements(model: PlacedModel, layer: int) -> float:
 
 
 def in_flight(degrees: Degrees, stage: int, microbatches: int) -> float:
-    """Return the most micro-batches whose activations a rank of a pipeline stage holds at once.
+    """Return the most micro-batches whose activations a rank of a pipeline stage holds at once; may be a fraction.
 
-    If a rank has V model chunks, the activations of a micro-batch in one of them count as 1/V.
+    A rank with V model chunks counts the activations that a micro-batch has in one chunk as 1/V.
+
+    microbatches: the most micro-batches that a data-parallel rank runs in a step.
     """
     virtual = degrees.virtual_size
     warm = warmup_forwards(stage, degrees.pipeline_size, virtual, microbatches, degrees.pipeline_size)
@@ -285,7 +288,7 @@ def _logit_bytes(model: PlacedModel, loss_tokens: int) -> float:
 
 
 def beside_teacher(stage: StageMemory, teacher: ModelShape, policy: PlacedModel) -> StageMemory:
-    """Return a pipeline stage's memory plus the weights of a frozen teacher's same stage, in the policy's dtype."""
+    """Return a pipeline stage's memory plus the weights of the same stage of a teacher, in the policy's dtype."""
     held = sum(stage_parameters(teacher, policy.degrees, stage.stage)) * policy.element_bytes
     return dataclasses.replace(stage, reference=stage.reference + held)
 

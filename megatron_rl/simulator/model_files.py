@@ -50,7 +50,8 @@ class ModelFiles:
         them read count once, as if the host's page cache held them.
     num_files, largest_file_bytes: the number of files of an export, and the largest one's size.
 
-    Example: 16 bytes, DP=2 on one host: each rank reads 16, the host 16, one rank writes 16.
+    Example: a model of 16 bytes with DP=2 on one host. Each rank reads 16 bytes, the host reads 16,
+    and one rank writes 16.
     """
 
     model_bytes: int
@@ -75,7 +76,7 @@ class ModelFiles:
         return max(self.written_by_host) / bytes_per_s
 
     def figures(self, bytes_per_s: float) -> dict[str, Any]:
-        """Return {name: number}: the seconds of load and export, and the largest counts of a rank and of a host.
+        """Return {name: number}: the seconds of load and export, and the most that any rank or host reads and writes.
 
         bytes_per_s: the bandwidth between a host and storage.
         """
@@ -185,7 +186,7 @@ class _Reads:
             self.shared[pipeline_rank, of_expert] = self.shared.get((pipeline_rank, of_expert), 0) + shared
 
     def _places(self, rank: int) -> tuple[tuple[int, int, bool, int], ...]:
-        """Return two keys for what a rank reads: of the weights outside the experts, and of its experts.
+        """Return two keys that name the slices a rank reads: one for weights outside the experts, one for its experts.
 
         A key is (pipeline rank, tensor rank, whether the weights are experts', expert-parallel rank).
         Ranks with an equal key read the same slices.

@@ -34,7 +34,8 @@ CSS = """
 def picture(forecast: Forecast, title: str) -> str:
     """Return SVG text: a mini-batch's pipeline with all samples, and below it without those that the skip drops.
 
-    It is each plan's first mini-batch that has samples to run, on its slowest data-parallel replica.
+    Each of the two plans is shown by its first mini-batch in which a sample runs, on the slowest
+    data-parallel replica.
 
     title: the picture's heading.
     """

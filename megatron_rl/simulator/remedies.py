@@ -62,9 +62,9 @@ def _beside_engine(job: Job, memory: tuple[Stages, Stages], gpu_bytes: float) ->
 
 
 def _needs_at(job: Job, gpu_bytes: float, *, tokens: int, microbatches: int) -> GpuNeeds:
-    """Return the bytes that a job needs if its largest micro-batch has ``tokens`` tokens, none of them with loss.
+    """Return the bytes that a job needs for a given size of its largest micro-batch, without bytes for logits.
 
-    tokens: 0 counts no activations.
+    tokens: the tokens of the largest micro-batch; with 0, activations count as 0 bytes.
     microbatches: the most micro-batches of a data-parallel rank.
     """
     size = {"tokens": tokens, "loss_tokens": 0, "microbatches": microbatches}
@@ -79,9 +79,9 @@ def remedies(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: i
     read_shape: a function that returns the shape of a configuration's model (simulator/command.py).
     gpu_bytes: the memory of a GPU.
 
-    Settings are changed one at a time. For each setting, the smallest change that fits is returned.
-    If none fits, each is combined with full recompute, with bfloat16, or with both. If still none
-    fits, changes of several degrees of parallelism are returned.
+    First one setting at a time is changed, and the smallest change of each setting that fits is
+    returned. If no change fits, all are tried again together with full recompute, bfloat16, or
+    both. If still none fits, changes of several degrees of parallelism are returned.
     """
     families = list(_families(job, int(job.padded(job.rules()).whole.max(initial=1)), gpus_per_node))
     bases: list[Change] = [{}]
@@ -97,7 +97,7 @@ def remedies(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: i
 
 
 def _other_degrees(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: int) -> list[str]:
-    """Return up to MOST_LAYOUTS changes of the degrees of parallelism under which the job fits, as text.
+    """Return up to 3 (MOST_LAYOUTS) changes of the degrees of parallelism under which the job fits, as text.
 
     The number of GPUs stays. The engine's share of the GPU or its tensor parallelism is changed too
     if needed. Changes of fewer settings come first.
@@ -159,9 +159,9 @@ def _without_engine(needs: GpuNeeds) -> GpuNeeds:
 
 
 def _layouts(job: Job, gpus_per_node: int) -> list[Change]:
-    """Return changes of two or more settings: degrees of parallelism, with or without full recompute.
+    """Return changes of two or more settings, among degrees of parallelism and full recompute.
 
-    Changes of fewer settings come first; among them, those under which a replica has fewer ranks.
+    They are sorted by the number of changed settings, then by the number of ranks of a replica.
     """
     parallel, experts = job.config.parallel, job.shape.num_experts
     tensors = [n for n in DEGREES if parallel.tensor <= n <= gpus_per_node]
@@ -189,17 +189,17 @@ def _layouts(job: Job, gpus_per_node: int) -> list[Change]:
 
 
 def _freed_layout(parallel: ParallelConfig) -> Change:
-    """Return the change that removes a stated ``parallel.pipeline_layout``; {} if none is stated.
+    """Return the change that removes ``parallel.pipeline_layout``; {} if the configuration has none.
 
-    A stated layout fits only one number of pipeline stages.
+    A pipeline layout fits only one number of pipeline stages, so another number needs its removal.
     """
     return {"parallel.pipeline_layout": ()} if parallel.pipeline_layout else {}
 
 
 def _engine_changes(job: Job, gpus_per_node: int) -> Iterator[Change]:
-    """Yield changes of the vLLM engine's share of a GPU and of its tensor parallelism, the smallest first.
+    """Yield changes of the vLLM engine's share of a GPU, first with its present tensor parallelism, then with more.
 
-    Yields nothing if the GPUs have no vLLM engine.
+    The shares nearest to the present one come first. Yields nothing if the GPUs have no vLLM engine.
     """
     rollout = job.config.rollout
     if rollout.engine != "vllm" or rollout.servers or not job.config.generates:
@@ -212,11 +212,11 @@ def _engine_changes(job: Job, gpus_per_node: int) -> Iterator[Change]:
 
 
 def _families(job: Job, longest: int, gpus_per_node: int) -> Iterator[Sequence[Change]]:
-    """Yield, for each setting that may save memory, the changes to try, the smallest change first.
+    """Yield a list for each setting that may save memory: the changes of this setting, the smallest first.
 
-    Example: the changes of ``parallel.tensor=1`` set it to 2, 4, 8 and 16.
+    Example: if ``parallel.tensor`` is 1, its list sets it to 2, 4, 8 and so on.
 
-    longest: the tokens of the longest sample, below which a micro-batch's token limit cannot go.
+    longest: the tokens of the longest sample. A micro-batch's token limit is not set below it.
     """
     config, parallel, rollout = job.config, job.config.parallel, job.config.rollout
     cap = config.plan.max_tokens_per_microbatch
@@ -249,7 +249,7 @@ def _families(job: Job, longest: int, gpus_per_node: int) -> Iterator[Sequence[C
 
 
 def _shares(current: float) -> list[int]:
-    """Return the numbers of twentieths 2 to 18, shares of a GPU from 0.1 to 0.9, the nearest to ``current`` first."""
+    """Return the integers 2 to 18, twentieths of a GPU's memory, the nearest to the share ``current`` first."""
     return sorted(range(2, 19), key=lambda twentieths: abs(twentieths / 20 - current))
 
 
@@ -272,7 +272,11 @@ def _mildest(family: Sequence[Change], job: Job, read_shape: ReadShape, gpu_byte
 
 
 def _changed_job(job: Job, change: Change, read_shape: ReadShape) -> Job | None:
-    """Return the job under changed settings; None if a run would refuse them."""
+    """Return the job under changed settings; None if a run would refuse them.
+
+    change: {``section.key`` of a setting: its new value}.
+    read_shape: a function that returns the shape of a configuration's model (simulator/command.py).
+    """
     config = job.config
     try:
         for key, value in change.items():

@@ -49,7 +49,7 @@ def figures(
     needs: the bytes that the job needs on a GPU.
     title: the heading of the printed table.
     workload: the origin of the samples, in words.
-    num_rollouts: the number of rollouts that were forecast; this forecast is the median one's.
+    num_rollouts: the number of rollouts that were forecast; ``forecast`` is the one of median time.
     gpu_bytes: the memory of a GPU.
     """
     config, degrees = job.config, job.degrees

@@ -9,9 +9,9 @@ A trace is JSON lines. A run writes one rollout a line, with a list over its sam
 A line may also be one sample, with a number for each key. Lines of equal ``rollout`` form one
 rollout; without the key all lines do. These keys have defaults or conditions:
 
-- ``loss_tokens``, the response tokens with loss, may be left out: all have loss.
-- ``response_inputs``, the response tokens that the model reads, may be left out: all but the last.
-  The model reads those before the last loss token.
+- ``loss_tokens`` is the number of response tokens with loss; by default all.
+- ``response_inputs`` is the number of response tokens before the last loss token, which are those
+  that the model reads; by default all but the last.
 - ``reward: null`` is a sample that was excluded from its group.
 - ``reward_functions`` is {function's name: list of its rewards}. ``advantage.estimator=gdpo`` needs
   it if there are several functions.
@@ -96,7 +96,7 @@ class Workload:
         )
 
     def mini_batches(self, train: TrainConfig) -> list[np.ndarray]:
-        """Return one array for each optimizer step, the indices of its samples; a supervised step takes them all."""
+        """Return one array for each optimizer step, the indices of its samples; supervised samples form one step."""
         size = None if self.supervised else train.samples_per_mini_batch
         return split_mini_batches(np.arange(len(self.rewards)), size)
 
@@ -144,8 +144,8 @@ class Workload:
 def read_trace(path: str | pathlib.Path) -> list[Workload]:
     """Return one Workload per rollout of a trace file, or of ``trace.jsonl`` in a run's folder.
 
-    A last line without a newline, which an interrupted write leaves, is left out with a warning in
-    the log if it cannot be read.
+    If the last line has no newline and cannot be read, as after an interrupted write, it is left out
+    with a warning in the log.
 
     Raises ConfigError ``<file>:<line>: ...`` for any other malformed line.
     """

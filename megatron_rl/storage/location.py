@@ -1,8 +1,9 @@
 """The file or folder that a setting names: a ``pathlib.Path`` for a path, a ``RemotePath`` for a URL.
 
 The URLs are ``s3://bucket/folder``, ``gs://bucket/folder``, ``memory://folder`` and those of every
-other scheme that fsspec knows (2026.9 ``registry.py``). Credentials come only from the driver's own
-environment variables and files. A URL that holds a password is refused, and no message repeats it.
+other scheme that fsspec knows (2026.9 ``registry.py``). A driver is the package that serves a
+scheme, such as s3fs. Credentials come only from the driver's own environment variables and files. A
+URL that holds a password is refused, and no message repeats it.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def _remote(url: str, scheme: str, key: str, answer_s: float) -> RemotePath:
 
 
 def _options(scheme: str, answer_s: float) -> Mapping[str, object]:
-    """Return the options of a scheme's driver: deadlines for sockets, and no cached listings, since other ranks write.
+    """Return the keyword arguments for a scheme's fsspec driver: socket deadlines, and no cached listings.
+
+    Listings are not cached, since other ranks write too.
 
     answer_s: seconds that a store may take for one request.
     """

@@ -5,8 +5,8 @@ ends. A folder exists as long as an object's name begins with the folder's name.
 
 Every request is one call of fsspec (2026.9 ``spec.py``: ``info``, ``ls``, ``find``, ``cat_file``,
 ``open``, ``rm``), made in a thread. The caller waits for the call at most ``answer_s``. Every
-failure is an OSError with the URL and one sentence. No driver's cache is used, so that other ranks'
-writes are seen.
+failure is an OSError with the URL and the cause. The cache of fsspec's drivers (such as s3fs) is
+not used, so that other ranks' writes are seen.
 
 ``RemotePath`` is no ``pathlib.Path`` and has no ``__fspath__``: code that was not written for URLs
 fails at the missing method.
@@ -187,7 +187,10 @@ class RemotePath:
         return [(self._at(key), _version(found[key])) for key in sorted(found) if found[key]["type"] == "file"]
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """Yield the objects right below this folder whose names match ``pattern``; their ``stat`` sends no request."""
+        """Yield the objects right below this folder whose names match ``pattern``.
+
+        Their ``stat`` sends no request, since the folder's listing gives the sizes.
+        """
         for path in self.iterdir():
             if path._size is not None and fnmatch.fnmatchcase(path.name, pattern):
                 yield path
@@ -271,7 +274,7 @@ def answered(call: Callable[[], T], path: RemotePath) -> T:
 
 
 def _named(error: BaseException, path: RemotePath) -> BaseException:
-    """Return a driver's error as an OSError with the URL of ``path`` and one sentence."""
+    """Return an error of a store's driver as an OSError with the URL of ``path`` and the cause in one line."""
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, "there is no such object, folder or bucket", str(path))
     words = " ".join(str(error.strerror if isinstance(error, OSError) and error.strerror else error).split())
@@ -360,7 +363,7 @@ class Upload(io.BufferedWriter):
 
 
 class _Parts(io.RawIOBase):
-    """Hands parts of WRITE_BYTES to fsspec's file; after ``abort`` it accepts bytes and drops them."""
+    """Uploads an object by fsspec, in parts of at most WRITE_BYTES; after ``abort``, further bytes are dropped."""
 
     def __init__(self, path: RemotePath) -> None:
         self.path, self.position, self.aborted = path, 0, False
@@ -406,7 +409,7 @@ class _Parts(io.RawIOBase):
 
 
 def _discard(file) -> None:
-    """Close fsspec's file without uploading its last part, which the file's ``close`` and ``__del__`` would upload."""
+    """Cancel the upload of ``file``, a file of fsspec, which ``close`` or ``__del__`` would otherwise complete."""
     file.autocommit = False
     try:
         file.discard()

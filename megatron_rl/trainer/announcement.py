@@ -27,8 +27,8 @@ def announce(
 ) -> None:
     """Log the chosen topology, layers and kernels, and the effects of settings that may surprise.
 
-    rule: the rule by which the run drops samples.
-    reward: the reward functions; None without any.
+    rule: says which samples the run drops.
+    reward: the reward functions; None in a run without them.
     num_prompts: the number of training prompts.
     """
     topology, shape = backend.topology, backend.shape

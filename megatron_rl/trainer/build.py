@@ -116,7 +116,8 @@ def _held_store(config: Config) -> contextlib.AbstractContextManager[None]:
 class RunBuilder:
     """Builds a run from loaded data, after the caller locked the run's folder and started the reward workers.
 
-    config:    the settings; those left open were decided from the model's files and the data.
+    config:    the complete settings: defaults that depend on the model's files or the data are filled
+               in.
     hf_config: the policy's Hugging Face config.
     reward:    the started reward functions; None without reward functions.
     """
@@ -190,11 +191,11 @@ class RunBuilder:
 
     @contextlib.contextmanager
     def _closing(self, *, is_main: bool) -> Iterator[list[Run]]:
-        """Yield an empty list. After the block, close the run that the block added to it, and write the report.
+        """Yield an empty list, to which the block adds its run; after the block, close that run.
 
-        Not a collective.
+        The main rank then writes the run's report. Not a collective.
 
-        is_main: whether this rank writes the report.
+        is_main: whether this is the main rank.
         """
         opened: list[Run] = []
         try:
@@ -262,9 +263,9 @@ class RunBuilder:
             return MetricsWriter(folder, config.metrics, num_steps, is_main, resumed, config=config_to_dict(config))
 
     def _load_newest(self, checkpoints: CheckpointManager, backend: TrainableModel) -> ResumePoint | None:
-        """Load the newest good checkpoint if there is one; remove what the run recorded after it. A collective.
+        """Load the newest undamaged checkpoint, and remove what the run recorded after it. A collective.
 
-        Returns None if there is no checkpoint.
+        Returns the state to resume from; None if there is no checkpoint.
         """
         config, prompts = self.config, self.prompts
 
@@ -312,8 +313,9 @@ def _check_packed(data: bytes) -> None:
 
 
 def _profiled(run: Run, config: Config, critic: Critic | RemoteCritic | None, num_steps: int) -> Run:
-    """Return ``run``; if ``profile.steps`` is set, return a run that also records a profile of these steps.
+    """Return a run that also records a profile of the steps ``profile.steps``; ``run`` itself if there are none.
 
+    critic: the run's critic; None without one.
     num_steps: the optimizer steps of the whole run.
     """
     if config.profile.steps is None:

@@ -25,9 +25,9 @@ class CompletionRules:
     """Holds the rules by which completions are chosen.
 
     functions:      the names of the reward functions, ``reward.functions``.
-    every_rollouts: completions of every so many rollouts are recorded.
+    every_rollouts: n: completions are recorded of the rollouts 0, n, 2n and so on.
     count:          completions per rollout or evaluation, ``metrics.log_completions``.
-    most_chars:     each text is cut to about so many characters.
+    most_chars:     the length, in characters, to which each text is cut, roughly.
     """
 
     functions: Sequence[str]
@@ -48,7 +48,7 @@ class TrainedCompletions(Record):
     show: Callable[[Sequence[Completion]], None]
 
     def rollout(self, index: int, taken: TrainingBatch, result: AdvantageResult) -> Mapping[str, float]:
-        """Choose completions of rollout ``index`` and hand them to ``show``; return {}, since there is no metric."""
+        """Choose completions of rollout ``index`` and pass them to ``show``; return {} (no metrics)."""
         self.show(of_training(self.rules, taken, result.advantages.of_sample, index))
         return {}
 

@@ -1,6 +1,6 @@
-"""Importance weights from log-probs, and the samples that still have signal under these weights.
+"""Importance weights from log-probs, and the samples that these weights leave to train on.
 
-docs/semantics.md §5 and §7. The weights are computed after the log-prob pass and before the last
+docs/semantics.md §5 and §7. The weights are computed after the log-prob pass and before the final
 plan of optimizer steps. Every rank computes them from the same numbers, but another CPU may round
 differently. So every rank takes rank 0's weights, and all ranks make the same plan.
 """
@@ -28,8 +28,8 @@ class CorrectedSignal:
 
     weights: float64 [T], one weight for each response token, sample after sample. None if no
              correction is configured (all weights are 1).
-    signal:  bool [S], the samples to train on: those with a token whose weight times advantage is
-             not 0.
+    signal:  bool [S], the samples to train on. Each has a token whose weight times advantage is not
+             0.
     metrics: ``correction/*``.
     """
 
@@ -43,8 +43,8 @@ class Corrections:
     """Computes the importance weights of a run's rollouts.
 
     settings: the section ``correction``.
-    advantage_epsilon: ``skip.advantage_epsilon``. A sample has signal if weight times advantage of one
-        of its tokens is larger than this number in absolute value.
+    advantage_epsilon: ``skip.advantage_epsilon``. A sample is trained on if, at one of its tokens,
+        |weight · advantage| is larger than this number.
     """
 
     settings: CorrectionConfig
@@ -54,8 +54,8 @@ class Corrections:
     def __call__(self, batch: Batch, decision: Decision, advantages: Advantages, old: np.ndarray) -> CorrectedSignal:
         """Return a rollout's importance weights, and the samples that these leave to train on. A collective.
 
-        decision: the samples to train on by their advantages alone (``trained``), and the samples
-            that the plan then runs (``runs``).
+        decision: was made by the advantages alone. Its ``trained`` are the samples to train on, its
+            ``runs`` the samples that the plan runs.
         old: [T], log π_old of each response token, sample after sample; known for samples in
             ``runs``.
         """
@@ -84,9 +84,9 @@ def apply_corrections(
 ) -> CorrectedSignal:
     """Return a rollout's importance weights, and the samples that these weights leave to train on.
 
-    A sample stays if weight times advantage of one of its tokens is larger than
-    ``advantage_epsilon`` in absolute value. The weights hold for all mini-batches and epochs of the
-    rollout. A collective if a correction is configured.
+    A sample stays if, at one of its tokens, |weight · advantage| is larger than
+    ``advantage_epsilon``. The weights hold for all mini-batches and epochs of the rollout. A
+    collective if a correction is configured.
 
     advantages: the rollout's advantages.
     signal: bool [S], the samples to train on by their advantages alone.

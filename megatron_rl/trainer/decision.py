@@ -1,7 +1,7 @@
-"""The decision on each sample of a rollout: whether it has signal, is trained, and runs; and the plan of the steps.
+"""The choice of a rollout's samples to train on and to run, and the plan of its optimizer steps.
 
-A sample has signal if its advantage, times its importance weights, is not 0 and a token carries
-loss.
+A sample has signal if one of its loss tokens has an advantage that, times the token's importance
+weight, is not 0.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from megatron_rl.types import BatchPlan, StepKind
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decision:
-    """Holds the decision on each sample of a rollout, and the plan of its optimizer steps.
+    """Holds the choice of a rollout's samples to train on and to run, and the plan of its optimizer steps.
 
-    signal:  bool [S], the samples whose advantage, times importance weights, is not 0. In a
-             critic's warm-up it is set too, though no sample is trained.
-    trained: bool [S], the samples whose gradient is computed. It equals ``signal``, except in a
-             critic's warm-up: then no sample trains the policy.
-    runs:    bool [S], the samples that the plan runs. Without ``plan.repack`` they include samples
-             without signal that share a micro-batch with a sample that has signal; their KL term
-             needs true log-probs.
+    signal:  bool [S], the samples with signal.
+    trained: bool [S], the samples that train the policy. It equals ``signal``, except in a critic's
+             warm-up: then it is all False.
+    runs:    bool [S], the samples in the plan's micro-batches. Without ``plan.repack`` a micro-batch
+             with one trained sample runs whole. The KL term of its other samples needs true
+             log-probs.
 
-    Example: four samples, two to a micro-batch, without repack: signal (T, F, F, F), trained (T, F,
-    F, F), runs (T, T, F, F).
+    Example without ``plan.repack``: of four samples, two to a micro-batch, the first has signal.
+    ``signal`` and ``trained`` are (T, F, F, F), ``runs`` is (T, T, F, F).
     """
 
     signal: np.ndarray
@@ -41,7 +40,7 @@ def decide(backend: MegatronBackend, batch: Batch, signal: np.ndarray, kind: Ste
     """Plan a rollout's optimizer steps over the samples with signal. A collective.
 
     signal: bool [S], the samples with signal: those with a loss token whose advantage is not 0.
-    kind: HELD while a critic warms up, so that no sample trains the policy; else REAL.
+    kind: HELD in a critic's warm-up, in which no sample trains the policy; else REAL.
     drops: whether samples without signal are dropped.
     """
     if kind is StepKind.HELD:

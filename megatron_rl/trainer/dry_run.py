@@ -94,7 +94,7 @@ def dry_run(config: Config, arguments: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """Makes the checks of a run's start; they raise ConfigError. No method is a collective.
+    """Makes the checks that a run makes at its start; each raises ConfigError for a fault. None is a collective.
 
     size:      the job's number of GPUs, in all and on each node.
     elsewhere: whether the job is to run on another machine, whose installation cannot be seen from
@@ -115,9 +115,9 @@ class DryRun:
     def check_inputs(self) -> tuple[list[int], list[Workload]]:
         """Check folder, model, tokenizer, data, rewards and environment as a run does; raise ConfigError for a fault.
 
-        Returns two lists for the forecast: the number of tokens of each of the run's first prompts,
-        and the token counts of each supervised step's responses. Neither goes on after one pass
-        over the data.
+        Returns two lists for the forecast: the token counts of the run's first prompts, and one
+        Workload (its responses' token counts) for each supervised step. Each list ends after one
+        pass over the data.
         """
         config = self.config
         look_at_run_folder(config.run.path)
@@ -163,7 +163,7 @@ class DryRun:
     def _check_data(
         self, prompts: PromptDataset, tokenizer, hf_config, required: Sequence[RequiredColumn]
     ) -> tuple[list[int], list[Workload]]:
-        """Check the training data, and the settings that depend on the number and content of their rows.
+        """Check the training data, and the settings that depend on its rows.
 
         required: the columns that the reward functions need in every row.
 
@@ -198,7 +198,7 @@ class DryRun:
     def _look_at_checkpoints(self, hf_config, prompts: PromptDataset) -> None:
         """Raise ConfigError if the run could not start from its checkpoints; log which checkpoint it would resume from.
 
-        prompts: the training data; the call sets its cursor to the checkpoint's.
+        prompts: the training data; the call moves its reading position to the checkpoint's.
         """
         config = self.config
         shape = read_shape(hf_config, layer_spec="torch", provider=config.model.provider).with_adapters(config.lora)
@@ -236,8 +236,8 @@ class DryRun:
 def check_port(metrics: MetricsConfig) -> None:
     """Raise ConfigError if metrics cannot be served here.
 
-    It checks the prometheus package, the access keys, the address and the port, which it leaves
-    free.
+    It checks the prometheus package, the access keys, and whether the address and port are free. It
+    does not keep the port.
     """
     require_prometheus(metrics.prometheus_port)
     from prometheus_client import CollectorRegistry

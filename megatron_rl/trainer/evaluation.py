@@ -46,8 +46,8 @@ class Outcomes:
     truncated:       the number of samples that were cut off at the token limit.
     errors:          how many samples had a reward function that failed, and the first failure.
 
-    Example: two prompts of one sample each; the second sample broke its reward function under
-    ``reward.on_error=drop``: ``totals=[[1.0], [nan]], by_function=[[[1.0]], [[nan]]],
+    Example: two prompts of one sample each. The second sample's reward function raised an error,
+    under ``reward.on_error=drop``: ``totals=[[1.0], [nan]], by_function=[[[1.0]], [[nan]]],
     response_tokens=9, truncated=0``.
     """
 
@@ -152,8 +152,8 @@ class Evaluation:
     vocab_size: the number of tokens that the model knows; None for no limit.
     required: the columns that every row must have.
 
-    The constructor tokenizes all prompts, so that a bad row ends the run at its start. It then
-    raises ConfigError, which names the set's setting.
+    The constructor tokenizes all prompts, so that a bad row ends the run at its start. For such a row
+    it raises ConfigError, which names the set's setting.
     """
 
     def __init__(

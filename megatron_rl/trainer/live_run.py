@@ -85,8 +85,8 @@ class LiveRun:
     def _engines(self, queue: RolloutQueue) -> Iterator[tuple[int, EngineReading]]:
         """Yield (engine's number, its current values) for each known engine.
 
-        This rank's engines are asked now. For other ranks' engines the values date from the end
-        of the last rollout.
+        The values of this rank's engines are read now. Those of other ranks' engines date from the
+        end of the last rollout.
         """
         for rank, engines in enumerate(queue.manager.metrics.engines):
             for reading in engines:
@@ -97,7 +97,7 @@ class LiveRun:
 
 
 def facts_of(config: Config, backend: TrainableModel) -> dict[str, str]:
-    """Return facts that stay the same during a run, {label: text}: model family, parallel degrees, engine and dtype."""
+    """Return a run's constant labels as {label: text}: model family, parallel degrees, engine and dtype."""
     topology = backend.topology
     engine = "none" if not config.generates else "servers" if config.rollout.servers else config.rollout.engine
     return {

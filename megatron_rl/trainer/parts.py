@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class PartChooser:
     """Builds the objects that one run's loop calls, chosen by its configuration. Methods are collectives.
 
-    rule: the rule by which samples are dropped.
+    rule: says which samples the run drops.
     """
 
     config: Config
@@ -63,7 +63,10 @@ class PartChooser:
     def passes(
         self, critic: Critic | RemoteCritic | None, reference: Reference, old: OldLogProbPass
     ) -> PassesOfAdvantages:
-        """Return the forward passes that run before the advantages; load a teacher's weights if one is configured."""
+        """Return the forward passes that the advantages need; load a teacher's weights if one is configured.
+
+        old: computes log π_old by a forward pass.
+        """
         config, timer = self.config, self.timer
         chosen: list[Pass] = []
         if config.kl_in_reward:

@@ -2,9 +2,9 @@
 
 Each step begins with a forward pass without a gradient, under the current weights. It gives the
 policy's log-probs, or a reward model's scores. ``preference.loss`` turns them into a coefficient
-c_i for each response i (algorithm/preference_loss.py). The step then trains on the token sum −Σ c_i
-· log π, which has the same gradient (algorithm/linear_loss.py). So the two responses of a pair may
-lie on any ranks and in any micro-batches.
+c_i for each response i (algorithm/preference_loss.py). The step then trains on −Σ c_i · log π,
+summed over all tokens, which has the same gradient (algorithm/linear_loss.py). So the two responses
+of a pair may lie on any ranks and in any micro-batches.
 
 A response whose coefficient is 0 adds nothing to the gradient, so it is dropped. Under ``hinge``
 that is a response beyond the margin. The mean of the loss counts every pair, dropped or not.
@@ -70,7 +70,7 @@ def prepare_pairs(
     The loss is the mean over all P pairs of the batch, those with dropped responses included.
 
     outcome: the pairs' losses and coefficients, from ``compare_pairs``.
-    rule: whether responses are dropped, and the largest absolute coefficient that counts as 0.
+    rule: says whether responses are dropped, and up to which absolute value a coefficient counts as 0.
     """
     facts = batch.facts
     # exp or log may round differently on another CPU: every rank takes rank 0's numbers.

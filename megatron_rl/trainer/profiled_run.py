@@ -134,7 +134,7 @@ class ProfileEnd(Record):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class ProfiledRun(Run):
-    """Is a Run that also records a profile of chosen optimizer steps."""
+    """Does what a Run does, and records a profile of chosen optimizer steps."""
 
     profile: Profile
 

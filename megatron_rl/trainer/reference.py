@@ -45,7 +45,7 @@ class Reference(Protocol):
         ...
 
     def measure(self, result: StepResult) -> None:
-        """Add one optimizer step's KL to the rollout's, if the KL is in the loss. Not a collective."""
+        """Add one optimizer step's KL to the rollout's KL, if the KL is in the loss. Not a collective."""
         ...
 
     def after_rollout(self, index: int, num_samples: int, kl: MeasuredKL | None = None) -> None:

@@ -46,8 +46,8 @@ def build_queue(
 
     passes_parts: whether a rollout's samples get log-prob passes in parts, each part as soon as it
         is collected.
-    passes_all: whether such a pass takes every sample, or only the samples that may have signal (an
-        advantage other than 0).
+    passes_all: whether the pass on a part takes all its samples, or only those that may have signal
+        (an advantage other than 0).
     """
     scorer = GroupScorer(Scoring.of(config.reward, config.advantage, config.rollout, config.loss), backend)
     groups = GroupSettings(
@@ -83,8 +83,8 @@ def build_manager(
 ) -> RolloutManager:
     """Start this rank's inference engine, and return the manager of the rollouts on all ranks.
 
-    models: the models that this rank trains. If the engine shares their device, their gradients and
-        optimizer state leave it while the engine runs.
+    models: the models that this rank trains. If the engine uses the same device, the models'
+        gradients and optimizer state leave the device while the engine runs.
     """
     refuse_mixture(config.weight_sync, backend.shape.num_experts)
     # This rank's engine.
@@ -191,7 +191,7 @@ def _location(num_critic: int, topology: Topology) -> RankLocation:
 
 
 def unscored(rollouts: Sequence[Rollout]) -> list[Score]:
-    """Return a score for each rollout of a run without rewards: a total of 0, or None if it is excluded.
+    """Return a Score for each rollout of a run without rewards; its total is 0, or None for an excluded rollout.
 
     A rollout is excluded if its environment gave it up.
     """
@@ -201,8 +201,8 @@ def unscored(rollouts: Sequence[Rollout]) -> list[Score]:
 def _scorer(reward: Reward, watchdog: Watchdog) -> Callable[[Sequence[Rollout]], list[Score]]:
     """Return a function that scores rollouts; any thread may call it.
 
-    A call in the main thread is recorded as the stage ``reward``. Reward functions in worker
-    processes have deadlines of their own; a call in this process is bounded by the watchdog's.
+    The watchdog records a call in the main thread as the stage ``reward``. Its deadline bounds reward
+    functions in this process; those in worker processes have deadlines of their own.
     """
     stage = watchdog.stage if reward.runs_apart else watchdog.own_code
 

@@ -99,8 +99,8 @@ class Run:
     def end_step(self, update: Update, step: UpdateStep, result: StepResult) -> None:
         """Write an optimizer step's row of metrics.jsonl.
 
-        If an evaluation is due after the rollout's last step, it comes first, and the row has its
-        metrics.
+        If an evaluation is due and this is the rollout's last step, evaluate first; the row then has
+        the evaluation's metrics too.
         """
         self.reference.measure(result)
         facts, backend = update.batch.facts, self.backend

@@ -170,12 +170,13 @@ def refuse_finished(
     folder: pathlib.Path,
     state: Mapping,
 ) -> None:
-    """Raise ConfigError if the run has ended and the command changes its settings, to no effect.
+    """Raise ConfigError if a command gives new settings to a run that has ended, which would train nothing.
 
-    An ended run has no step left to train by the new settings. Not a collective.
+    Not a collective.
 
+    run_folder: the run's folder, which the error names.
     settings: the command's settings, as ``config_to_dict`` gives them.
-    prompts: the training data; the call may set its cursor to the checkpoint's.
+    prompts: the training data; the call may move its reading position to the checkpoint's.
     folder, state: the checkpoint to resume from, and the content of its state.json.
     """
     if state.get("supervised_steps") is not None or state["feed"]["jobs"]:
@@ -200,7 +201,10 @@ def refuse_finished(
 
 
 def report_run(folder: pathlib.Path, config_yaml: str) -> None:
-    """Write report.html from the metrics so far; if that fails, log an error and raise nothing."""
+    """Write report.html from the metrics so far; if that fails, log an error and raise nothing.
+
+    config_yaml: the run's settings as YAML, which the report shows.
+    """
     try:
         if (folder / METRICS_FILE).stat().st_size:
             from megatron_rl.observability.report import write_report

@@ -1,4 +1,4 @@
-"""Objects that follow a run's events: for replay buffer, trace file, progress bar, saved plans and stall warning."""
+"""Objects that record a run's events: in replay buffer, trace file, progress bar, saved plans and stall warning."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class StallRecord(Record):
         self.watch.observe(row)
 
     def end(self) -> None:
-        """Warn if none of the run's steps trained anything and ``row`` gave no warning, since they were too few."""
+        """Warn, unless ``row`` has warned, if none of the run's steps trained anything."""
         self.watch.end()
 
 

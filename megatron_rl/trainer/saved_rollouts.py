@@ -21,7 +21,7 @@ class SavedRollouts(Record):
 
     folder:         the run's folder.
     functions:      the names of the reward functions, ``reward.functions``.
-    every_rollouts: one of so many rollouts is saved.
+    every_rollouts: n: the rollouts 0, n, 2n and so on are saved.
     """
 
     folder: pathlib.Path

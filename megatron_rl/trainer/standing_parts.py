@@ -54,7 +54,7 @@ class StandingParts:
 
     @property
     def supervised_steps_done(self) -> int:
-        """Return the number of supervised steps before the checkpoint; 0 unless it was saved between them."""
+        """Return the supervised steps taken before the checkpoint; 0 unless it was saved in the supervised start."""
         return self.resume_point.supervised_steps or 0 if self.resume_point is not None else 0
 
     @property
@@ -68,9 +68,10 @@ class StandingParts:
 
     @property
     def evaluates_first(self) -> bool:
-        """Return whether the run itself may evaluate before its first rollout.
+        """Return whether the run may evaluate before its first rollout.
 
-        False with a supervised start, which ends in that evaluation, and once a rollout is trained.
+        False with a supervised start, whose last step makes that evaluation. False also if the run
+        resumes after a rollout.
         """
         return not (self.config.sft.steps or self.rollouts_done)
 
@@ -155,9 +156,9 @@ class StandingParts:
         )
 
     def start(self, rule: SignalRule, timer: StepTimer) -> Start | None:
-        """Return the supervised start; None without one, and after it.
+        """Return the supervised start; None in a run without one, or in a run that resumes after it.
 
-        Raises ConfigError for a held-out row that cannot be evaluated, even after the start.
+        Raises ConfigError for a held-out row that cannot be evaluated, even if the start has ended.
         """
         config, done = self.config, self.supervised_steps_done
         if not (config.sft.is_on or done):

@@ -38,7 +38,7 @@ PURPOSE = "imitate"  # names the plans of steps on solutions
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ResponseUpdate:
-    """Holds all values that the optimizer step on a batch of S responses reads.
+    """Holds everything that the optimizer step on a batch of S responses needs.
 
     batch: the batch, with the responses that this rank's micro-batches need.
     step: the plan of the optimizer step.
@@ -81,7 +81,8 @@ class SupervisedTask(Protocol):
 def next_responses(prompts: PromptDataset, rows: int, pairs: PreferenceConfig) -> list[Solution]:
     """Return the responses of the next ``rows`` rows of the data.
 
-    A row has one response, or a pair's chosen and rejected response, one after the other.
+    A row has one response. If ``pairs`` is on, it has a chosen and a rejected response, one after the
+    other.
     """
     if not pairs.is_on:
         return prompts.next_solutions(rows)
@@ -100,6 +101,7 @@ def held_out_responses(
 ) -> list[Solution]:
     """Return the responses that ``sft.eval_path`` or ``sft.eval_share`` holds out; [] without supervised steps.
 
+    pairs: the settings of preference pairs; if they are on, each row gives two responses.
     seed: ``run.seed``.
     prompts: the training data, from which ``sft.eval_share`` holds rows out.
     context_tokens, vocab_size: the model's context length and vocabulary size.
@@ -197,7 +199,7 @@ class Responses:
     held_out: Sequence[Solution]
 
     def next(self) -> list[Solution]:
-        """Return the responses of the next step's rows, and move the data's cursor on."""
+        """Read the rows of the next step from the data, and return their responses."""
         return next_responses(self.prompts, self.size, self.pairs)
 
 
@@ -255,7 +257,7 @@ def plan_update(
     weights: float64 [S], each response's weight in the linear loss.
     signal: bool [S], the responses that add to the gradient.
     purpose: a name of the plan's purpose, which is part of its fingerprint.
-    drops: whether the other responses are left out.
+    drops: whether responses without signal are left out.
     """
     facts = batch.facts
     tokens = tokens_of(facts, share_prompts=backend.rules.share_prompts)

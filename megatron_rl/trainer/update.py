@@ -1,9 +1,9 @@
 """The preparation of a rollout's update: signal, log-probs, importance weights and the plan of optimizer steps.
 
-All four are decided here alone, in this order. A sample has signal if its advantage is not 0. The
-samples with signal get the log-prob pass. Its log-probs give the importance weights. A weight of 0
-takes signal away; no weight gives it. If a sample lost its signal, the steps are planned again
-without it. Every rank decides from the same numbers.
+This file alone decides them, in this order. A sample has signal if its advantage is not 0. The
+log-prob pass runs the samples with signal. The log-probs give the importance weights. Weights of 0
+take a sample's signal away; no weight gives signal. If a sample lost its signal, the steps are
+planned again without it. Every rank decides from the same numbers.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class UpdateStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Update:
-    """Holds all values that a rollout's optimizer steps read.
+    """Holds everything that a rollout's optimizer steps need.
 
     index:          the rollout's index, from 0.
     batch:          the batch, with the samples that this rank's micro-batches need.
@@ -104,7 +104,7 @@ class Update:
     metrics: Mapping[str, float]
 
     def inputs(self, step: UpdateStep) -> LossInputs:
-        """Return the values that the loss reads in one step.
+        """Return the inputs of the loss in one optimizer step.
 
         Each advantage is multiplied by its sample's weight in ``loss.reduction`` over the step's
         mini-batch.
@@ -135,8 +135,7 @@ class UpdatePlanner:
     gap:       compares the trainer's log-probs with the engine's, in that pass or in the optimizer
                steps.
     reference: computes log π_ref.
-    correct:   a function that returns the importance weights, and the samples that these leave to
-               train on (``Corrections``); None if all weights are 1.
+    correct:   a ``Corrections``, which computes the importance weights; None if all weights are 1.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class UpdatePlanner:
         self.old, self.gap, self.reference, self.correct = old, gap, reference, correct
 
     def prepare(self, taken: TrainingBatch, passes: Passes, result: AdvantageResult, index: int) -> Update:
-        """Plan a rollout's optimizer steps, and return all values that they read.
+        """Plan a rollout's optimizer steps, and return everything that they need.
 
         taken: the rollout's batch.
         passes: the results of the forward passes that ran before the advantages. Log π_old and log

@@ -1,4 +1,4 @@
-"""Functions that derive the critic's and the teacher's configurations from the run's, and count the policy's ranks."""
+"""Functions that derive the critic's and the teacher's Config from the run's Config, and count the policy's ranks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def policy_ranks(of_critic: int, num_ranks: int) -> int:
 def critic_config(config: Config) -> Config:
     """Return the Config from which the critic's model is built: the run's, with the settings of section ``critic``.
 
-    Raises ConfigError if ``critic.parallel`` or ``critic.optimizer`` has a field that the section
-    of that name lacks.
+    Raises ConfigError if ``critic.parallel`` has a field that section ``parallel`` lacks, or
+    ``critic.optimizer`` one that ``optimizer`` lacks.
     """
     critic = config.critic
     # A critic has no LM head, so its stages balance by another layout than the policy's.

@@ -19,7 +19,7 @@ from megatron_rl.planning.pipeline_layout import stated_layers
 
 
 def layout(parallel: ParallelConfig) -> None:
-    """Raise ConfigError if ``parallel.pipeline_layout`` is no layout, or has a wrong number of stages."""
+    """Raise ConfigError if ``parallel.pipeline_layout`` cannot be parsed, or has a wrong number of stages."""
     stated_layers(parallel)
 
 
@@ -48,7 +48,7 @@ def provider(
     teacher_path: str | None,
     bitwise: bool,
 ) -> str | None:
-    """Return an error message if a setting was not tested with models built by Megatron-Bridge, else None.
+    """Return an error message if Megatron-Bridge builds the model and a setting was not tested with that, else None.
 
     provider: ``model.provider``: "bridge", or "native" for models that are built here.
     """
@@ -79,8 +79,8 @@ def teacher(
 ) -> str | None:
     """Return an error message if the teacher's settings cannot work, else None.
 
-    They cannot if they are set and no teacher is used, if the teacher has neither weights nor servers,
-    or if another setting rules out a teacher.
+    They cannot work if they are changed in a run without a teacher, if the teacher has neither weights
+    nor servers, or if another setting rules out a teacher.
     """
     if not has_teacher:
         return _unread("teacher", teacher, TeacherConfig(), estimator, "distillation")
@@ -111,8 +111,9 @@ def teacher(
 def critic(config: Config) -> str | None:
     """Return an error message if the critic's settings cannot work, else None.
 
-    They cannot if they are set and no critic is used, if the critic's directory has no config.json, or
-    if another setting rules out a critic. Raises ConfigError for an unknown field of the section.
+    They cannot work if they are changed in a run without a critic, if ``critic.hf_path`` has no
+    config.json, or if another setting rules out a critic. Raises ConfigError for an unknown field of
+    ``critic.parallel`` or ``critic.optimizer``.
     """
     critic, delta = config.critic, config.correction.off_policy_delta
     if not config.has_critic:
@@ -153,7 +154,7 @@ def _unread(section: str, settings: object, neutral: object, estimator: str, rea
 
 
 def check_profile(profile: ProfileConfig, num_ranks: int, *, on_gpu: bool) -> None:
-    """Raise ConfigError for a profile of ranks that hold no policy, or of nsys on a host without a GPU.
+    """Raise ConfigError for a profile of ranks that hold no policy, or a profile by nsys on a host without a GPU.
 
     num_ranks: the number of ranks that hold the policy; they come first.
     on_gpu: whether the run is on a GPU.

@@ -40,7 +40,10 @@ def own_parts(advantage: AdvantageConfig, loss: LossConfig) -> None:
 
 
 def exact_skip(config: Config) -> None:
-    """Raise ConfigError if ``skip.mode=exact`` could change the result, or if a loss is no sum over tokens."""
+    """Raise ConfigError if ``skip.mode=exact`` could change the result.
+
+    It is raised also if Megatron-Core adds a loss that is no sum over tokens.
+    """
     signal_rule(config)
 
 
@@ -90,8 +93,8 @@ def pairs(
 ) -> str | None:
     """Return an error message if preference pairs cannot be trained under these settings, else None.
 
-    Among the reasons are settings under which a sample's log-probs differ between passes. Then the
-    linear loss, which trains the pairs, would not have the pair loss's gradient.
+    Settings under which a sample's log-probs differ between passes are refused too: the pairs' gradient
+    is computed from the log-probs of an earlier pass.
     """
     loss = preference.loss
     if not preference.is_on:
@@ -159,7 +162,7 @@ def no_reward(num_rollouts: int | None, functions: tuple[str, ...], has_teacher:
 def no_baseline(
     num_rollouts: int | None, samples_per_prompt: int, advantage: AdvantageConfig, has_critic: bool, has_teacher: bool
 ) -> str | None:
-    """Return an error message if the estimator compares a prompt's samples and each prompt has one, else None."""
+    """Return an error message if the estimator compares a prompt's samples and each prompt has only one, else None."""
     if num_rollouts == 0 or samples_per_prompt >= 2 or has_critic or has_teacher or advantage.moves_equal_rewards:
         return None
     return (
@@ -204,7 +207,7 @@ def dead_groups(
     capacity_groups: int,
     max_rounds: int,
 ) -> str | None:
-    """Return an error message if a setting is for groups without a gradient and another leaves none, else None.
+    """Return an error message if a setting acts on groups without a gradient, but every group has one, else None.
 
     capacity_groups, max_rounds: ``replay.capacity_groups`` and
         ``rollout.dynamic_sampling.max_rounds``.

@@ -132,10 +132,10 @@ def stragglers(
 ) -> str | None:
     """Return an error message if a rollout cannot be trained before its slowest groups (stragglers) end, else None.
 
-    It cannot unless weights are sent during generation, since the next weight sync would wait for the
-    stragglers. ``rollout.producer.min_groups`` rules it out by scoring parts of fixed groups, dynamic
-    sampling by waiting for all prompts, and an environment because its engine runs one call at a time.
-    A staleness limit rules it out if the stragglers would exceed that when they are trained.
+    That needs ``weight_sync.in_flight``: otherwise the next weight sync would wait for the stragglers. Three
+    settings exclude it: ``rollout.producer.min_groups`` scores groups in fixed parts, dynamic sampling
+    waits for all prompts, and an environment's engine runs one call at a time. A staleness limit
+    excludes it if the stragglers exceed that limit when they are trained.
     """
     # A share that is no group, settings that exclude stragglers, then their age.
     producer = rollout.producer
@@ -174,9 +174,10 @@ def stragglers(
 
 
 def reward_workers(reward: RewardConfig, deadline_s: float) -> str | None:
-    """Return an error message if reward workers have settings but none is started, or may be late, else None.
+    """Return an error message if reward workers have settings but none is started, or their deadline is too long.
 
-    Their deadline must be below ``deadline_s``, the seconds that the other ranks wait.
+    Otherwise it returns None. ``reward.deadline_s`` must be below ``deadline_s``, the seconds that the
+    other ranks wait.
     """
     if reward.worker_environment and not reward.num_workers:
         return (
@@ -307,7 +308,7 @@ def delta(weight_sync: WeightSyncConfig, engine: str) -> str | None:
 def environment(
     environment: EnvironmentConfig, functions: tuple[str, ...], plays_episodes: bool, deadline_s: float
 ) -> str | None:
-    """Return an error message if the environment that gives a reward is missing, or may answer too late, else None.
+    """Return an error message if a reward needs a missing environment, or the environment may be late, else None.
 
     functions: ``reward.functions``.
     plays_episodes: whether an environment or an agent makes the samples.

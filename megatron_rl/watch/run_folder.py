@@ -110,7 +110,7 @@ class RunFolder:
         return read_rollout(self.path, number)
 
     def completions(self) -> dict[str, object]:
-        """Return {"completions": [a dict for each recorded completion]}, shown if no rollouts are saved."""
+        """Return {"completions": [a dict for each recorded completion]}, for a run that saves no rollouts."""
         file = self.path / FILE_NAME
         if file.is_file() and (size := file.stat().st_size) > MOST_COMPLETIONS_BYTES:
             raise ValueError(f"{file} has {size} bytes; the page shows at most {MOST_COMPLETIONS_BYTES}")

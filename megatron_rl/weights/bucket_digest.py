@@ -9,15 +9,13 @@ A bucket is cut into NUM_PARTS ranges of rows, the bucket's parts. Each part has
 each worker of an inference engine may read a few parts only. The bucket's checksum covers the
 digests of the parts, the number of bytes and the descriptions of the tensors.
 
-The digests take two kernels per slab (SLAB_ROWS rows), some forty for a bucket of 128 MiB, whatever
-the number of tensors. The host waits for the device once.
-
 If one word changes, or two different words change places, a row's sum always changes. Any other
 change within a row is missed with a probability of 2⁻⁶⁴ (2⁻³³ if only the top bits of words
 change). Changes in several rows, such as two tensors that change places, are missed only if values
 of mix collide (2⁻⁶⁴). The digest is no defence against an adversary.
 
-This module imports torch alone, as weights/checksum.py does, and needs a little-endian host.
+This module imports torch alone, since engines' processes, which lack Megatron-Core, import it too.
+It needs a little-endian host.
 """
 
 from __future__ import annotations
@@ -33,7 +31,8 @@ from megatron_rl.weights.checksum import mix_words
 NUM_PARTS = 8
 ROW_WORDS = 8192
 ROW_BYTES = 4 * ROW_WORDS
-# Rows read at once, with twice their memory for the products; no digest depends on this number.
+# Rows read at once, with twice their memory for the products; no digest depends on this number. The digests take two
+# kernels per slab, some forty for a bucket of 128 MiB.
 SLAB_ROWS = {"cpu": 32, "cuda": 1024}
 
 
@@ -42,8 +41,7 @@ def bucket_checksum(tensors: Sequence, packed: torch.Tensor) -> str:
 
     The call waits for the device once.
 
-    tensors: [name, dtype, shape, first byte] of each tensor, as the message that announces the
-        bucket has them.
+    tensors: [name, dtype, shape, first byte] of each tensor in the bucket.
     packed: [bytes] uint8, the tensors and the padding between them.
     """
     return checksum_of(tensors, len(packed), part_digests(packed, range(NUM_PARTS)).tolist())
@@ -89,12 +87,12 @@ def parts_of(worker: int, workers: int) -> range:
 
 
 def part_digests(packed: torch.Tensor, parts: Sequence[int], device: torch.device | None = None) -> torch.Tensor:
-    """Return the digests of some parts of a bucket, int64 [len(parts)] on ``device``, which computes the sums.
+    """Return the digests of some parts of a bucket, computed on ``device``, int64 [len(parts)].
 
     packed: [bytes] uint8, the whole bucket, aligned to 4 bytes. Only the given parts of it are
         read, or copied to another device.
     parts: the numbers of the parts.
-    device: None for the device of ``packed``.
+    device: where the digests are computed; None for the device of ``packed``.
     """
     bounds, device = part_bounds(len(packed)), packed.device if device is None else device
     factors = factors_on(device)

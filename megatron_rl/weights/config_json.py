@@ -124,7 +124,7 @@ def parse_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> A
     """Return transformers' config of a model folder of any family; no weights are read.
 
     A ``quantization_config`` of a supported kind (block FP8, MXFP4) is removed from the config,
-    since the weights in memory are full ones.
+    since the weights are dequantised when they are read.
 
     key: the setting that names the folder, for messages.
 
@@ -156,7 +156,7 @@ def parse_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> A
 
 
 def read_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, provider: str = "native") -> Any:
-    """Return the config of ``parse_hf_config``, after a check of the model's family and of every number's range.
+    """Return transformers' config of a model folder, after a check of its family and of the numbers in it.
 
     provider: ``model.provider``, which builds the model; with "bridge" (Megatron-Bridge) any family
         is accepted.
@@ -178,9 +178,10 @@ def read_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, pr
 
 
 def _check_own(fields: Mapping[str, object], where: str) -> None:
-    """Raise ConfigError if a config.json lacks a field of SIZES, holds another model's config, or names code to load.
+    """Raise ConfigError if a config.json lacks a size, holds another model's config, or names code to load.
 
-    An error is also a field that would replace a method of transformers' config class.
+    The sizes are the fields in SIZES. The error is also raised for a field that would replace a
+    method of transformers' config class.
 
     fields: the fields of config.json; ``model_type`` names a family that is built here.
     where: the file's name, for messages.
@@ -205,7 +206,7 @@ def _check_own(fields: Mapping[str, object], where: str) -> None:
 
 
 def load_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, provider: str = "native") -> Any:
-    """Return the config of ``read_hf_config`` after ``settle_tying``, which compares LM head and embedding."""
+    """Return ``read_hf_config``'s config, with LM head and embedding tied only if the files hold equal ones."""
     config = read_hf_config(folder, key, provider=provider)
     settle_tying(config, folder)
     return config
@@ -239,11 +240,11 @@ def random_state(
     """Return {tensor name: weights} of transformers' model of a config, with random weights drawn from ``seed``.
 
     shape: the sizes of this model, from which its weights are counted.
-    device: the torch.device that draws the weights. A model of more than DRAWN_ON_DEVICE weights is
-        drawn on the host. A GPU takes a tenth of the host's time, and draws other numbers.
+    device: the torch.device that draws the weights. The CPU draws a model of more than 2³¹ weights.
+        A GPU takes a tenth of the CPU's time, and draws other numbers.
 
-    Raises ConfigError as ``transformers_model`` does. It is also raised, before drawing, if the
-    weights would not fit in the host's memory.
+    Raises ConfigError if transformers cannot make a model of the config, or if the weights would
+    not fit in the host's memory.
     """
     import torch
 
@@ -285,7 +286,7 @@ def read_fields(folder: str | pathlib.Path, key: str = "model.hf_path") -> dict[
 
 
 def _check_sizes(config: Any, where: str) -> None:
-    """Raise ConfigError if a config's sizes do not fit together, or a rotary embedding's number is out of range.
+    """Raise ConfigError if a config's sizes do not fit together, or a number in ``rope_parameters`` is out of range.
 
     Example: ``num_attention_heads`` must be a multiple of ``num_key_value_heads``.
 
@@ -339,10 +340,10 @@ def _check_rope(rope: dict, where: str) -> None:
 
 
 def ignored_fields(folder: str | pathlib.Path) -> dict[str, object]:
-    """Return {field: value} of the fields that are set in config.json and that the model built here does not read.
+    """Return {field: value} of the fields of config.json that are set, but that the model built here does not read.
 
-    Examples are dropout, and fields of another family, which transformers' config class does not
-    have.
+    Examples are dropout, and a field that transformers' config class lacks since it belongs to
+    another family.
     """
     from transformers import CONFIG_MAPPING
 
@@ -357,7 +358,7 @@ def ignored_fields(folder: str | pathlib.Path) -> dict[str, object]:
 
 
 def check_served(folder: str | pathlib.Path, *, provider: str = "native") -> None:
-    """Raise ConfigError for a folder from whose config.json vLLM would build another model than the trainer does.
+    """Raise ConfigError if vLLM would build another model from a folder's config.json than the trainer does.
 
     provider: ``model.provider``, which builds the trainer's model.
     """

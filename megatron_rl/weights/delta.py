@@ -18,8 +18,8 @@ written: 600 unchanged words and a changed one are 255, 255, 90. In 2 bytes 6553
 If codes and new words take no fewer bytes than the bucket, no difference is made, and the bucket
 itself is sent.
 
-This module imports torch alone, as weights/bucket_digest.py does. It works on a CPU and on a GPU,
-and needs a little-endian host.
+This module imports torch alone, since engines' processes, which lack Megatron-Core, import it too.
+It works on a CPU and on a GPU, and needs a little-endian host.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Difference:
     num_codes: the number of codes of gaps; for ``code_bytes=0`` the number of bytes of the bits.
     num_changed: the number of changed words.
 
-    Example: 3 of 1,000 bfloat16 words changed, and two gaps take two codes each → ``word_bytes=2,
-    code_bytes=1, num_codes=5, num_changed=3``. The payload has 5 bytes of codes, 3 zeros, and 6
-    bytes of new words.
+    Example: 3 of 1,000 bfloat16 words changed; two gaps are above 254 and take two codes each →
+    ``word_bytes=2, code_bytes=1, num_codes=5, num_changed=3``. The payload has 5 bytes of codes, 3
+    zeros, and 6 bytes of new words.
     """
 
     word_bytes: int
@@ -85,9 +85,10 @@ def changed_words(old: torch.Tensor, new: torch.Tensor, word_bytes: int) -> torc
 def compare(
     old: torch.Tensor, new: torch.Tensor, word_bytes: int
 ) -> tuple[int, tuple[Difference, torch.Tensor] | None]:
-    """Return (number of changed words, (difference, payload)) of two buckets; the pair is from ``encode``.
+    """Return (number of changed words, (difference, payload)) of two buckets.
 
-    The pair is None if the payload would not be smaller than the bucket.
+    The pair (difference, payload) is as ``encode`` returns it. In place of the pair there is None
+    if the payload would not be smaller than the bucket.
 
     old, new: uint8 [bytes], as ``changed_words`` takes them.
     word_bytes: bytes of a word, 2 or 4.

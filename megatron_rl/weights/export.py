@@ -90,8 +90,8 @@ class Bucket:
     sizes: for each parameter, the shape of one rank's shard.
     ranks: the number of tensor ranks (for experts, of expert tensor ranks) that each parameter is
         split over.
-    holders: the number of ranks whose shards are gathered: ``ranks``, for experts times the number
-        of expert-parallel ranks.
+    holders: the number of ranks whose shards are gathered: ``ranks``, or for experts ``ranks`` times
+        the number of expert-parallel ranks.
     gathered_elements: the number of elements of all holders' shards; 0 if nothing is gathered.
     copied_elements: the number of elements of the largest Hugging Face tensor that must be copied,
         since the shards do not hold its elements in order; 0 if there is none.
@@ -163,9 +163,9 @@ def cut_buckets(
 ) -> list[Bucket]:
     """Return buckets that hold every entry of every stage once, in the order of the stages.
 
-    The buckets follow from the config alone, so that all ranks have equal ones. A bucket takes the
-    next entries as long as its gathered and copied elements are at most ``most_elements``. A
-    larger entry has a bucket of its own.
+    The buckets follow from the config alone, so that all ranks have equal ones. In each bucket
+    ``gathered_elements + copied_elements`` is at most ``most_elements``; a larger entry has a
+    bucket of its own.
 
     entries: called with (shape, stage, number of expert-parallel ranks); returns the stage's
         entries.
@@ -205,11 +205,10 @@ def export_weights(
     chunks: for each model chunk, {Megatron name: this rank's shard} of the parameters and frozen
         buffers, or tensors of equal shapes (gradients). Shards must be gathered over replicas
         before (backend.export does it).
-    bucket_bytes: the most bytes taken beside the chunks, allocated once: all shards of a bucket,
-        and one tensor copied from the shards. A larger entry has its own bucket: an embedding
-        takes its own size, any other entry its size and the size of its largest Hugging Face
-        tensor. If ``chunks`` make tensors on request, one of these takes memory too.
-    entries: the entries to export: the model's parameters, or its adapters
+    bucket_bytes: the most memory allocated beside the chunks: for all shards of a bucket, and for
+        one Hugging Face tensor copied from the shards. A larger entry takes as much as it needs.
+    entries: called with (shape, stage, number of expert-parallel ranks); returns the stage's
+        entries to export. It gives the model's parameters, or LoRA's
         (``mapping.adapter_entries``).
     """
     if bucket_bytes < 1:

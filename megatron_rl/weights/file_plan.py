@@ -11,10 +11,10 @@ Invariants (tests/unit/weights/test_file_plan.py):
 1. Every tensor of the model is in exactly one file, and every file has one owner.
 2. A file has at most ``FileSizes.most_bytes``, unless it is one tensor.
 3. The plan follows from shape, sizes, dtype and limits, so that all ranks make equal plans.
-4. A stage's ranks write equal bytes to within the stage's largest parameter, unless
-   ``FileSizes.least_bytes`` leaves some without work.
-5. A parameter that tensor ranks hold whole is sent to its owner by the first rank that holds it, or
-   is not sent at all.
+4. The bytes that a stage's ranks write differ by at most the stage's largest parameter, unless
+   ``FileSizes.least_bytes`` leaves some ranks without work.
+5. A parameter that is whole on every tensor rank is sent at most once: to its owner, by the first
+   of these ranks.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from megatron_rl.weights.shards import Planned, cut_shards, file_name
 
 
 class Sizes(Protocol):
-    """Holds the number of ranks in the world and in each parallel group.
+    """Declares the attributes that the plan reads: the numbers of ranks in the world and in each parallel group.
 
-    ``Topology`` and the simulator's ``Degrees`` have these attributes.
+    A ``Topology`` has them, and so have the simulator's ``Degrees``.
     """
 
     world_size: int
@@ -64,8 +64,8 @@ class FileSizes:
 class Piece:
     """Describes one Megatron parameter whose shards are collected by its owner, the rank that writes it.
 
-    entry: the parameter's ``Entry``. An expert's entry is the same on all expert-parallel ranks;
-        ``Entry.held_by`` gives it the names of the expert on ``expert_rank``.
+    entry: the parameter's ``Entry``. In an expert's entry ``{expert}`` stands for the expert's number
+        among all experts, which ``Entry.held_by`` fills in for ``expert_rank``.
     pipeline_rank, chunk: the pipeline rank and the model chunk that the parameter belongs to.
     expert_rank: the expert-parallel rank that holds the expert; None for a parameter outside the
         experts.
@@ -137,8 +137,8 @@ class FilePlan:
 
     dtype: the tensors' dtype, except for frozen buffers, which are float32.
     files: all ranks' files, in the order of the numbers in their names.
-    pieces: {rank: its pieces} of the ranks that write. A rank writes the tensors of its pieces in
-        this order, those outside the experts first.
+    pieces: {rank: the pieces that the rank collects} of the ranks that write. Each rank's pieces are
+        in the order in which it writes their tensors; those of experts come last.
     """
 
     dtype: torch.dtype

@@ -1,8 +1,8 @@
 """The splitting of transformers 5's tensors of all experts into one tensor per expert, as checkpoint files hold them.
 
 In memory ``…mlp.experts.gate_up_proj`` is [experts, 2 · ffn, hidden] (gate's rows, then up's).
-``…mlp.experts.down_proj`` is [experts, hidden, ffn]. transformers converts between the two forms
-when it loads and saves (5.19 ``conversion_mapping.py``, "mixtral" and "qwen2_moe").
+``…mlp.experts.down_proj`` is [experts, hidden, ffn]. transformers converts files to this form when
+it loads, and back when it saves (5.19 ``conversion_mapping.py``, "mixtral" and "qwen2_moe").
 
 transformers' ``revert_weight_conversion`` makes copies. Here the tensors are views: an engine that
 copies weights into a view fills its own parameter.
@@ -22,8 +22,8 @@ def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, 
 
     tensors: the tensors by their names in memory.
     family: the config's ``model_type``. The names change only for a mixture of experts of a family
-        that is built here. If its files stack the experts, each expert also gets a name of its own
-        (weights/stacked.py).
+        that is built here. A stack, a tensor of all experts in such a family's files, is replaced
+        by one tensor per expert (weights/stacked.py).
 
     Example: ``model.layers.0.mlp.experts.down_proj`` of a mixtral →
     ``model.layers.0.block_sparse_moe.experts.0.w2.weight``, and so on for each expert.

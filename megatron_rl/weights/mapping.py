@@ -52,9 +52,9 @@ def own_experts(shape: ModelShape, expert_size: int, layer: int) -> Iterator[tup
 def stage_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator[Entry]:
     """Yield an ``Entry`` with full names for each parameter of one pipeline stage, in the same order on every rank.
 
-    An expert's entry stands for one expert on each expert-parallel rank: the one with the number
-    ``Entry.expert`` there. A tied output layer on another stage than the embedding is a copy: it is
-    loaded, but not exported (weights/export.py skips it).
+    ``Entry.expert`` counts a rank's own experts, so one entry stands for a different expert on each
+    expert-parallel rank. If LM head and embedding are tied and on different stages, the LM head has
+    an entry of its own, which is loaded but not exported.
 
     stage: counts model chunks in the order of the layers: chunk c of pipeline rank r is stage c ·
         PP + r of PP · VPP.
@@ -99,7 +99,7 @@ def target_entries(shape: ModelShape, layer: int, expert_size: int) -> tuple[Ent
 
 
 def target_of(name: str) -> str:
-    """Return the linear layer of the weight ``name``, as ``lora.targets`` writes it; "" if ``name`` is no weight.
+    """Return the name in ``lora.targets`` of the linear layer that ``name`` is a weight of; "" if it is no weight.
 
     Example: mlp.experts.linear_fc1.weight3 → linear_fc1.
     """
@@ -132,9 +132,9 @@ def adapted_weight(adapter: str) -> str:
 def pair_entries(weight: Entry) -> Iterator[Entry]:
     """Yield the entries of LoRA's A and B, under PEFT's names, for each Hugging Face tensor of an adapted weight.
 
-    If the linear layer is split by rows over tensor ranks, A is whole on every rank and B is split
-    by rows. B's rows keep the order of B's Hugging Face tensor, even if the weight's layout is
-    ``QKV``. If the layer is split by columns, A is split by columns and B is whole.
+    Rows are outputs and columns inputs of a matrix. If the weight is split by rows over tensor
+    ranks, A is whole on every rank and B is split by rows. If the weight is split by columns, A is
+    split by columns and B is whole. B's rows are in the order of its Hugging Face tensor.
 
     weight: the ``Entry`` of the adapted weight.
     """
@@ -280,13 +280,12 @@ def load_shard(entry: Entry, shape: ModelShape, read: ReadRows, rank: int, ranks
 def hf_parts(entry: Entry, shape: ModelShape, shards: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
     """Yield (name, pieces) for each Hugging Face tensor of a Megatron parameter; the inverse of ``load_shard``.
 
+    Nothing is copied. The pieces are views of ``shards`` that hold the tensor's elements in order,
+    one piece after the other; ``laid_out`` joins them. There is one piece, or several if the entry
+    is ``joined``. A piece may have more dimensions than the tensor.
+
     shards: [ranks, *shard], the shards of all tensor ranks. The shards need not be adjacent in
         memory, except for layout ``ROWS``.
-
-    Nothing is copied: a piece is a view of ``shards`` with the tensor's elements in order. It has
-    more dimensions than the tensor if the elements come from several ranks or query groups. The
-    tensor is the concatenation of its pieces (``laid_out``): one piece, or several if the entry is
-    ``joined``.
     """
     match entry.layout:
         case Layout.REPLICATED:
@@ -319,7 +318,7 @@ def _by_tensor(entry: Entry, parts: tuple[torch.Tensor, ...]) -> Iterator[tuple[
 
 
 def is_copied(layout: Layout, ranks: int) -> bool:
-    """Return whether ``laid_out`` copies tensors of this layout, as it does if the shards hold elements out of order.
+    """Return whether ``laid_out`` copies tensors of this layout, because their elements lie out of order in the shards.
 
     ranks: the number of tensor ranks that the parameter is split over.
     """
@@ -329,12 +328,12 @@ def is_copied(layout: Layout, ranks: int) -> bool:
 
 
 def laid_out(parts: tuple[torch.Tensor, ...], size: tuple[int, ...], spare: torch.Tensor) -> torch.Tensor:
-    """Return a Hugging Face tensor from its parts, the views of shards that ``hf_parts`` yields for it.
+    """Return the Hugging Face tensor of shape ``size`` that ``parts`` make up, in order.
 
     The result is a view if there is a single, contiguous part. Otherwise it is a copy in
     ``spare``.
 
-    size: the tensor's shape.
+    parts: views of the shards, as ``hf_parts`` yields them for the tensor.
     spare: one dimension; if a copy is needed, it has at least the tensor's number of elements.
     """
     if len(parts) == 1 and parts[0].is_contiguous():

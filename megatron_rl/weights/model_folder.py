@@ -151,12 +151,12 @@ def _finish(folder: pathlib.Path | RemotePath, write_side: Callable[[pathlib.Pat
 
 
 def _seen_by_all(folder: pathlib.Path | RemotePath, token: str, *, is_main: bool) -> bool:
-    """Return whether every rank can read the main rank's file ``TOKEN`` within SEEN_S seconds. A collective.
+    """Return whether every rank sees, within SEEN_S seconds, a file that the main rank wrote to ``folder``.
 
-    A warning names a rank that cannot. Raises ConfigError on every rank if the folder is in an
-    object store that not all ranks share (memory://).
+    A collective. A warning names a rank that does not see the file. Raises ConfigError on every
+    rank if the folder is in an object store that not all ranks share (memory://).
 
-    token: the content of the file.
+    token: the content of the file, which is named ``TOKEN``.
     """
     file = folder / TOKEN
     until = time.monotonic() + SEEN_S
@@ -216,10 +216,8 @@ def own_tensors(parameters: Parameters, plan: FilePlan) -> Iterator[tuple[str, t
     round every rank of a group collects one parameter, and sends its own shards of the parameters
     that the other ranks collect.
 
-    A tensor is valid until the next is asked for. Memory is allocated once, for two things: the
-    shards of the largest parameter that this rank collects from others, and its largest tensor that
-    has to be copied into order. If ``parameters`` makes its tensors on request, the tensors of one
-    round take memory too.
+    A tensor is valid until the next is asked for. Memory is allocated once: for the shards of the
+    largest parameter that this rank collects, and for the largest tensor that it copies into order.
     """
     topology = parameters.topology
     own = plan.pieces.get(topology.rank, ())
@@ -244,9 +242,11 @@ def own_tensors(parameters: Parameters, plan: FilePlan) -> Iterator[tuple[str, t
 
 
 def _gathered_bytes(piece: Piece, topology: Topology) -> int:
-    """Return the bytes, rounded up to 8, of all shards of a piece (one Megatron parameter), which this rank collects.
+    """Return the bytes, rounded up to 8, that this rank needs to collect all shards of ``piece``.
 
     0 if this rank holds the only shard itself.
+
+    piece: one Megatron parameter.
     """
     if list(piece.sources(topology.rank, topology)) == [topology.rank]:
         return 0
@@ -254,9 +254,11 @@ def _gathered_bytes(piece: Piece, topology: Topology) -> int:
 
 
 def _spare_bytes(piece: Piece, shape: ModelShape) -> int:
-    """Return the bytes, rounded up to 8, of the largest Hugging Face tensor of a piece (one Megatron parameter).
+    """Return the bytes, rounded up to 8, that this rank needs to copy a Hugging Face tensor of ``piece`` into order.
 
-    0 if its tensors are not copied into another order.
+    0 if no copy is needed.
+
+    piece: one Megatron parameter.
     """
     if not is_copied(piece.entry.layout, piece.num_shards):
         return 0
@@ -272,10 +274,8 @@ def _exchange(
 ) -> torch.Tensor:
     """Send this rank's shards of other ranks' pieces, and return the shards [num_shards, *shard] of its own piece.
 
-    A piece is one Megatron parameter, whose shards one rank collects.
-
-    All ranks of ``group`` call this with equal ``wanted``. The result is empty if this rank is not
-    in ``wanted``.
+    A piece is one Megatron parameter, whose shards one rank collects. All ranks of ``group`` call
+    this with equal ``wanted``. The result is empty if this rank is not in ``wanted``.
 
     wanted: {collecting rank: the piece that it collects in this call}.
     memory: uint8, the buffer for the shards that come from other ranks.

@@ -16,11 +16,11 @@ class ChunkedAttentionShape:
         attends to its own chunk alone.
     chunked_layers: the chunked layers; in the other layers a token attends to the whole sequence
         before it.
-    turned_layers: the layers whose q and k get rotary embeddings; the other layers have no
-        positions.
+    turned_layers: the layers whose q and k get rotary embeddings; the others get no positional
+        embedding.
     l2_norm: whether q and k of the ``turned_layers`` are divided by their root mean square.
-    scale, scale_tokens: in a layer without positions the query at position p is multiplied by 1 +
-        scale · log(1 + floor((p + 1) / scale_tokens)). A scale of 0.0 turns this off.
+    scale, scale_tokens: in a layer outside ``turned_layers`` the query at position p is multiplied
+        by 1 + scale · log(1 + floor((p + 1) / scale_tokens)). A scale of 0.0 turns this off.
     """
 
     chunk_tokens: int
@@ -56,7 +56,7 @@ class ModelShape:
         to; 0 for a dense model.
     num_dense_layers, dense_ffn_hidden_size: in a mixture, the number of layers that have one MLP in
         place of experts, and this MLP's hidden width; else 0.
-    dense_layers: which layers ``num_dense_layers`` counts, by number; () for the first layers.
+    dense_layers: the numbers of these layers; () if they are the first ``num_dense_layers``.
     shared_ffn_hidden_size: the hidden width of the expert that every token goes to beside its
         routed experts; 0 without a shared expert.
     router_groups, router_groups_per_token: the number of groups of experts, and the number of
@@ -73,7 +73,7 @@ class ModelShape:
     sinks: True for a learned logit per head in the softmax's denominator.
     swiglu_limit: the bound c of an expert's SwiGLU, which takes min(gate, c), and up clamped to
         [−c, c]; 0.0 for no clamp.
-    padded_vocab_size: the vocabulary rounded up to a multiple of TP; padding tokens get no
+    padded_vocab_size: ``vocab_size`` rounded up to a multiple of TP; padding tokens get no
         probability and no gradient.
     layer_spec: Megatron-Core's layer spec, "transformer_engine" (norms fused into linears) or
         "torch". It decides the parameters' names.
@@ -148,9 +148,9 @@ class ModelShape:
         return bool(self.num_experts) and not dense
 
     def attended(self, mean_context: float) -> float:
-        """Return the sum over the layers of the mean number of tokens that a token attends to.
+        """Return the number of tokens that a token attends to, averaged over tokens and summed over layers.
 
-        mean_context: the mean in a layer where a token attends to all tokens before it.
+        mean_context: the average in a layer where a token attends to all tokens before it.
         """
         chunked = self.chunked.chunked_layers if self.chunked else ()
         within = min(mean_context, self.chunked.chunk_tokens / 2) if self.chunked else 0.0
@@ -206,7 +206,7 @@ class ModelShape:
     def rank_shares(self, pipeline: int) -> tuple[tuple[float, float], ...]:
         """Return (cost of the layers, number of layers) of each pipeline rank, over all its model chunks.
 
-        A layer's cost is ``passed_parameters`` over its mean, so that a mean layer costs 1.
+        A layer's cost is its ``passed_parameters``, divided by their mean over all layers.
 
         pipeline: the number of pipeline ranks; stage s is on rank s modulo ``pipeline``.
         """
@@ -232,11 +232,11 @@ class ModelShape:
     def head_cost(
         self, loss_tokens: float = 1.0, tokens: float = 1.0, *, times: float = 1.0, columns: int | None = None
     ) -> float:
-        """Return the mean number of weights of the last matrix (LM head or value head) that multiply a token.
+        """Return the cost of the last matrix (LM head or value head) per token, in multiply-adds.
 
         loss_tokens, tokens: of ``tokens`` tokens, only the ``loss_tokens`` tokens with a loss go
-            through the matrix; the mean is over all ``tokens``.
-        times: how often the matrix multiplies these tokens; the result is multiplied by it.
+            through the matrix. The cost is divided by ``tokens``.
+        times: how often a token with a loss goes through the matrix.
         columns: the matrix's columns; None for the vocabulary without padding, or for a value
             head's single column.
         """

@@ -26,7 +26,8 @@ def unpack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     blocks: uint8 [..., rows, groups, 16], two numbers in a byte.
     scales: uint8 [..., rows, groups].
 
-    Example: a byte 0x21 in blocks with scale 128 is 0.5 · 2 and 1.0 · 2.
+    Example: the byte 0x21 holds the code 1 (0.5), then the code 2 (1.0); scale 128 is a factor of 2.
+    So the byte stands for 1.0 and 2.0.
     """
     # exact, since a number has two significant bits and a scale is a power of two
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)

@@ -159,12 +159,12 @@ def block_weights(
     block: tuple[int, int],
     folder: pathlib.Path,
 ) -> tuple[dict[str, pathlib.Path], dict[str, Callable[[], BlockWeight]]]:
-    """Return ({tensor name: file} without scales of block FP8, {name of an FP8 weight: function}).
+    """Return (``files`` without the scales of block FP8, {name of an FP8 weight: function}).
 
-    A function of the second mapping takes nothing and returns the weight's ``BlockWeight``.
+    The function takes nothing and returns the weight's reader, a ``BlockWeight``.
 
     files: {tensor name: file}, scales included.
-    opened: called with a file; returns safetensors' handle of it.
+    opened: called with a file; returns safetensors' handle of the file.
     block: rows and columns of a block.
     folder: the model folder, for messages.
     """

@@ -304,8 +304,8 @@ def check_finite(values: torch.Tensor, sources: Callable[[], Iterable[tuple[str,
     values: weights in the dtype in which they will be used.
     sources: a callable without arguments that returns (name, tensor) of the tensors that the values
         come from, in their own dtype; called only for the error message.
-    way_out: advice at the end of the message if all sources are finite, which means that the dtype
-        of ``values`` is too narrow: the setting of a wider dtype.
+    way_out: advice that names the setting of a wider dtype. It ends the message if all sources are
+        finite, so that only the dtype of ``values`` is too narrow.
     """
     if torch.stack(torch.aminmax(values.detach())).isfinite().all():  # one pass, without a copy
         return

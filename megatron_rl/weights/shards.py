@@ -34,8 +34,8 @@ class Planned:
 
     slices: the names under which the writer gets the tensor's slices along the first dimension, in
         order; () if it gets the whole tensor under ``name``.
-    parts: 0 if each slice comes as one tensor. Else each slice comes as ``parts`` tensors, all named
-        in ``slices``: its columns are cut into equal ranges, and each range comes transposed.
+    parts: 0 if each slice comes as one tensor. Otherwise the slice's columns are cut into ``parts``
+        equal ranges, and each range comes transposed, as a tensor of its own name in ``slices``.
     """
 
     name: str
@@ -64,7 +64,7 @@ class FileWriter:
     files: (file name, tensors of that file) for each file. A file is opened when its first tensor
         comes, and its header is written first.
 
-    Raises ConfigError for a dtype that is not one of DTYPE_NAMES.
+    Raises ConfigError for a dtype other than float32, bfloat16 and float16.
     """
 
     def __init__(self, folder: pathlib.Path | RemotePath, files: Sequence[tuple[str, Sequence[Planned]]]):
@@ -171,7 +171,7 @@ class ShardWriter:
     planned: the tensors to write.
     shard_bytes: the most bytes of a shard; a larger tensor has a shard of its own.
 
-    Raises ConfigError for a dtype that is not one of DTYPE_NAMES.
+    Raises ConfigError for a dtype other than float32, bfloat16 and float16.
     """
 
     def __init__(self, folder: pathlib.Path | RemotePath, planned: Sequence[Planned], shard_bytes: int):

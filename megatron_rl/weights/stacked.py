@@ -39,10 +39,11 @@ class Slice(NamedTuple):
     stack: the stack's name.
     expert: the expert's number, the index in the stack's first dimension.
     part, parts: the expert's columns are cut into ``parts`` equal ranges, and the tensor is range
-        number ``part``, from 0. 0 and 1 mean all columns.
+        number ``part``, from 0. The defaults (0 of 1) take all columns.
     transposed: whether the tensor is the transpose of this range.
 
-    Example: ``Slice("x.experts.gate_up_proj", 3, 1, 2, True)`` is up_proj.weight of expert 3.
+    Example: ``Slice("x.experts.gate_up_proj", expert=3, part=1, parts=2, transposed=True)`` is
+    up_proj.weight of expert 3.
     """
 
     stack: str
@@ -113,9 +114,9 @@ def slice_of(name: str, names: ExpertNames | None) -> Slice | None:
 
 
 def joined_plan(planned: Iterable[Planned], family: str) -> list[Planned]:
-    """Return the tensors to write, in order, where each stack stands in place of its experts' tensors.
+    """Return the tensors to write to files: ``planned``, with each stack in place of its experts' tensors.
 
-    planned: the tensors to write, with one or more per expert. The tensors of one stack follow one
+    planned: the tensors to write, one or more per expert. The tensors of one stack follow one
         another, by the experts' numbers.
     family: a config's ``model_type``.
     """
@@ -202,13 +203,13 @@ def unstacked(
     names: ExpertNames,
     folder: pathlib.Path,
 ) -> tuple[dict[str, pathlib.Path], dict[str, Callable[[], ExpertOfStack | PackedExpert]]]:
-    """Return ({tensor name: file}, {expert's tensor name: function}), with names per expert in place of stacks.
+    """Return ({tensor name: file}, {expert's tensor name: function}), with experts' names for stacks' names.
 
-    A function of the second mapping takes nothing and returns the reader of the expert's tensor.
-    Tensors outside stacks are in the first mapping alone.
+    The first mapping has all tensors, the second only those within stacks. Each function takes
+    nothing and returns the reader of the expert's tensor.
 
-    files: {tensor name: file} as the files have it.
-    opened: called with a file; returns safetensors' handle of it.
+    files: {tensor name: file}, with the names in the files.
+    opened: called with a file; returns safetensors' handle of the file.
     names: the family's names of experts and stacks.
     folder: the model folder, for messages.
     """

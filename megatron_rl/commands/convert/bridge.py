@@ -22,9 +22,11 @@ def family_of(folder: pathlib.Path) -> str | None:
 
 
 def needs_bridge(options: argparse.Namespace) -> bool:
-    """Return True if megatron-bridge is installed, and only it can do the conversion.
+    """Return True for an import or export of a model family that our tables lack, if megatron-bridge is installed.
 
-    Only it can import or export a model family that our tables (weights/families) lack.
+    Our tables are in weights/families.
+
+    options: the parsed command line of `megatron-rl convert`.
     """
     from megatron_rl.weights.families.register import ALIASES, FAMILIES
 

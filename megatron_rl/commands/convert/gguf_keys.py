@@ -49,7 +49,7 @@ BEGINS = ("llama-bpe", "llama3", "llama-v3", "falcon3")
 def single(file: GgufFile, key: str, kind: type, absent: Any, **bounds: float):
     """Return the value of a key, or ``absent`` if the file lacks the key.
 
-    kind: the type that the value must have; for float an integer passes too.
+    kind: the type that the value must have; if it is float, an integer passes too.
     bounds: ``least`` and ``most``, the smallest and the largest number allowed.
 
     Raises ConfigError if the value has another type or is out of bounds.

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 def inspect(source: pathlib.Path | RemotePath, hf: pathlib.Path | RemotePath | None, iteration: int | None) -> dict:
-    """Return {property: value} of a directory in display order, as "tensors", "parameters" and "family".
+    """Return a dict that describes a model's directory; its keys, such as "tensors" and "family", are in display order.
 
-    "convertible" is "yes", or "no: " and the reason.
+    The value of "convertible" is "yes", or "no: " and the reason.
 
     source: a Hugging Face directory or the folder of a Megatron checkpoint.
     hf: the directory of the checkpoint's config; None to look for it in the checkpoint's folder.
     iteration: the checkpoint to describe; None for the latest.
 
-    Raises DamagedCheckpoint if a file of a checkpoint is missing, truncated or of a changed kind.
+    Raises DamagedCheckpoint if a file of a checkpoint is missing, truncated or damaged.
     """
     if (source / "config.json").exists() and not (source / LATEST).exists():
         return _inspect_hugging_face(read_on_disk(source, "SOURCE", weights=True))
@@ -42,7 +42,7 @@ def inspect(source: pathlib.Path | RemotePath, hf: pathlib.Path | RemotePath | N
 
 
 def _sizes(tensors: list[tuple[str, tuple[int, ...], object]]) -> dict:
-    """Return {"parameters": number, "gigabytes": size, "dtypes": text} of tensors together.
+    """Return {"parameters": number, "gigabytes": size, "dtypes": text}, the totals of all the tensors.
 
     tensors: (name, shape, dtype) of each tensor.
     """

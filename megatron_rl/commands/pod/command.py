@@ -175,7 +175,7 @@ class Pod:
         return code
 
     def _newest(self) -> tuple[int, int]:
-        """Return the iterations of the newest whole checkpoints: (of RL, of supervised steps before it); -1: none."""
+        """Return (iteration of the newest whole RL checkpoint, that of the newest of supervised steps); -1 for none."""
         return (_newest(self._root), _newest(self._root / "supervised"))
 
     def _checkpoint(self, newest: tuple[int, int]) -> str:

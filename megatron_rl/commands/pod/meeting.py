@@ -1,9 +1,9 @@
 """The wait of a job's pods for one another, so that torchrun starts on all of them together.
 
-torchrun's ranks meet at a store on pod 0. A pod that Kubernetes has replaced could join the store of
-the previous attempt, which the other pods may not have left yet. So every pod first connects to pod
-0 and sends its number. Once all pods are connected, pod 0 answers and closes the port. So no
-pod can join an attempt that already runs.
+torchrun's ranks find one another through its store, a server on pod 0. A pod that Kubernetes has
+replaced could join the store of the previous attempt, which the other pods may not have left yet. So
+every pod first connects to pod 0 and sends its number. Once all pods are connected, pod 0 answers and
+closes the port. So no pod can join an attempt that already runs.
 
 Invariants (tests/unit/test_pod.py):
 
@@ -126,7 +126,7 @@ class Register:
         return not self.missing()
 
     def start(self) -> None:
-        """Tell every waiting pod that all pods are connected, so that it starts torchrun."""
+        """Tell every waiting pod to start torchrun, since all pods are connected."""
         for connection in self._pods.values():
             with contextlib.suppress(OSError):  # it has just left; torchrun misses its ranks within a bounded time
                 connection.sendall(START)
@@ -211,6 +211,8 @@ def _join(place: Place, deadline: float, asked: Callable[[], bool], say: Callabl
 def _is_started(line: socket.socket, deadline: float, asked: Callable[[], bool]) -> bool:
     """Wait for pod 0's start message on the connection ``line``; return whether it came.
 
+    asked: a function that returns whether this pod has been told to leave.
+
     Returns False at the deadline, if this pod is told to leave, or if pod 0 closes the connection
     or sends anything else.
     """
@@ -229,6 +231,8 @@ def _is_started(line: socket.socket, deadline: float, asked: Callable[[], bool])
 
 def _resolved(place: Place, deadline: float, asked: Callable[[], bool]) -> str:
     """Return the IP address of pod 0's host name; look it up again until DNS knows it.
+
+    asked: a function that returns whether this pod has been told to leave.
 
     Raises RunError at the deadline, and Left if this pod is told to leave.
     """

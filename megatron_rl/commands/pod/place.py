@@ -5,7 +5,7 @@
 | the pod's number | – | JOB_COMPLETION_INDEX | PET_NODE_RANK, RANK |
 | the number of pods | NNODES | – | PET_NNODES, WORLD_SIZE |
 | pod 0's name | HEAD | – | PET_MASTER_ADDR, MASTER_ADDR |
-| torchrun's port there | PORT | – | PET_MASTER_PORT, MASTER_PORT |
+| torchrun's port on pod 0 | PORT | – | PET_MASTER_PORT, MASTER_PORT |
 | ranks of each pod | PROCESSES | – | PET_NPROC_PER_NODE |
 
 In each line, the first variable that is set counts. Sources: kubernetes.io "Indexed Job";

@@ -97,7 +97,7 @@ def translate(
 
 
 def _own(trainer: str, settings: dict[str, Any]) -> None:
-    """Replace in ``settings`` those that only axolotl has by TRL's settings of the same meaning."""
+    """Change ``settings`` in place: replace each setting that only axolotl has by TRL's setting of equal meaning."""
     for name in ("rl", "reward_model"):
         settings.pop(name, None)
     if settings.get("packing") is False:

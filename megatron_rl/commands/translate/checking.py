@@ -26,8 +26,8 @@ _OF_THE_SKIP = "skip.mode=exact"
 class Check:
     """Holds the results of checking a translated configuration.
 
-    faults: the reasons why a run of it would not start, except keys that the user still has to fill
-        in.
+    faults: the reasons why a run with this configuration would not start. Keys that the user still
+        has to fill in are not among them.
     done: the properties that were checked, in words.
     not_done: the properties that were not checked, in words.
     """
@@ -50,7 +50,7 @@ def nested(ours: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(translation: Translation) -> Check:
-    """Return the Check of a translation's settings; those that the user still has to fill in are left out.
+    """Check a translation's settings, except those that the user still has to fill in; return the Check.
 
     The model's context length is only checked if its config is on this host. Data rows are never
     read.
@@ -96,11 +96,12 @@ def checked(translation: Translation) -> Check:
 def _stand_ins(
     models: Mapping[str, str | None], folder: str, *, open_keys: Collection[str], rewards: bool, not_done: list[str]
 ) -> dict[str, Any]:
-    """Return {setting's key: temporary value} for settings of models, evaluation sets and rewards that are missing.
+    """Return {our key: temporary value} for each missing model, evaluation set and reward.
 
-    The temporary values let the check of the other settings run.
+    With these values the other settings can be checked.
 
-    models: {setting's key: folder of a model, or None}.
+    models: {our key: the model's folder as translated, or None}, for ``model.hf_path`` and
+        ``critic.hf_path``.
     folder: a folder with an empty config.json, the temporary value for a missing model.
     open_keys: the keys that the user still has to fill in.
     rewards: whether the user still has to name reward functions.

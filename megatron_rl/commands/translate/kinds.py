@@ -1,7 +1,7 @@
 """The detection of the framework and trainer that a file of settings is for.
 
-The program that a command line starts tells them, or else the names of settings that only one
-framework or trainer has.
+Both are known from the program that a command line starts. If that program is not known, they follow
+from names of settings that only one framework or trainer has.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ OF_TRL = (
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Names a framework and one of its trainers; ``trainer`` is "" if the file does not tell.
+    """Names a framework and one of its trainers; ``trainer`` is "" if it is not known.
 
-    assumed: True if ``trainer`` is a guess: another trainer has all the setting names in the file
-        too.
+    assumed: True if ``trainer`` is a guess, as another trainer also has all the settings in the
+        file.
     """
 
     framework: str

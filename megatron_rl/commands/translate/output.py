@@ -16,11 +16,12 @@ WIDTH = 118
 def as_yaml(translation: Translation, source: str, check: Check, notes: Sequence[str] = ()) -> str:
     """Return a translation as YAML, below comments for the user.
 
-    The comments list the keys that have no value yet, the reasons why a run would not start, the
-    ``notes`` on the script, and the settings that were not translated. They end with the properties
-    that were checked, and the properties that were not.
+    The comments list the keys without a value, the reasons why a run would not start, ``notes``, and
+    the settings that were not translated. They end with what was checked and what was not.
 
     source: the name of the translated file.
+    check: the result of checking the translated configuration.
+    notes: sentences on parts of the script that were not read as settings.
     """
     lines = [
         f"# Translated from {translation.framework}'s {source}. docs/coming-from.md says what each setting means there "

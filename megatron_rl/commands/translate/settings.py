@@ -1,7 +1,7 @@
 """The reader of another framework's settings: from a YAML file, or from a shell script that passes them to a program.
 
 A YAML's size and depth are limited as for our own configuration. A word of a script has at most
-MOST_WORD characters.
+8192 characters (MOST_WORD).
 """
 
 from __future__ import annotations
@@ -96,10 +96,12 @@ def _of_script(script: Script, framework: str, path: pathlib.Path, text: str) ->
 def _elsewhere(call: Call, framework: str, written: dict[str, Any], script: pathlib.Path, notes: list[str]) -> Settings:
     """Return the settings of the YAML file that a command line names; empty Settings if it names no file.
 
-    written: the settings of the command line; the key ``config``, the file's name, is removed.
+    call: the command line.
+    framework: ``verl``, ``trl`` or ``axolotl``.
+    written: the settings of the command line; its key ``config``, the YAML's name, is removed.
     script: the path of the script; the file is looked for in the working directory, then beside it.
     notes: a list of sentences for the user. verl's YAML is not read, since it builds upon other
-        files; a sentence that says so is added.
+        files; instead a sentence on that YAML is appended here.
 
     Raises ConfigError if TRL's or axolotl's YAML is not found.
     """
@@ -134,9 +136,9 @@ def _note(branch: Branch) -> str:
 def _named(call: Call, *, flags: bool) -> tuple[dict[str, Any], dict[str, str]]:
     """Return {name: value} of a command line's settings, and {name: reason} of settings whose value is not known.
 
-    flags: whether ``--name value`` is a setting too, beside ``name=value``. Flags before the
-        program belong to its launcher (``accelerate launch``); of them only ``--num_processes``
-        counts.
+    flags: True if both ``--name value`` and ``name=value`` are settings, False if only the latter.
+        Flags of a launcher, such as ``accelerate launch``, are no settings, except
+        ``--num_processes``.
     """
     written: dict[str, Any] = {}
     unknown: dict[str, str] = {}

@@ -25,7 +25,7 @@ class Translation:
     open:    {our key: reason} of keys that the user has to fill in. Their value is MISSING, with
         which the configuration does not load.
     left:    {their name: reason} of settings that are not translated.
-    needless: their names of settings that need none of ours, as our behaviour is the same without.
+    needless: their names of settings that need no counterpart, as we already behave as they say.
     """
 
     framework: str
@@ -39,9 +39,10 @@ class Translation:
     _read: set[str] = field(default_factory=set)
 
     def get(self, name: str) -> Any:
-        """Return the value of their setting, its default, or None if it has neither; count the setting as read.
+        """Return the value that the user wrote for their setting ``name``, else its default; mark the setting as read.
 
-        If the value is not known, the default is returned, and ``left`` gets a note.
+        Without a default, None is returned. If the user's value is not known, the default is
+        returned and ``left`` gets a note.
         """
         self._read.add(name)
         if name in self.unknown:
@@ -52,14 +53,14 @@ class Translation:
         return name in self.given or name in self.unknown
 
     def under(self, prefix: str) -> list[str]:
-        """Return their names that begin with ``prefix``, of the settings that the user wrote."""
+        """Return the names, among the settings that the user wrote, that begin with ``prefix``."""
         return [name for name in (*self.given, *self.unknown) if name.startswith(prefix)]
 
     def need(self, key: str, why: str) -> None:
         """Mark our ``key`` as one that the user has to fill in, for the reason ``why``.
 
-        A key in one of the free mappings FREE_NAMES, as ``rollout.vllm.``, is noted in ``left``
-        instead: these take any value, so MISSING would not stop the run.
+        A key that takes any value (FREE_NAMES), such as one of ``rollout.vllm``, is noted in
+        ``left`` instead. There the placeholder MISSING would not stop a run.
         """
         if key.startswith(FREE_NAMES):
             self.left[key] = why

@@ -173,8 +173,9 @@ def _loss(translation: Translation) -> None:
 def _advantages(translation: Translation) -> None:
     """Set our ``advantage`` section from ``multi_objective_aggregation`` and ``scale_rewards``.
 
-    TRL's ``normalize_then_sum`` is GDPO. TRL then subtracts the mean of the advantages and divides by
-    their standard deviation (our ``advantage.whiten``).
+    ``multi_objective_aggregation=normalize_then_sum`` is the estimator GDPO. With it, TRL also
+    whitens the advantages: it subtracts their mean and divides by their standard deviation (our
+    ``advantage.whiten``).
     """
     if translation.given.get("multi_objective_aggregation") == "normalize_then_sum":
         translation.ours |= {"advantage.estimator": "gdpo", "advantage.whiten": "center_and_scale"}

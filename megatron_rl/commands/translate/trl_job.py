@@ -90,7 +90,9 @@ def model_and_data(translation: Translation) -> None:
 def _data_set(translation: Translation, name: object) -> str:
     """Return a data set's name with its configuration and split, as data.train names it (docs/object-storage.md).
 
-    The name stays as it is if the settings name no configuration, and no split or ``train``.
+    The name is returned as it is if the settings name no configuration, and no split but ``train``.
+
+    name: the data set's name on the hub.
     """
     subset, split = translation.get("dataset_config"), translation.get("dataset_train_split")
     if subset is None and split in (None, "train"):
@@ -116,7 +118,7 @@ def _adapters(translation: Translation) -> None:
 
 
 def targets(value: Any) -> list[str]:
-    """Return ``lora.targets``: our names of the layers that the Hugging Face projections in ``value`` form.
+    """Return our names, for ``lora.targets``, of the layers that hold the Hugging Face projections in ``value``.
 
     value: the projections' names, such as ``["q_proj", "k_proj", "v_proj"]``; or ``all-linear``.
 

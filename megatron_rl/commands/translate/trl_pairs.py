@@ -33,7 +33,7 @@ def translate(
 ) -> Translation:
     """Return the translation of a TRL trainer's settings into ours.
 
-    trainer: one of the keys of DEFAULTS.
+    trainer: ``sft``, ``dpo``, ``cpo`` or ``reward``.
     settings: {TRL's name: value}.
     unknown: {TRL's name: what its value depends on} of settings whose value is not known.
     processes: the number of training processes, if ``num_processes`` is not among the settings.

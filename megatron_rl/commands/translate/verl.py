@@ -188,8 +188,8 @@ def _data(translation: Translation) -> None:
 def _named(files: list[str]) -> dict[str, str]:
     """Return {name: path} of evaluation sets; a set is named after its file, without the suffix.
 
-    The set of a file called ``test``, ``val``, ``validation`` or ``eval`` is named after the folder.
-    A name that occurs again gets a number.
+    If that name is ``test``, ``val``, ``validation`` or ``eval``, the set is named after the
+    file's folder. A name that is already taken gets a number.
     """
     sets: dict[str, str] = {}
     for path in map(pathlib.PurePath, files):
@@ -244,12 +244,13 @@ def _rewards(translation: Translation) -> None:
 
 
 def _overlong(translation: Translation, section: str, limit: str) -> None:
-    """Translate DAPO's penalty for long responses: min(0, −penalty_factor · (tokens − (limit − len)) / len).
+    """Translate DAPO's penalty for long responses: min(0, −penalty_factor · (tokens − (longest − len)) / len).
 
-    tokens is the response's length; len is the width of the penalized range below the limit.
+    tokens is the response's length and longest its limit. The penalty grows over the last len tokens
+    below that limit.
 
     section: the name of verl's section with ``len`` and ``penalty_factor``.
-    limit: the name of verl's setting for the longest response.
+    limit: the name of verl's setting for longest.
     """
     translation.skip(f"{section}.log")
     enabled = translation.get(f"{section}.enable")

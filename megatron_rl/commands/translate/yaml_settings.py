@@ -23,7 +23,7 @@ _MOST_PASSES = 5  # the most steps of a reference to a reference
 class Settings:
     """Holds the settings that were read from a file.
 
-    kind: the framework and trainer that the file is for; None if it does not tell.
+    kind: the framework and trainer that the file is for; None if that cannot be seen.
     given: {name: value}.
     unknown: {name: what its value depends on} of settings whose value is not known.
     notes: sentences on parts of the file that were not read as settings.

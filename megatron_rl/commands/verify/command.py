@@ -156,8 +156,8 @@ def prepare(options: argparse.Namespace) -> Thin:
 def measure(options: argparse.Namespace, thin: Thin) -> tuple[object, object]:
     """Return (measurements of the topology, measurements of one process), each a Measured.
 
-    The main rank measures one process alone, before it joins the others. The second element is None
-    on the other ranks.
+    The main rank first takes the measurements of one process, alone, and then joins the other ranks.
+    On those the second element is None.
     """
     import torch
     import torch.distributed as dist
@@ -207,10 +207,13 @@ def measure(options: argparse.Namespace, thin: Thin) -> tuple[object, object]:
 
 
 def share_logprobs(bare, main_work):
-    """Return ``bare`` with the main rank's log-probs in its samples, equal to the bit on every rank. A collective.
+    """Return a copy of ``bare`` whose samples have the main rank's log-probs, equal to the bit on all ranks.
 
-    bare: a Work (thin.py), the same on every rank.
-    main_work: on the main rank, the Work whose log-probs are sent; on other ranks one of equal size.
+    A collective.
+
+    bare: the synthetic samples, a Work (thin.py), equal on every rank.
+    main_work: on the main rank, the Work whose log-probs are sent. The other ranks pass one of equal
+        size, whose log-probs are ignored.
     """
     import numpy as np
     import torch

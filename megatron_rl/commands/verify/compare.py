@@ -114,11 +114,11 @@ class Measured:
     """Holds the measurements of one topology: unsharded tensors on the host, under Hugging Face names.
 
     logprobs: {sample id: [response] float32}.
-    gradient: {name: gradient of the dense step}, in which no sample is dropped.
+    gradient: {name: gradient} of the dense step, which drops no sample.
     grad_norm: the gradient norm of the first optimizer step.
     weights: {name: weight after the last optimizer step}.
-    traces: for each data-parallel replica, {Point: activations of one sample}. The activations are
-        a list of [tokens, columns], with one element for each rank that holds a copy.
+    traces: for each data-parallel replica, {Point: list of [tokens, columns]}, the activations of
+        one sample. If several ranks hold a copy, the list has one element for each of them.
     skip_gradient: the gradient of the step that drops samples without signal; None if it is not
         compared.
     facts: other JSON-able values, such as the numbers of micro-batches.
@@ -214,7 +214,8 @@ class ClassError:
     error: the relative error of the class, as if its tensors were one vector.
     worst: the name of the tensor with the largest error of its own.
     tensors: {name: the tensor's own relative error}.
-    judged: {name: True if the tensor differs enough to be named in the verdict}.
+    judged: {name: whether the tensor may be blamed}: its own error exceeds the tolerance, and its
+        difference is not negligible within the class.
     """
 
     error: float
@@ -266,9 +267,10 @@ def total_error(measured: Mapping[str, torch.Tensor], wanted: Mapping[str, torch
 def common_factor(
     measured: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float
 ) -> float | None:
-    """Return the factor f ≠ 1 for which ``measured`` equals f · ``wanted``, in each class within the tolerance.
+    """Return the factor f ≠ 1 by which all tensors are too large: ``measured`` ≈ f · ``wanted``; None if there is none.
 
-    Returns None if no such factor exists.
+    measured, wanted: {name: tensor}.
+    tolerance: the relative error that each class of tensors may have.
     """
     if set(measured) != set(wanted) or any(measured[k].shape != wanted[k].shape for k in wanted):
         return None
@@ -283,10 +285,10 @@ def common_factor(
 
 
 def explain_factor(factor: float, counts: Mapping[str, int]) -> str:
-    """Return a sentence on a factor that all gradients have in common.
+    """Return a sentence on the factor by which all gradients are wrong.
 
-    counts: {name: number}, as of micro-batches and of ranks. The sentence names those that equal the
-        factor or its inverse.
+    counts: {name: number} of micro-batches, ranks and the like. The sentence names those that equal
+        the factor or its inverse.
 
     Example: 0.25 and {"micro-batches": 4} → "every gradient is 1/4 of the reference: divided by the
     4 micro-batches".
@@ -363,6 +365,7 @@ def activation_errors(
 def say_activation(row: ActivationError, replicas: int, holders: Sequence[int]) -> str:
     """Return a sentence on an activation error: the point, the replica, the tokens, and where to look for the cause.
 
+    row: the error.
     replicas: the number of replicas.
     holders: [tokens], the context-parallel rank that held each token of the sample; [0, 0, …]
         without context parallelism.

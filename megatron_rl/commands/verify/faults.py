@@ -34,8 +34,8 @@ class Fault:
     """Names a fault, and the layer that gets it.
 
     name: a key of FAULTS, such as ``microbatch_mean``.
-    layer: the number of the layer, from 0, that gets the fault ``tp_all_reduce``; other faults
-        ignore it.
+    layer: the number of the layer, from 0, in which ``tp_all_reduce`` is planted. The other faults
+        are in no single layer and ignore this number.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Fault:
 
     @contextlib.contextmanager
     def planted(self, backend: MegatronBackend) -> Iterator[None]:
-        """Return a context with the fault in the backend's model or planner.
+        """Return a context manager that puts the fault into the backend's model or planner.
 
         Some faults end with the context. The others last as long as the backend. Raises ConfigError
         if the topology cannot have this fault.

@@ -40,9 +40,9 @@ class Bench:
     batch: Batch
 
     def mini_batch(self, *, drops: bool) -> tuple[StepPlan, bytes]:
-        """Plan the whole batch as one optimizer step; return (the plan, its digest that ranks compare).
+        """Plan the whole batch as one optimizer step; return (the plan, a digest of it, to compare between ranks).
 
-        ``batch`` gets the tokens of the samples that this rank will run.
+        The field ``batch`` is replaced by one with the tokens of the samples that this rank runs.
 
         drops: whether samples without signal are dropped.
         """
@@ -81,7 +81,7 @@ class Bench:
         return dict(zip(self.batch.facts.sample_ids, parts, strict=True))
 
     def steps(self) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """Return (the gradient norms of NUM_STEPS optimizer steps on the same samples, the weights after them).
+        """Take NUM_STEPS optimizer steps on the same samples; return (gradient norm of each step, weights at the end).
 
         No sample is dropped. The weights are {Hugging Face name: float32 tensor on the host}.
         """
@@ -96,6 +96,8 @@ class Bench:
 def open_bench(backend: MegatronBackend, work: Work, fault: Fault | None = None) -> Iterator[Bench]:
     """Yield a Bench of the backend, with a fault if one is given.
 
+    work: the samples to measure the backend with.
+
     At the end Megatron's process groups are destroyed, but torch.distributed stays initialized.
     """
     with contextlib.ExitStack() as stack:
@@ -108,7 +110,7 @@ def open_bench(backend: MegatronBackend, work: Work, fault: Fault | None = None)
 def gather(backend: MegatronBackend, samples: tuple[Sample, ...], groups: tuple[int, ...]) -> Batch:
     """Return the batch of the samples over all ranks; rank r contributes samples r, r + world size, …
 
-    groups: the group of each sample.
+    groups: for each sample, the number of its group.
     """
     mine = range(backend.topology.rank, len(samples), backend.topology.world_size)
     return backend.gather([samples[i] for i in mine], [groups[i] for i in mine], list(mine))
@@ -117,16 +119,19 @@ def gather(backend: MegatronBackend, samples: tuple[Sample, ...], groups: tuple[
 def measure_reference(
     config: Config, hf_config, weights: Mapping[str, torch.Tensor], work: Work
 ) -> tuple[Measured, Work]:
-    """Measure one process; return (the measurements, ``work`` with new log-probs of the samples).
+    """Measure one process; return (the measurements, a copy of ``work`` with new log-probs).
 
-    These log-probs lie near the model's own, as if an engine with slightly other weights had
+    The new log-probs lie near the model's own, as if an engine with slightly other weights had
     generated the samples.
 
-    torch.distributed is initialized with this process alone, and destroyed at the end. The process
-    gets a store of its own: under torchrun, torch would else join the store of all ranks
-    (TORCHELASTIC_USE_AGENT_STORE).
+    torch.distributed is initialized for this process alone, and destroyed at the end.
+
+    hf_config: the thin model's Hugging Face config.
+    weights: {Hugging Face name: tensor}.
     """
     timeout = datetime.timedelta(seconds=config.run.deadline_s)
+    # Without a store of its own, under torchrun this process would join the store of all ranks
+    # (TORCHELASTIC_USE_AGENT_STORE).
     dist.init_process_group(HOST.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
         backend = MegatronBackend(config, hf_config=hf_config, weights=weights, total_steps=NUM_STEPS)
@@ -188,7 +193,8 @@ def token_holders(backend: MegatronBackend, tokens: int) -> list[int]:
 
     tokens: the number of the sample's tokens.
 
-    A sample is split into 2·CP chunks, of which rank r holds the chunks r and 2·CP − 1 − r.
+    With CP context-parallel ranks, a sample is split into 2·CP chunks. Rank r holds the chunks r and
+    2·CP − 1 − r.
     """
     ranks = backend.topology.context_size
     if ranks == 1:
@@ -202,10 +208,10 @@ def token_holders(backend: MegatronBackend, tokens: int) -> list[int]:
 
 
 def trace_sample(backend: MegatronBackend, sample: Sample) -> list[dict[Point, list[torch.Tensor]]]:
-    """Return, for each replica, the activations of one sample that runs alone in a micro-batch, without pads.
+    """Run one sample alone on every data-parallel replica; return its activations, pads cut off. A collective.
 
-    The main rank gets a list of {Point: [activations, one for each copy]}, one dict for each
-    replica. Activations are [tokens, columns]. The other ranks get []. A collective.
+    The main rank gets one dict per replica, {Point: list of [tokens, columns]}. The list has one
+    tensor, or one for each rank that holds a copy of it. The other ranks get [].
     """
     ranks = backend.topology
     copies = tuple(dataclasses.replace(sample, sample_id=f"{sample.sample_id}{d}") for d in range(ranks.data_size))
@@ -220,10 +226,10 @@ def trace_sample(backend: MegatronBackend, sample: Sample) -> list[dict[Point, l
 
 
 def run_tokens(backend: MegatronBackend, sample: Sample) -> int:
-    """Return the number of a sample's tokens that the model reads.
+    """Return the number of a sample's tokens that run through the model.
 
-    The model reads the tokens before the last loss token. It reads all tokens if a setting makes
-    activations depend on the tokens of other samples (``token_coupling``).
+    They are the tokens before the last loss token. All tokens run if a setting makes activations
+    depend on the tokens of other samples (``token_coupling``).
     """
     if token_coupling(backend.config.megatron):
         return len(sample.token_ids)
@@ -250,12 +256,13 @@ class Record:
     positions: list[int] = dataclasses.field(default_factory=list)
 
     def keep(self, layer: int, name: str, value: torch.Tensor, *, columns: bool = False) -> None:
-        """Store the activations at one point, if it has none: only the first micro-batch counts.
+        """Store the activations at one point of the first micro-batch; ignore those of later ones.
 
-        Later micro-batches are fillers, added so that all ranks run equally many.
+        Later micro-batches are fillers of weight zero, added so that all ranks run equally many.
 
-        layer, name: the point, as in Point.
-        columns: as in Taken.
+        layer, name: the fields of the Point.
+        value: the activations on this rank, [..., columns].
+        columns: True if each tensor-parallel rank holds a slice of the columns.
         """
         point = Point(layer=layer, name=name)
         if point not in self.parts:
@@ -265,7 +272,7 @@ class Record:
 
 @contextlib.contextmanager
 def record(backend: MegatronBackend) -> Iterator[Record]:
-    """Yield a Record that forward hooks on this rank's model chunks fill; remove the hooks at the end."""
+    """Yield a Record that forward hooks fill with this rank's activations; remove the hooks at the end."""
     taken, handles = Record(), []
 
     # The hooks: of a module's output, of its argument, and of the token positions.
@@ -316,7 +323,8 @@ def assemble(backend: MegatronBackend, taken: Record, num_tokens: int) -> list[d
     taken: this rank's activations.
     num_tokens: the tokens to keep; pads behind them are cut off.
 
-    Returns what ``trace_sample`` returns.
+    Returns, on the main rank, one dict per replica, {Point: list of [tokens, columns]}, as
+    ``trace_sample`` does; [] on the other ranks.
     """
     ranks = backend.topology
     # Every rank reports the shapes of its parts and sends them in one tensor.

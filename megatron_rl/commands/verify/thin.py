@@ -1,7 +1,7 @@
 """The thin model that megatron-rl verify runs: the user's model with fewer layers and less width.
 
-This module also makes the configuration of its run and synthetic samples. Every rank makes the same
-ones from the command line alone.
+This module also makes synthetic samples, and the configuration of the thin model's run. Every rank
+makes equal ones from the command line alone.
 """
 
 from __future__ import annotations
@@ -168,8 +168,9 @@ def _multiple(number: int, of: int) -> int:
 def thin_weights(hf_config, seed: int) -> Mapping[str, torch.Tensor]:
     """Return {Hugging Face name: random float32 weight}, equal on every rank.
 
-    No norm's weight is 1 and no bias 0, so that a lost one changes the result. Matrices are scaled to
-    keep activations near 1 at any width. So attention and softmax are neither flat nor one-hot.
+    No norm's weight is 1 and no bias is 0, so that a topology which loses one of them gives another
+    result. Matrices are scaled to keep activations near 1 at any width, so that attention weights
+    are neither equal nor one-hot.
     """
     from transformers import AutoModelForCausalLM
 
@@ -205,8 +206,8 @@ class Work:
     def near_policy(self, flat: np.ndarray) -> Work:
         """Return a copy of the work whose samples have log-probs near the model's own.
 
-        Each differs from the model's by one of SHIFTS, as if an engine with slightly other weights
-        had generated the samples.
+        To each of the model's log-probs a small constant (one of SHIFTS) is added, as if an engine
+        with slightly other weights had generated the samples.
 
         flat: [response tokens], the model's log-probs, sample after sample.
         """
@@ -232,9 +233,11 @@ def pad_multiple(parallel: ParallelConfig) -> int:
 def make_work(parallel: ParallelConfig, vocab_size: int, context_tokens: int, *, world: int, seed: int) -> Work:
     """Return synthetic samples of different lengths, enough for several micro-batches on every replica.
 
+    context_tokens: the model's context.
     world: the number of ranks.
 
-    The traced sample's length is no multiple of the number that samples are padded to.
+    The traced sample's length is no multiple of the number that samples are padded to. Raises
+    ConfigError if this sample exceeds the context.
     """
     random = np.random.default_rng(seed)
     groups = np.repeat(np.arange(3 * max(2, data_size(parallel, world))), GROUP_SAMPLES)
@@ -270,13 +273,14 @@ def _sample(name: str, prompt: int, response: int, vocab_size: int, random: np.r
 def user_config(config: Config, dtype: str, work: Work, world: int, layout: tuple[int, ...]) -> Config:
     """Return the user's configuration changed for the thin model; parallelism and the kind of optimizer stay.
 
+    config: the user's configuration.
     dtype: the dtype of the thin model.
     work: the samples, which all form one mini-batch.
+    world: the number of ranks.
     layout: the number of layers of each pipeline stage of the thin model.
 
-    The learning rate is constant. The token limit of a micro-batch is lowered, so that every
-    replica gets about four micro-batches or more. Otherwise these few hundred tokens would form a
-    single one.
+    The learning rate is constant. The token limit of a micro-batch is lowered, so that the few
+    samples form about four micro-batches or more on every replica.
     """
     lengths = np.array([len(s.token_ids) for s in work.samples])
     multiple, replicas = pad_multiple(config.parallel), data_size(config.parallel, world)

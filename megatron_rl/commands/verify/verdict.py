@@ -67,8 +67,8 @@ def judge(
 
     wanted: the reference's measurements.
     tolerance: the largest relative error that passes.
-    counts: {name: number} of micro-batches and of each kind of ranks. If all gradients are wrong by
-        one factor, the diagnosis names the counts that equal it.
+    counts: {name: number}, such as the numbers of micro-batches and of tensor-parallel ranks. If
+        all gradients are wrong by one factor, the diagnosis names the counts that equal it.
     no_skip: the reason why the gradient with dropped samples is not compared, if it is not.
     """
     errors = _errors_of(measured, wanted, tolerance)

@@ -1,4 +1,4 @@
-"""Llama 4's core attention: chunks of positions, and neighbouring columns rotated by rotary angles in most layers.
+"""Llama 4's core attention: tokens attend within chunks of positions, and pairs of neighbouring columns are rotated.
 
 Megatron-Core 0.16.1 cannot compute it. It rotates pairs of neighbouring columns only in tensors of
 four dimensions (``models/common/embeddings/rope_utils.py`` _rotate_half), and packed input has
@@ -23,8 +23,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 class ChunkedAttention(TorchAttention):
     """Prepares q and k as Llama 4 does in the given layer, then attends as ``TorchAttention`` does.
 
-    A layer with rotary angles rotates q and k (and norms them under ``l2_norm``). Another may scale
-    q by position.
+    A layer with rotary angles rotates q and k, and norms them if the model has ``l2_norm``. A layer
+    without rotary angles may scale q by position.
 
     frequencies: [d / 2] float32, the rotary embedding's inverse frequencies.
     """
@@ -67,8 +67,8 @@ def put_chunked_attention(spec: TransformerBlockSubmodules, shape: ModelShape, f
 
     frequencies: float32 [d / 2], the rotary inverse frequencies.
 
-    Raises ConfigError for Transformer Engine's layers, whose kernels have neither chunks nor
-    interleaved angles.
+    Raises ConfigError for Transformer Engine's layers. Their kernels neither attend within chunks
+    nor rotate pairs of neighbouring columns.
     """
     if shape.layer_spec != "torch":
         raise ConfigError(

@@ -43,7 +43,7 @@ def chunked_spans(layout: Layout, context: ContextShard, chunk_tokens: int) -> l
 def _cut(first: int, stop: int, offset: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:
     """Split a segment's tokens [first, stop) wherever a chunk begins, and yield (begin, end) of each piece.
 
-    All are indices within the segment, a run of tokens of one sequence.
+    A segment is a run of tokens of one sequence. The four numbers count tokens from its begin.
 
     offset: the sequence position of the segment's first token.
     """

@@ -7,8 +7,8 @@ own, at positions that continue from the prompt. The prompt's last hidden state 
 response's first token. So each sample's log-probs are the same as without sharing: attention gives
 it the same keys, and everything else is computed token by token.
 
-A response ends here with the token before its last loss token, since the hidden state of the former
-predicts the latter. A response that has no token left has no segment.
+A response's last loss token and all later tokens are left out of the micro-batch, since no loss
+token is predicted from them. A response that has no token left has no segment.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Layout:
     def of(cls, lengths: tuple[int, ...]) -> Layout:
         """Return the layout of sequences of these lengths, without shared prompts.
 
-        It does not divide a sequence into prompt and response, so do not read its field
+        The layout does not divide a sequence into prompt and response. So do not read the field
         ``responses``.
         """
         starts = np.cumsum([0, *lengths])[:-1]
@@ -86,9 +86,9 @@ class Layout:
 
         A response of r tokens to a shared prompt of p tokens counts r² + 2·p·r.
 
-        windows: each layer's attention window in tokens, 0 for none. The result is the mean over
-            these layers; a window lowers its layer's part (planning/tokens.py ``window_squares``).
-            Empty: no layer has a window.
+        windows: each layer's attention window in tokens, 0 for none; () if no layer has one. Each
+            layer has a sum, lower with a window (planning/tokens.py ``window_squares``). The result
+            is the mean of the layers' sums.
         """
         offsets = np.array(self.offsets)
         whole, prompts = (window_squares(x, windows) for x in (offsets + np.array(self.lengths), offsets))

@@ -42,12 +42,13 @@ class KeySegments:
     A segment is a run of tokens of one sequence (layout.py ``Layout``). The kernel takes gathered
     keys: the keys that segment 0 sees, then those that segment 1 sees, and so on.
 
-    pieces: the lengths of the pieces into which the micro-batch's keys are split: one per segment,
-        and one more for the pads of a shared prompt.
+    pieces: the lengths of the pieces into which the micro-batch's keys are split. Each segment is
+        one piece, but a padded shared prompt is two: the prompt, then its pads.
     order: the indices of the pieces that each segment sees, segment after segment; None if each
         segment sees only its own piece.
-    query_bounds, key_bounds: int32 [segments + 1], the index of each segment's first query, and of
-        its first gathered key. The last number is the end.
+    query_bounds: int32 [segments + 1], the index of each segment's first query, then the number of
+        all queries.
+    key_bounds: int32 [segments + 1], the same for the gathered keys.
     longest_query, longest_key: the largest number of queries, and of gathered keys, of one segment.
     """
 
@@ -62,9 +63,10 @@ class KeySegments:
     def of(cls, layout: Layout, device: torch.device) -> KeySegments:
         """Return the ``KeySegments`` of a layout, with its tensors on ``device``.
 
-        Example: a prompt of 3 tokens with responses of 2 and 1 tokens has the pieces 3, 2, 1. The
-        prompt sees piece 0, the responses 0, 1 and 0, 2: the order is 0, 0, 1, 0, 2. The segments'
-        queries end at 3, 5, 6, and their gathered keys at 3, 8, 12.
+        Example: a prompt of 3 tokens with responses of 2 and 1 tokens has ``pieces`` (3, 2, 1). The
+        prompt sees piece 0, the first response pieces 0 and 1, the second pieces 0 and 2. So
+        ``order`` is (0, 0, 1, 0, 2). The segments see 3, 5 and 4 keys: ``key_bounds`` is [0, 3, 8,
+        12].
         """
         pieces: list[int] = []
         own: list[list[int]] = []  # each segment's pieces
@@ -131,7 +133,9 @@ class KeySegments:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Holds Megatron-Core's packed-sequence parameters, and the lengths on the host: attention never reads the device.
+    """Holds Megatron-Core's packed-sequence parameters, and where each sequence's tokens lie.
+
+    The lengths are in host memory, so attention need not wait for a read from the device.
 
     layout: where the tokens of all sequences lie, over all context ranks.
     position_ids: int64 [T], the position of each of this rank's tokens in its sequence, for the
@@ -140,8 +144,9 @@ class PackedSequences(PackedSeqParams):
     segments: the keys that each segment sees. Transformer Engine's attention takes them in place of
         sequence bounds (cu_seqlens) if samples may share one copy of their prompt; None otherwise.
     shared: values that the first layer computes from the layout and later layers reuse (``once``).
-    angles: (inverse frequencies [d / 2], tensors that the first layer's attention computes from
-        them for all layers). None before the first layer.
+    angles: a pair: the inverse frequencies [d / 2], and the tensors that the first layer's
+        attention computes from them for all layers. These are cosine and sine, or for Transformer
+        Engine the angles. None before the first layer.
 
     For ``TorchAttention`` only:
 
@@ -197,8 +202,9 @@ def pack(
     share_prompts: whether samples may share one copy of their prompt. Then Transformer Engine gets
         ``KeySegments``, since with bounds the positions of every segment would count from 0.
 
-    With bounds and without its fused rotary kernel, Megatron-Core asks the device for the lengths
-    twice in every layer. Without bounds it applies rotary angles token by token (model/rotary.py).
+    Given bounds, Megatron-Core asks the device for the lengths twice in every layer, unless it uses
+    its fused rotary kernel. Without bounds it applies rotary angles token by token
+    (model/rotary.py).
 
     Example: sequences of 2 and 3 tokens have the bounds [0, 2, 5], or one batch of two triangular
     spans.
@@ -229,10 +235,10 @@ def _key_order(lengths: tuple[int, ...], context: ContextShard, device: torch.de
 def _bounds(lengths: tuple[int, ...], device: torch.device, context: ContextShard) -> dict[str, object]:
     """Return {field: value} for Transformer Engine: the sequences' bounds, int32 [S + 1], and the longest length.
 
-    Under context parallelism Transformer Engine's FlashAttention asserts that padded bounds are
-    given; FusedAttention makes them itself (2.3 to 2.20, context_parallel.py and backends.py). Here
-    no pad lies between sequences, so the same tensor is given as plain and as padded bounds. This
-    shows Transformer Engine, without a read from the device, that there are no pads.
+    Under context parallelism Transformer Engine's FlashAttention demands padded bounds too;
+    FusedAttention makes them itself (2.3 to 2.20, context_parallel.py and backends.py). Here no pad
+    lies between sequences, so one tensor is given as both. Transformer Engine compares the two
+    without a read from the device, and so knows that there are no pads.
     """
     cu_seqlens = send(_bounds_of(lengths), device)
     fields: dict[str, object] = dict(

@@ -30,8 +30,9 @@ from megatron_rl.distributed.platform import send
 class ContextShard:
     """Describes this rank among the context-parallel ranks that share each sequence.
 
-    rank, size: this rank's number among them, and how many they are.
-    group: None if this rank holds the sequences whole.
+    rank: this rank's number among them, from 0.
+    size: how many they are.
+    group: their process group; None if this rank holds the sequences whole.
     """
 
     rank: int = 0
@@ -116,9 +117,9 @@ def causal_spans(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> lis
     Causal triangles (spans in which query i sees keys 0 to i) come first. Each query is in exactly
     one of them.
 
-    Example: one sequence of 8 tokens on rank 1 of 2, which holds chunks 1 and 2, of two tokens
-    each. The chunks' triangles are Span(0, 2, 2, 2, True) and Span(2, 2, 4, 2, True). Span(0, 2, 0,
-    2, False) and Span(2, 2, 0, 4, False) give them the earlier tokens.
+    Example: of one sequence of 8 tokens, rank 1 of 2 holds tokens 2 and 3 and tokens 4 and 5. Each
+    pair sees itself by a triangle. By a rectangle the first pair sees keys 0 and 1, and the second
+    pair keys 0 to 3.
     """
     starts, triangles, prefixes = [0, *itertools.accumulate(lengths)], [], []
     for segment, query, first, count in own_parts(lengths, context):
@@ -158,7 +159,7 @@ class SpanBatch:
 def batch_spans(spans: Iterable[Span], num_queries: int, num_keys: int, device: torch.device) -> tuple[SpanBatch, ...]:
     """Return the spans in batches, each with its index tensors on ``device``.
 
-    A span goes to the first batch that can take it (``SpanBatch`` says which can).
+    A batch's spans have the same ``causal`` and ``mirrored``, and no query in common.
 
     num_queries: the number of this rank's tokens.
     num_keys: the number of the micro-batch's tokens, over all context ranks.

@@ -1,9 +1,10 @@
-"""The GPTModels that Megatron-Bridge's provider builds, with layers that take packed sequences and shared prompts.
+"""Models built by Megatron-Bridge's provider, their layers changed to take packed sequences and shared prompts.
 
 The provider builds Megatron-Core's GPTModel and adds its family's changes (Gemma scales its
-embeddings). This module sets the fields that the token-sum loss needs, the parallel sizes and the
-layers' spec. The spec is Megatron-Core's plain layer with the attention of
-model/attention/packed.py and norms of torch, or Transformer Engine's layer.
+embeddings). This module sets the parallel sizes, the layers' spec, and the fields that the token-sum
+loss (a sum over tokens that nothing divides) needs. The spec is one of two: Transformer Engine's
+layer, or Megatron-Core's plain layer with the attention of model/attention/packed.py and torch's
+norms.
 """
 
 from __future__ import annotations
@@ -63,8 +64,10 @@ def norm_of(config: TransformerConfig) -> type[torch.nn.Module]:
 def bridged_config(shape: ModelShape, hf_config: Any, settings: ModelSettings, topology: Topology) -> TransformerConfig:
     """Return Megatron-Bridge's provider of a model, which is a TransformerConfig, with all fields set.
 
-    Some fields are set as the token-sum loss and the topology need, some to the values of the
-    user's ``megatron.transformer``. Raises ConfigError if Megatron-Core refuses the fields.
+    The provider's own values are changed in two ways. Some follow from the topology and from the
+    loss, a sum over tokens that nothing divides. Others are the user's ``megatron.transformer``.
+
+    Raises ConfigError if Megatron-Core refuses the fields.
     """
     provider, _ = read_provider(hf_config)
     extra = users_fields(settings.megatron.transformer, lora_rank=settings.lora.rank)

@@ -130,7 +130,7 @@ def refuse_other_layers(provider: Any, family: str) -> None:
 
 
 def refuse_other_angles(hf_config: Any) -> None:
-    """Raise ConfigError if the config's ``rope_type`` is not in ``ROTARY``, or if each kind of layer has its own."""
+    """Raise ConfigError unless all layers share one ``rope_type``: "default", "linear" or "llama3"."""
     kind = hf_config.rope_parameters.get("rope_type")
     if kind not in ROTARY:
         raise ConfigError(
@@ -141,9 +141,10 @@ def refuse_other_angles(hf_config: Any) -> None:
 def bridged_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int) -> ModelShape:
     """Return the shape that Megatron-Bridge's provider gives a Hugging Face config, and add its family to FAMILIES.
 
-    model/hf_config.py ``read_shape`` describes the arguments. Raises ConfigError as
-    ``read_provider`` does, and if no ``Layout`` of weights/entry.py describes a parameter's
-    mapping.
+    model/hf_config.py ``read_shape`` describes the arguments.
+
+    Raises ConfigError as ``read_provider`` does. Also raises ConfigError if Megatron-Bridge splits a
+    parameter over tensor ranks in a way that this package lacks (weights/entry.py ``Layout``).
     """
     provider, registry = read_provider(hf_config)
     refuse_other_angles(hf_config)
@@ -204,7 +205,9 @@ def _family(provider: Any, registry: Any, model_type: str, layer_spec: str, *, t
 
 
 def _parameters(provider: Any, *, fused: bool) -> dict[str, str]:
-    """Return {parameter: split} of a plain GPT layer; a split over tensor ranks is "rows", "columns" or "whole".
+    """Return {parameter name: split} of a plain GPT layer.
+
+    A tensor rank holds some "rows" of a parameter, some "columns", or the "whole".
 
     fused: whether linears contain the norms before them, as Transformer Engine's do.
     """
@@ -230,12 +233,13 @@ def _entry(registry: Any, name: str, kind: str, model_type: str, *, gated: bool)
     """Return the entry of the layer parameter ``name``: its Hugging Face tensors, and its layout over tensor ranks.
 
     registry: Megatron-Bridge's mapping, as ``read_provider`` returns it.
-    kind: the parameter's split over tensor ranks, "rows", "columns" or "whole".
+    kind: what of the parameter a tensor rank holds: some "rows", some "columns" or the "whole".
     gated: whether the MLP has a gate.
 
-    The class of the parameter's mapping decides the layout. Megatron-Bridge lays out q, k, v and
-    gate, up as this package does (tests/bridge_oracle.py, tests/bridge). Raises ConfigError for a
-    mapping whose layout this package cannot read.
+    The class of Megatron-Bridge's mapping decides the layout. Megatron-Bridge fuses q, k, v and
+    gate, up as this package does (tests/bridge_oracle.py, tests/bridge).
+
+    Raises ConfigError for a mapping whose layout this package cannot read.
     """
     from megatron.bridge.models.conversion import param_mapping
 
@@ -274,9 +278,10 @@ def _entry(registry: Any, name: str, kind: str, model_type: str, *, gated: bool)
 
 
 def _sizes(entries: tuple[Entry, ...], shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return {Hugging Face name: size} of a layer's tensors, except norms over the hidden state.
+    """Return {Hugging Face name: tensor shape} of a layer's parameters, except norms over the hidden state.
 
-    Each size follows from the entry's Megatron parameter.
+    entries: the layer's parameters.
+    shape: the model's sizes.
     """
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     heads = [x * shape.head_dim for x in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]

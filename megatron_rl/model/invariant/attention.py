@@ -2,9 +2,10 @@
 
 A query reads its keys in blocks of ``KEY_BLOCK`` positions, in order, from its sequence's first
 position. It keeps a running maximum and sum (the online softmax of Milakov and Gimelshein, 2018,
-arXiv:1805.02867). Every matrix product has one shape, that of ``ITEMS`` items. An item is
-``QUERIES`` queries of one sequence with one block of keys, and dummies stand for missing ones. A
-block that a query does not see multiplies the query's sums by exactly 1 and adds exactly 0.
+arXiv:1805.02867). Every matrix product has the same shape: it computes ``ITEMS`` items at once. An
+item is ``QUERIES`` queries of one sequence with one block of keys. Dummy queries fill up an item
+with fewer. A block that a query does not see multiplies the query's sums by exactly 1 and adds
+exactly 0.
 Products are in float32. The flash kernel (model/attention/flash.py) computes the gradient, from the
 output and log-sum-exps of this forward.
 """
@@ -162,9 +163,9 @@ class InvariantAttention(TorchAttention):
 
     A query's result has the same bits in any batch.
 
-    inv_freq: [d / 2] float32, the inverse frequencies, set after the model is built.
-    parts: the number of groups of heads that are computed one after the other. A whole model that
-        computes in place of several tensor ranks has one group per rank.
+    inv_freq: [d / 2] float32, the inverse frequencies; layers.py ``give_angles`` sets them.
+    parts: the number of groups of heads that are computed one after the other. The rollout engine's
+        whole model has one group for each tensor rank of the trainer.
     """
 
     inv_freq: torch.Tensor

@@ -47,9 +47,10 @@ def _product(input, weight, bias=None, *, allreduce_dgrad=False, tp_group=None, 
 class InvariantColumnLinear(ColumnParallelLinear):
     """Computes a linear layer whose output is split over tensor ranks, and gives a token the same bits in any batch.
 
-    A whole model may compute in place of several tensor ranks (``compute_for_ranks``). Then:
+    The fields are for a whole model that computes in place of several tensor ranks
+    (``compute_for_ranks``):
 
-    shards: each rank's rows of the weight; () otherwise.
+    shards: each rank's rows of the weight; () for any other model.
     order: int64, the index of each of the layer's outputs in the concatenated outputs of the
         shards.
     """

@@ -3,7 +3,7 @@
 A matrix product's order of summation may depend on its number of rows. An exponential's rounding may
 depend on the element's place within a vector register. So every product and every sum runs over
 blocks of ``BLOCK_ROWS`` rows, the last one padded. Every function of single elements runs over
-pieces whose length is a multiple of ``LANES``, too small for torch to split them over threads.
+pieces that fill whole vector registers, and that are too small for torch to split over threads.
 
 One assumption remains: a kernel that is called with one shape treats all rows alike.
 tests/unit/model/test_invariant.py tests this for the kernels of its host. Gradients come from the

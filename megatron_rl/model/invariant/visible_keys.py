@@ -23,8 +23,9 @@ ITEMS = 16  # items of one product
 class Sight:
     """Describes which rows of the key tensor each query sees.
 
-    The queries are divided into I items, each of QUERIES queries of one sequence. Dummies fill up
-    an item with fewer queries, and make I a multiple of ITEMS.
+    The queries are divided into I items, each of QUERIES queries of one sequence. Dummy queries fill
+    up an item with fewer queries. Dummy items make I a multiple of ITEMS, the number of items that
+    one matrix product computes.
 
     queries: int64 [I, QUERIES], rows of the query tensor; 0 for a dummy.
     real: bool [I, QUERIES], False for a dummy.

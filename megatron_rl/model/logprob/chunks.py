@@ -141,7 +141,7 @@ def own_columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int
 
 
 class Chunks:
-    """Combines each row's softmax maximum and sums over the tensor ranks that split the vocabulary.
+    """Merges the tensor ranks' softmax statistics: each row's maximum and sums over a rank's own columns.
 
     Each kernel's subclass adds ``statistics`` and ``gradient``, which compute on one chunk of
     logits.
@@ -172,11 +172,12 @@ class Chunks:
 
 
 class TorchChunks(Chunks):
-    """Computes on chunks of logits by torch's operations, in two float32 buffers and one of hidden's dtype.
+    """Computes on chunks of logits by torch's operations, in three buffers that every chunk reuses.
 
-    The buffer ``product`` holds the logits in hidden's dtype, ``x`` the logits divided by the
-    temperature, and ``e`` their exponentials. If hidden is float32, ``product`` and ``x`` are one
-    tensor. In a backward without an entropy gradient, ``e`` and ``x`` are one.
+    ``product`` holds the logits in the dtype of the hidden states. In float32, ``x`` holds the
+    logits divided by the temperature, and ``e`` their exponentials. If the hidden states are
+    float32, ``product`` and ``x`` are one tensor. In a backward without an entropy gradient, ``e``
+    and ``x`` are one.
     """
 
     def __init__(self, head: Head, hidden: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> None:
@@ -189,7 +190,7 @@ class TorchChunks(Chunks):
     def scaled_logits(self, rows: slice) -> torch.Tensor:
         """Return the logits of one chunk's rows, divided by the temperature, in the buffer ``x``.
 
-        The matrix product is rounded to hidden's dtype first, as in the output layer.
+        The matrix product is rounded to the hidden states' dtype first, as in the output layer.
         """
         hidden = self.hidden[rows]
         logits = torch.mm(hidden, self.weight.t(), out=self.product[: hidden.shape[0]])
@@ -202,8 +203,8 @@ class TorchChunks(Chunks):
         The sums are Σ e^{x−m}, Σ (x−m) e^{x−m} and the target's x, with x = logits / temperature.
 
         rows: the chunk's rows of the hidden states.
-        column: int64 [r], the target's column; −1 if another tensor rank has it, and then ``stats``
-            gets 0 for its x.
+        column: int64 [r], the target's column; −1 if another tensor rank has it. Then the third sum
+            is 0.
         """
         x = self.scaled_logits(rows)
         stats[2] = x.gather(1, column.clamp(min=0)[:, None])[:, 0].masked_fill_(column < 0, 0)
@@ -223,12 +224,14 @@ class TorchChunks(Chunks):
         at_logprob: torch.Tensor,
         at_entropy: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the gradient [r, columns] of the logits of one chunk's r rows, in hidden's dtype, in a reused buffer.
+        """Return the loss's gradient [r, columns] with respect to the logits of one chunk's r rows.
+
+        It is in the hidden states' dtype, in a buffer that the next chunk overwrites.
 
         rows: the chunk's rows of the hidden states.
         column: int64 [r], the target's column; −1 if another tensor rank has it.
         log_z, entropy: [r], in nats, over all tensor ranks.
-        at_logprob, at_entropy: [r], the gradients of log-prob and entropy, divided by the
+        at_logprob, at_entropy: [r], ∂loss/∂log-prob and ∂loss/∂entropy of each row, divided by the
             temperature.
         """
         x = self.scaled_logits(rows).sub_(log_z[:, None])
@@ -245,7 +248,7 @@ class TorchChunks(Chunks):
 
 
 class TritonChunks(Chunks):
-    """Computes on chunks of logits by the Triton kernels of kernels.py, in one buffer of hidden's dtype."""
+    """Computes on chunks of logits by the Triton kernels of kernels.py, in one buffer of the hidden states' dtype."""
 
     def __init__(self, head: Head, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         # Triton may not be installed, and its decorators run at import.
@@ -267,8 +270,8 @@ class TritonChunks(Chunks):
         The sums are Σ e^{x−m}, Σ (x−m) e^{x−m} and the target's x, with x = logits / temperature.
 
         rows: the chunk's rows of the hidden states.
-        column: int64 [r], the target's column; −1 if another tensor rank has it, and then ``stats``
-            gets 0 for its x.
+        column: int64 [r], the target's column; −1 if another tensor rank has it. Then the third sum
+            is 0.
         """
         self.kernels.statistics(self.logits(rows), column, peak, stats, **self.numbers)
 
@@ -281,12 +284,14 @@ class TritonChunks(Chunks):
         at_logprob: torch.Tensor,
         at_entropy: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the gradient [r, columns] of the logits of one chunk's r rows, in hidden's dtype, in a reused buffer.
+        """Return the loss's gradient [r, columns] with respect to the logits of one chunk's r rows.
+
+        It is in the hidden states' dtype, in a buffer that the next chunk overwrites.
 
         rows: the chunk's rows of the hidden states.
         column: int64 [r], the target's column; −1 if another tensor rank has it.
         log_z, entropy: [r], in nats, over all tensor ranks.
-        at_logprob, at_entropy: [r], the gradients of log-prob and entropy, divided by the
+        at_logprob, at_entropy: [r], ∂loss/∂log-prob and ∂loss/∂entropy of each row, divided by the
             temperature.
         """
         logits = self.logits(rows)

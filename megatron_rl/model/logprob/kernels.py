@@ -126,8 +126,8 @@ def statistics(
     peak:       [N] float32 (float64 for float64 logits); finite, even if a row's logits are all −inf.
     stats:      [3, N] in peak's dtype: Σ e^{x−m}, Σ (x−m) e^{x−m}, and the target's x, or 0 if another
                 tensor rank has the target.
-    underflow:  a finite number at and below which e^x is 0. Lower x−m, also −inf, are raised to it,
-                so that 0 · (x−m) is 0.
+    underflow:  a finite number; at and below it e^x is 0. An x−m below it, such as −inf, is raised to
+                it, so that e^{x−m} · (x−m) is 0 and not NaN.
     """
     with torch.cuda.device_of(logits):
         _statistics_of_a_row[(logits.shape[0],)](
@@ -158,12 +158,12 @@ def turn_into_gradient(
     temperature: float,
     underflow: float,
 ) -> None:
-    """Replace a chunk's logits by their gradient, in place; they are read once and written once.
+    """Replace a chunk's logits by the loss's gradient with respect to them, in place, by one read and one write.
 
     logits, own_column, temperature, underflow: as in ``statistics``.
     log_z, entropy: [N], in nats, over all tensor ranks.
-    at_logprob: [N], the gradient of the log-prob, divided by the temperature.
-    at_entropy: [N], the gradient of the entropy, divided by the temperature; None if there is none.
+    at_logprob: [N], ∂loss/∂log-prob of each row, divided by the temperature.
+    at_entropy: [N], ∂loss/∂entropy of each row, divided by the temperature; None if it is 0.
     """
     blocks = -(-logits.shape[1] // BLOCK_COLUMNS)
     with torch.cuda.device_of(logits):

@@ -123,13 +123,13 @@ def _weight_sum(weight: torch.Tensor, precise: torch.dtype, parameter: torch.nn.
 def _weight_gradient(
     weight: torch.Tensor, weight_sum: torch.Tensor, parameter: torch.nn.Parameter | None
 ) -> torch.Tensor | None:
-    """Return the weight's gradient for autograd: the sum, or memory of any content if main_grad has the sum already.
+    """Return the weight's gradient for autograd: the sum, or an uninitialised tensor if main_grad has the sum already.
 
     parameter: the weight if its main_grad takes the gradient (``into_main_grad``), else None.
 
     DistributedDataParallel's hook (megatron-core 0.16.1 and 0.19.2 distributed/distributed_data_parallel.py
     ``_make_backward_post_hook``) adds a gradient to main_grad unless ``grad_added_to_main_grad`` is set. Under
-    overlap_grad_reduce it asserts that there is a gradient. So it gets one that it does not read, as in
+    overlap_grad_reduce the hook asserts that there is a gradient. So it gets a tensor that it does not read, as in
     LinearWithGradAccumulationAndAsyncCommunication (tensor_parallel/layers.py).
 
     On a single stage with tied embeddings the weight has ``zero_out_wgrad``. Then the hook adds autograd's gradient
@@ -193,8 +193,8 @@ def linear_logprob(
                 ``allreduce_dgrad`` does (megatron-core 0.16.1 tensor_parallel/layers.py). Pass False if the gather of a
                 sequence-parallel hidden sums the gradient in its own backward.
     into_main_grad: whether backward adds the weight's gradient to ``weight.main_grad``, the float32 buffer of
-                Megatron-Core's DistributedDataParallel. Autograd then gets memory of any content, which only DDP's hook
-                may take. Until ``zero_grad_buffer`` the weight's only other use with a gradient may be as a tied
+                Megatron-Core's DistributedDataParallel. Autograd then gets an uninitialised tensor, which only DDP's
+                hook may take. Until ``zero_grad_buffer`` the weight may have one other use with a gradient, as a tied
                 embedding. If main_grad is not float32, autograd gets the gradient.
     chunk_tokens: rows of logits that exist at a time; None takes ``default_chunk_tokens``. Memory beside the gradients:
                 two float32 buffers [chunk_tokens, V/TP] and, if hidden is not float32, one in its dtype. The Triton

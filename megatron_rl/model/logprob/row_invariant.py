@@ -1,9 +1,9 @@
 """Log-probs under ``rollout.bitwise``: a row has the same bits in any batch, in the trainer and in the engine.
 
 A row is one token's logits. The trainer's kernel "invariant" computes on blocks of ``BLOCK_ROWS``
-rows, on each tensor rank's columns. The rollout engine has the whole model. By ``rank_logits`` and
-``rank_logprob`` it computes from a sampling step's logits the same bits as the trainer's tensor
-ranks. The operations are from model/invariant/operations.py.
+rows, on each tensor rank's columns. The rollout engine has the whole model. It calls ``rank_logits``
+and ``rank_logprob``, which compute the same bits as the trainer's tensor ranks would. The operations
+are from model/invariant/operations.py.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class InvariantChunks(TorchChunks):
         computed on blocks of ``BLOCK_ROWS`` rows.
 
         rows: the chunk's rows of the hidden states.
-        column: int64 [r], the target's column; −1 if another tensor rank has it, and then ``stats``
-            gets 0 for its x.
+        column: int64 [r], the target's column; −1 if another tensor rank has it. Then the third sum
+            is 0.
         """
         hidden, weight = aligned(self.hidden[rows]), aligned(self.weight).t()
         for start in range(0, len(hidden), BLOCK_ROWS):
@@ -64,8 +64,8 @@ def block_statistics(
     have the same bits in any batch.
 
     logits: [BLOCK_ROWS, V].
-    column: int64 [r], the target's column; −1 if another tensor rank has it, and then ``stats``
-        gets 0 for its x.
+    column: int64 [r], the target's column; −1 if another tensor rank has it. Then the third sum
+        is 0.
     """
     x, count = logits.to(peak.dtype) / temperature, len(peak)
     stats[2] = x[:count].gather(1, column.clamp(min=0)[:, None])[:, 0].masked_fill_(column < 0, 0)

@@ -94,7 +94,8 @@ def start_adapters(
     """Give this rank's adapters their initial, untrained values, and the scale lora.alpha / ``rank``. Not a collective.
 
     rank: at most ``lora.rank``; None for ``lora.rank``. Rows of A and columns of B beyond it are
-        zeros. They stay zeros, since the gradient of each is a product with the other.
+        zeros, and stay zeros: a row of A has a gradient of 0 while its column of B is 0, and the
+        other way round.
     targets: the names of the linear layers whose adapters train; None for all. Other adapters are
         zeros and stay zeros.
     """

@@ -5,16 +5,17 @@ Face projection, although Megatron-Core fuses q, k, v and gate, up. So a pair me
 every parallel layout, and to PEFT. A forward hook on the linear adds the pairs' outputs. "Finalize"
 below is Megatron-Core's ``finalize_model_grads``, which sums some gradients over tensor ranks.
 
-Each tensor rank holds a shard of W. A linear layer is split in one of two ways:
+Each tensor rank holds a shard of W [out, in]. A linear layer is split in one of two ways:
 
-- By rows (linear_qkv, linear_fc1): A is whole on every rank, B has the rank's own rows. Every rank
-  computes A x. Backward sums the gradient of A x over ranks, ``rank`` numbers per token and pair.
-  So the gradients of A and of x are whole on each rank. Under sequence parallelism x holds the
-  rank's own tokens: A x is gathered and its gradient is reduce-scattered. Then A's gradient covers
-  the rank's tokens, and finalize sums it.
-- By columns (linear_proj, linear_fc2): A has the rank's own columns, B is whole. A x is summed over
-  ranks, and B's gradient is whole on every rank. Under sequence parallelism A x is
-  reduce-scattered. Then B's gradient covers the rank's tokens, and finalize sums it.
+- By rows of W (linear_qkv, linear_fc1; Megatron-Core's column-parallel linears): A is whole on every
+  rank, B has the rank's own rows. Every rank computes A x. Backward sums the gradient of A x over
+  ranks, ``rank`` numbers per token and pair. So the gradients of A and of x are whole on each rank.
+  Under sequence parallelism x holds the rank's own tokens: A x is gathered and its gradient is
+  reduce-scattered. Then A's gradient covers the rank's tokens, and finalize sums it.
+- By columns of W (linear_proj, linear_fc2; Megatron-Core's row-parallel linears): A has the rank's
+  own columns, B is whole. A x is summed over ranks, and B's gradient is whole on every rank. Under
+  sequence parallelism A x is reduce-scattered. Then B's gradient covers the rank's tokens, and
+  finalize sums it.
 
 A parameter that finalize sums has the attribute ``sequence_parallel``. A split parameter has the
 attribute ``tensor_model_parallel``. The gradient norm counts parameters without the second
@@ -24,9 +25,10 @@ A routed expert's linear has its own pairs, which take the tokens that the dispa
 expert. A grouped linear of Transformer Engine has one module with all its experts' pairs
 (``GroupedAdapter``). The dispatcher gathers an expert's tokens over its tensor ranks. It sums their
 outputs, and in backward the gradients of their inputs (0.16.1 ``moe/token_dispatcher.py``). So the
-adapter's output needs no other sum. Of A and B, one is whole on every expert tensor rank, and only
-its gradient is summed here, in backward. That parameter has the attribute ``tensor_model_parallel``
-on the first expert tensor rank alone, so that the gradient norm counts it once.
+adapter's output needs no other sum. As above, A is whole if W is split by rows, and B if by columns.
+Backward here sums only the gradient of the whole one over expert tensor ranks. The whole one has the
+attribute ``tensor_model_parallel`` on the first of these ranks alone, so that the gradient norm
+counts it once.
 
 Transformer Engine's fused layers contain the norm of their input. Their adapters compute that norm
 again, with the layer's frozen weight.

@@ -1,8 +1,8 @@
 """The named ranges around a run's passes and calls, which a profiler shows: put on for a recording, then taken off.
 
 A range is put around a public method by an attribute of the instance, which hides the class's
-method. Ranges around the passes of a schedule use the schedule's list of watches (PassWatch in
-backend/part.py). No range reads a tensor or draws a random number.
+method. Around the passes of a schedule, the schedule itself opens the ranges: it calls each PassWatch
+(backend/part.py) in its list. No range reads a tensor or draws a random number.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class WatchedPasses:
     def __init__(self, mark: Mark, topology: Topology, prefix: str, ended: Callable[[], None]) -> None:
         """Set up the watch before any pass.
 
-        mark: the result of ``mark_for``.
+        mark: the function that puts a named range around a block (``mark_for``).
         topology: tells this rank's pipeline stages.
         prefix: the text before every range's name.
         ended: a function called after the passes of each step.
@@ -115,10 +115,11 @@ class WatchedPasses:
 class _WatchedPacker:
     """Packs micro-batches by the Packer that it wraps, each within a range named by the micro-batch's number.
 
-    mark, prefix: as for WatchedPasses.
+    mark: the function that puts a named range around a block (``mark_for``).
+    prefix: the text before every range's name.
 
-    The numbers begin at 0 after ``restart``, which is called when a step's passes end. By then each
-    micro-batch of the step has been packed once, and none of the next step.
+    The numbers begin at 0 after ``restart``, which is called when a step's passes end. By then every
+    micro-batch of the step has been packed once, and no micro-batch of the next step has been.
     """
 
     def __init__(self, packer: Packer, mark: Mark, prefix: str) -> None:
@@ -138,7 +139,7 @@ class _WatchedPacker:
 class Ranges:
     """Puts named ranges around methods of a run's objects, and takes them off again. No method is a collective.
 
-    mark: the result of ``mark_for``.
+    mark: the function that puts a named range around a block (``mark_for``).
     whole: the name of the range that lasts until all ranges are taken off.
     """
 

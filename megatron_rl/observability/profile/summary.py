@@ -161,7 +161,7 @@ def _busy_us(events: Sequence[dict], window: Interval) -> float:
 
 
 def _timed(events: Sequence[dict], peaks: _Peaks | None) -> dict[str, Timed]:
-    """Return {name: times} of the events, the largest own time first.
+    """Return {name: Timed} (counts and seconds) of the events, the largest own time first.
 
     peaks: the allocated bytes over time; None if no allocation was recorded.
     """
@@ -196,7 +196,7 @@ class _Peaks:
         self._moments, self._bytes = [moment for moment, _ in changes], [total for _, total in changes]
 
     def within(self, start: float, end: float) -> int:
-        """Return the most bytes allocated between two moments, in the trace's microseconds."""
+        """Return the most bytes allocated at once from ``start`` to ``end``, both in the trace's microseconds."""
         first, behind = bisect.bisect_left(self._moments, start), bisect.bisect_right(self._moments, end)
         return max(self._bytes[max(first - 1, 0) : behind], default=0)
 

@@ -74,7 +74,7 @@ def labelled(name: str, words: str, labels: Iterable[str], samples: Mapping[tupl
 
 
 def info(name: str, words: str, facts: Mapping[str, str]) -> Metric:
-    """Return a gauge ``<name>_info`` of value 1, whose labels are ``facts``."""
+    """Return a gauge ``<name>_info`` of value 1 with the help ``words`` and labels ``facts``."""
     return labelled(f"{name}_info", words, facts, {tuple(facts.values()): 1})
 
 
@@ -111,7 +111,7 @@ class RunCollector(Collector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family that has a sample, each name once, in the same order at every call."""
+        """Yield every metric family that has a sample, each name once, in the same order at every call."""
         yield from (family for family in self._families() if family.samples)
 
     def _families(self) -> Iterator[Metric]:
@@ -171,7 +171,7 @@ class RunCollector(Collector):
 
 
 def of_live(live: LiveValues) -> Iterator[Metric]:
-    """Yield the families of values that change between two steps, such as the current stage."""
+    """Yield the metrics whose values change between two steps, such as the current stage."""
     stage = stage_label(live.stage)
     stages = {(name,): float(name == stage) for name in (*STAGES, OTHER_STAGE)}
     yield labelled("stage", "Whether the first rank's main thread is in this stage now.", ("stage",), stages)
@@ -195,7 +195,7 @@ def of_live(live: LiveValues) -> Iterator[Metric]:
 
 
 def of_engines(engines: Mapping[int, EngineReading]) -> Iterator[Metric]:
-    """Yield the families of the inference engines' values, with the engine's number as label.
+    """Yield the metrics of the inference engines' values, with the engine's number as label.
 
     engines: {engine's number: its values}.
     """
@@ -212,7 +212,7 @@ def of_engines(engines: Mapping[int, EngineReading]) -> Iterator[Metric]:
 
 
 def registry_of(collector: RunCollector) -> CollectorRegistry:
-    """Return a registry of the run's families and of the process's own figures (``process_*``)."""
+    """Return prometheus_client's registry of the run's metrics and of the process's own figures (``process_*``)."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     ProcessCollector(registry=registry)

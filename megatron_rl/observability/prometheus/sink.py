@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 def server_of(settings: MetricsConfig, registry: CollectorRegistry) -> MetricsServer:
     """Return the configured server, bound to its port.
 
-    Raises ConfigError if it cannot be bound, or if its keys cannot be read.
+    Raises ConfigError if it cannot be bound, or if the access keys cannot be read.
     """
     keys = keys_in(settings.prometheus_key_env, setting="metrics.prometheus_key_env")
     return MetricsServer(registry, settings.prometheus_address, settings.prometheus_port, keys)
@@ -58,7 +58,7 @@ class PrometheusSink:
         log.info("metrics for Prometheus: %s%s", self.url, ", to clients with a key" if asks else "")
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Add the seconds of a timer's stage that no row of metrics holds, as a checkpoint's; ignore other stages."""
+        """Add the seconds of a checkpoint or an export, which no row of metrics holds; ignore other stages."""
         self._values.add_interval(stage, seconds)
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:

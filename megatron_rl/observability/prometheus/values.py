@@ -1,8 +1,8 @@
 """The values that Prometheus reads: the last value of each gauge, sums of counters, and histograms of seconds.
 
 The main thread adds rows of metrics.jsonl, and requests read the values. Both hold one lock, so that
-a request sees whole rows. The number of values is limited by the table, the stages, and the
-configured names of evaluation sets and reward functions.
+a request sees whole rows. The number of values is bounded: names come from table.py, from its list of
+stages, or from the configured evaluation sets and reward functions.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class RunValues:
                     self._add_value(key, row[key])
 
     def add_interval(self, stage: str, seconds: float) -> None:
-        """Add the seconds of a stage in OUTSIDE, whose seconds no row holds; ignore other stages."""
+        """Add the seconds of a checkpoint or an export, which no row of metrics holds; ignore other stages."""
         if stage in OUTSIDE:
             with self.lock:
                 self._observe(stage, seconds)

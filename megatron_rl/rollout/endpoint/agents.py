@@ -13,9 +13,9 @@ refused because the session reached its maximum of tokens or requests. That ends
 no failure.
 
 No request of an agent can end the run. If the engine raises an error other than EngineLost, each
-request is tried alone. If one fails alone too, the engine is asked for one token after an
-end-of-sequence token. If that works, the agent gets a refusal of its request. Otherwise the engine
-is broken, and the error ends the call.
+request is tried alone. If one fails alone too, the engine gets a trial request: one token, after a
+prompt of one end-of-sequence token. If the trial works, the agent's request is refused. Otherwise
+the engine is broken, and its error ends the call of ``generate``.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class _Call:
 class _Episode:
     """Holds one session of a call of ``generate``.
 
-    said: the agent's call in a thread. After its end it holds the agent's return value or error.
+    said: the agent's call, which runs in a thread. After the call it holds the return value or
+        error.
     rollout: the session's rollout; None until the session has ended.
     """
 
@@ -181,7 +182,7 @@ class AgentEngine(EngineAround):
         self._open.close()
 
     def take_counts(self) -> dict[str, int]:
-        """Return metric name → number of sessions or requests with that outcome, since the last call."""
+        """Return metric name → count since the last call, one metric for each outcome of a session or request."""
         return self.tally.take()
 
     def _submit(self, pending: Pending) -> None:
@@ -198,7 +199,7 @@ class AgentEngine(EngineAround):
         max_tokens: Sequence[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Rollout]:
-        """Return rollouts (see ``Engine.generate``), one for each session. ``max_tokens`` bounds whole responses.
+        """Return rollouts (see ``Engine.generate``), one for each session. ``max_tokens``: for a response of all turns.
 
         Raises EpisodeError, with the sample's id, if a session fails under
         ``environment.on_error=fail``. Raises the error of an engine that is broken (see the
@@ -269,7 +270,7 @@ class AgentEngine(EngineAround):
         """Run the engine on waiting requests, and answer each as soon as it is sampled.
 
         If the engine raises, each request is tried alone. A request that fails alone is refused.
-        But if the engine cannot even sample one token of a probe, the engine's error is raised.
+        But if the engine also fails on a trial request for one token, the engine's error is raised.
         """
 
         def took(index: int, rollouts: list[Rollout]) -> None:
@@ -341,8 +342,8 @@ class AgentEngine(EngineAround):
     def _take_return(self, session: Session, value: object) -> tuple[str | None, str | None]:
         """Take an agent's return value as the session's reward, if it is a number.
 
-        Returns ("failed", the reason) if the value is no valid reward, or if the session already has
-        one. Otherwise, and for the value None, returns (None, None).
+        Returns (outcome, reason): ("failed", the reason) if the value is no valid reward, or if the
+        session already has one. Otherwise, and for the value None, (None, None).
         """
         if value is None:
             return None, None

@@ -1,8 +1,8 @@
 """The strict schemas of requests' bodies, and the conversion of checked bodies to requests.
 
-A value that does not fit the schema is answered with status 400, the field's name and advice. A
-field that would change what is sampled is answered in the same way (NEUTRAL lists these fields).
-Other fields are ignored.
+A value that does not fit the schema is answered with status 400, the field's name and advice. So is
+a field that would change what is sampled, such as top_p=0.9. NEUTRAL lists these fields, with the
+values that change nothing. Other fields are ignored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The record of one agent's session: its turns, which turn extends which, and the sample that they become. Pure.
 
-1. A request that extends a recorded conversation keeps the recorded tokens. Its context is the
-   earlier turn's context, the earlier turn's sampled tokens, and the tokens of the new messages or
-   text.
+1. A request that extends a recorded conversation keeps the recorded tokens. The request's context
+   is the earlier turn's context, the earlier turn's sampled tokens, and the tokens of the new
+   messages or text.
 2. Conversations that share a beginning are branches of one tree of turns. The session's sample is
    one branch: all turns from the beginning to the turn that was answered last. A session has only
    one sample, since a group has a fixed number of samples.
@@ -21,9 +21,9 @@ Frame = tuple[str, str]
 
 
 def digests(conversation: Conversation, lengths: Iterable[int]) -> list[tuple[int, bytes]]:
-    """Return (length, digest) of each prefix of a conversation that has one of ``lengths``, in linear time.
+    """Return (n, digest of the first n elements of a conversation) for each n of ``lengths``, in linear time.
 
-    lengths: ascending, in messages, characters or tokens: the elements of the conversation.
+    lengths: ascending. An element is a message, a character or a token.
     """
     state, beginnings, start = hashlib.blake2b(digest_size=16), [], 0
     for end in lengths:
@@ -78,10 +78,11 @@ class Branch:
     """Holds the sample of a session.
 
     prompt_ids: the tokens of the first request.
-    response_ids, logprobs, loss_mask: [T], as in Rollout. Log-probs are 0.0 for tokens that were
-        not sampled.
-    weight_versions: as in Rollout. Tokens that were not sampled have the version of the token before
-        them.
+    response_ids, logprobs: [T], all tokens after ``prompt_ids``, and their log-probs; 0.0 for
+        tokens that were not sampled.
+    loss_mask: [T], whether each token was sampled, and so carries loss.
+    weight_versions: (version, number of tokens) pairs in order. Tokens that were not sampled have
+        the version of the token before them.
     finish_reason: "stop" or "length", from the last turn.
 
     Example: the prompt is (5,), then come a turn (8, 0), a tool's answer (4,) and a turn (9, 0).
@@ -107,14 +108,15 @@ class Record:
     def parent_of(self, frame: Frame, conversation: Conversation) -> Turn | None:
         """Return the turn that a request extends, or None if it begins a conversation.
 
-        The turn with the longest matching conversation is returned, and the latest of these if
-        several match. The request must add something to the turn's conversation. There is one
-        exception: a text, or token ids, that ``max_tokens`` cut off may be sent again unchanged, to
-        be continued. The time is linear in the conversation's length and the number of turns.
-        Another thread may add a turn during the call.
+        The turn with the longest matching conversation is returned; if several are equally long,
+        the latest. The request must add something to the turn's conversation. The exception is a
+        text, or token ids, that ``max_tokens`` cut off: it may be sent again unchanged, to be
+        continued. The time is linear in the conversation's length and the number of turns. Another
+        thread may add a turn during the call.
 
         frame: the request's kind and tools (see ``Turn``).
-        conversation: what the request asks to continue: a text, token ids, or messages as JSON texts.
+        conversation: what the request asks to continue: a text, token ids, or messages as JSON
+            texts.
         """
         lengths = [length for length in self._lengths.get(frame, ()) if length <= len(conversation)]
         for known in reversed(digests(conversation, lengths)):

@@ -24,13 +24,13 @@ CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class Rendering:
-    """Turns the new part of a request into tokens, by the tokenizer's chat template.
+    """Turns the part of a request that is not recorded yet into tokens, by the tokenizer's chat template.
 
     variables: ``data.template_variables``.
 
     OpenAI's clients send a tool call's arguments as a JSON text, and the message's content as "".
     Some chat templates need the arguments as an object, or the content None. So messages are
-    rewritten to the first of these forms (FORMS) that the template can write.
+    rewritten to the first form of FORMS that the template accepts.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object] | None = None) -> None:
@@ -95,9 +95,10 @@ class Rendering:
         return [_in_form(message, *self._form) for message in messages]
 
     def _writes(self, form: tuple[bool, str | None]) -> bool:
-        """Return whether the chat template writes a tool call in ``form``, an element of FORMS.
+        """Return whether the chat template accepts a tool call in ``form``, an element of FORMS.
 
-        form: (whether arguments are an object instead of a JSON text, the content beside calls).
+        form: (whether arguments are an object instead of a JSON text, the content of a message that
+            has calls but no text).
         """
         call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": json.dumps({TURN: TURN})}}
         calling = _in_form({"role": "assistant", "content": "", "tool_calls": [call]}, *form)
@@ -125,10 +126,12 @@ class Rendering:
 
 
 def _in_form(message: Mapping, as_object: bool, content: str | None) -> Mapping:
-    """Return a message with its tool calls in the form that a chat template needs. Others are returned unchanged.
+    """Return a message with its tool calls in the form that a chat template needs.
+
+    A message without tool calls is returned unchanged.
 
     as_object: whether arguments become an object instead of a JSON text.
-    content: the content of the result if the message has none.
+    content: the content of the result if the message's content is empty.
     """
     if "tool_calls" not in message:
         return message
@@ -144,7 +147,7 @@ def _in_form(message: Mapping, as_object: bool, content: str | None) -> Mapping:
 def reply_of(text: str, request: CompletionRequest, turn_number: int) -> dict:
     """Return a sampled text as the assistant's message. If the request offers tools, calls are moved out of the text.
 
-    turn_number: the number of the answer in its session, for the ids of the calls.
+    turn_number: the number of the answer in its session, which becomes a part of the calls' ids.
 
     Example: ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`` → content "" and one
     call of ``add``.
@@ -208,7 +211,7 @@ def answer(
 
 
 def chunks(request: CompletionRequest, answered: Mapping) -> list[str]:
-    """Return an answer as the events of a stream: the whole message, its finish_reason, usage if wanted, and [DONE].
+    """Return an answer as the events of a stream: the whole message, its finish_reason, usage if asked for, and [DONE].
 
     answered: the result of ``answer``.
     """

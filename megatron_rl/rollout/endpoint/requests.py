@@ -30,7 +30,8 @@ class CompletionRequest:
     """Holds one checked request of an agent for a completion (``bodies.py``).
 
     frame: the request's kind: ("chat", digest of its tools), ("text", "") or ("ids", "").
-    conversation: a text, token ids, or messages as JSON texts (``canonical``), to be compared.
+    conversation: a text, token ids, or messages as JSON texts (``canonical``). The turn that the
+        request extends is found by it.
     messages: the messages as dicts, for the chat template; None for a text or token ids.
     tools: descriptions of functions, for the chat template; None if there are none.
     num_characters: the number of characters of the conversation and the tools. For token ids, the

@@ -1,4 +1,4 @@
-"""Sessions: one agent's episode each, from its first request to its reward, and counts of their outcomes.
+"""Sessions, one for each agent's episode from its first request to its reward, and counts of their outcomes.
 
 1. A session's requests and its reward are taken until it is closed. Later ones are refused and
    counted.
@@ -54,9 +54,9 @@ class Tally:
         self._lock = threading.Lock()
 
     def note(self, kind: str, name: str | None = None, count: int = 1) -> None:
-        """Add ``count`` to an outcome of KINDS. ``name``: the sample's name, if it is known.
+        """Add ``count`` to the count of outcome ``kind``. ``name``: the sample's name, if it is known.
 
-        Raises ValueError for an unknown outcome.
+        Raises ValueError for an outcome that is not in KINDS.
         """
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")
@@ -89,7 +89,7 @@ class Pending:
     """Holds a request that waits for the engine.
 
     parent: the turn that the request extends; None if it begins a conversation.
-    new_ids: the tokens that the request adds to the turn's tokens.
+    new_ids: the tokens that the request adds to those of ``parent``.
     prompt: the whole context. The seed of the sampling derives from the prompt's id.
     limit: the maximum of tokens to sample.
     done: a future. It receives (Turn, the reply's message, the turn's number), or the error
@@ -148,8 +148,9 @@ class Session:
     def ask(self, request: CompletionRequest, rendering: Rendering, tally: Tally) -> Pending:
         """Find the turn that a request extends, and tokenize the request's new part. Return the request as Pending.
 
-        If another request was answered meanwhile, its turn may be the one to extend, so the search
-        is repeated. Raises Refused if the session is closed, or if the request exceeds its limits.
+        If another request was answered meanwhile, the search is repeated, since the new turn may be
+        the one to extend. Raises Refused if the session is closed, or if the request exceeds its
+        limits.
         """
         self.check_length(request.num_characters, rendering)
         with self._lock:

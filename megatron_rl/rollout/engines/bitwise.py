@@ -1,4 +1,4 @@
-"""The embedded engine of ``rollout.bitwise``: the trainer's own layers with a cache, for log-probs equal to the bit."""
+"""The engine of ``rollout.bitwise``: samples with the trainer's own layers, and so gives the trainer's log-probs."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def run(
     """Return the hidden states [T, H] of the tokens ``tokens`` [T], which continue cached sequences.
 
     parts: for each sequence (the indices of its tokens in ``tokens``, the first token's position,
-        the cache's rows of keys and values, position by position).
+        for each position the row of the cache that has its keys and values).
     """
     packed = CachedSequences.of(cache, parts)
     return model(tokens[None], None, None, packed_seq_params=packed)[0]
@@ -168,8 +168,8 @@ def run_prompts(
     """Run the model on each prompt once, and copy the prompt's keys and values to all its samples.
 
     repeats: the number of samples of each prompt.
-    width: the number of rows (one per token) of the cache that each sample has. Sample r has the
-        rows from r · width to (r + 1) · width − 1.
+    width: the number of the cache's rows that each sample has, one per token. Sample r has the rows
+        from r · width to (r + 1) · width − 1.
 
     Returns [len(prompts) · repeats, H], the hidden state of each sample's last prompt token.
     """

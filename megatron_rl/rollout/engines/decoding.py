@@ -163,9 +163,10 @@ def _run_rows(
     """Run the model on each prompt once, and copy its outputs to each of the R rows (samples) that have the prompt.
 
     prompt_of_row: for each row the index of its prompt.
+    max_steps: the maximum of tokens to generate.
 
     Returns the cache, the last position's logits [R, V], the next position [R, 1], the mask [R,
-    width + max_steps], and whether any prompt is padded.
+    longest prompt + max_steps], and whether any prompt is padded.
     """
     cache, logits, position, mask, padded = run_prompts(model, prompts)
     mask = torch.cat([mask, mask.new_ones(len(prompts), max_steps)], dim=1)

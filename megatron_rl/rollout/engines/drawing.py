@@ -1,4 +1,4 @@
-"""Draws of the next token: from each row's distribution, by the inverse of its cumulative probabilities.
+"""Draws of each sample's next token from its distribution, by the inverse of the cumulative probabilities.
 
 The distribution is the softmax of the logits divided by the temperature, limited by top_k and
 top_p.

@@ -292,8 +292,9 @@ def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, devic
     """Build the model of ``hf_path``'s config in eval mode. Its weights are loaded later.
 
     Attention runs by torch's scaled_dot_product_attention if transformers offers it for the model's
-    family. For families with attention sinks transformers does not offer it. Raises ConfigError if
-    the config cannot be read, or if the model is too large.
+    family. transformers does not offer it for families with attention sinks.
+
+    Raises ConfigError if the config cannot be read, or if the model is too large.
     """
     config = parse_hf_config(hf_path)
     settle_tying(config, hf_path)

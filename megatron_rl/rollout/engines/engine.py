@@ -65,8 +65,8 @@ class Engine(Protocol):
     generate, each in its own call.
 
     Tokens that were sampled before a ``load_weights`` keep their version. Later tokens of the same
-    sample carry the new version. For them the keys and values of the sample are computed again with
-    the new weights.
+    sample carry the new version. Before the first of these, the sample's keys and values are
+    computed again with the new weights.
 
     weight_version: the version of the loaded weights; NO_WEIGHTS before the first complete load.
     lacks_weights: whether an engine of this rank lacks the base model's weights. Then LoRA adapters
@@ -101,8 +101,9 @@ class Engine(Protocol):
 
         Every parameter arrives exactly once. A tied alias (``lm_head.weight`` under tied
         embeddings) may be absent. Missing, doubled or unknown names and wrong shapes raise a
-        ValueError that names them. The engine then has no usable weights until a later call
-        succeeds. Errors of an engine in another process are not raised. They are in the report.
+        ValueError that names them. After such an error the engine has no usable weights until a
+        later call succeeds. Errors of an engine in another process are not raised, but returned in
+        the report.
         """
         ...
 
@@ -172,6 +173,8 @@ def sample_seed(run_seed: int, prompt_id: str, sample_index: int, weight_version
 
     The seed depends on no rank and no batch position. So a run on another number of ranks, or a
     resumed run, draws the same rollouts.
+
+    attempt: distinguishes repeated sampling of the prompt with the same weights.
     """
     # prompt_id comes last because it is the only field of free form. So different samples have different texts.
     identity = f"{run_seed}/{sample_index}/{weight_version}/{attempt}/{prompt_id}"

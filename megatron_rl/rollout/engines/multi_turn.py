@@ -14,8 +14,8 @@ An episode ends in one of two ways:
 1. The seed of a turn depends on prompt, sample and turn, never on a rank or a position in a call.
    So any number of ranks, and a resumed run, draws the same tokens.
 2. The policy's tokens stay as they were sampled; only the environment's text is tokenized.
-3. A prompt's group is reported once, and whole. If the engine is lost, all groups that were not
-   reported begin again.
+3. ``on_finished`` gets each prompt's group once, when all its samples are finished. If the engine
+   is lost, all groups that ``on_finished`` did not get begin again.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class MultiTurnEngine(EngineAround):
         max_tokens: Sequence[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Rollout]:
-        """Return rollouts (see ``Engine.generate``). ``max_tokens`` bounds whole responses.
+        """Return rollouts (see ``Engine.generate``). ``max_tokens``: for a response of all turns together.
 
         Under ``environment.on_error=fail`` an environment that fails, or takes too long, raises
         EpisodeError with the sample's id and the turn.

@@ -1,4 +1,4 @@
-"""The placement of engines: the ranks that start and drive them, GPUs shared with the trainer, checks of settings."""
+"""The placement of engines: which ranks start and drive them, and which share a GPU with the trainer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EngineRole:
     """Holds what a rank does for the rollouts.
 
     share: (the rank's number among the ranks that sample prompts, the number of these ranks). None
-        if it samples none.
+        if the rank samples none.
     starts: whether the rank starts its own engine.
     drives: whether the rank sends weights.
     """
@@ -89,7 +89,8 @@ def refuse_sharing(rollout: RolloutConfig, weight_sync: WeightSyncConfig, shared
     """Raise ConfigError if trainer and engine take turns on one GPU, and other settings do not allow that.
 
     Two kinds of settings do not allow it: a producer that generates while the trainer trains, and
-    ``weight_sync.adapters=alone``, which sends base weights once. A sleeping engine drops them.
+    ``weight_sync.adapters=alone``, which sends base weights once. A sleeping engine would drop the
+    base weights.
 
     shared: whether trainer and engine take turns on one GPU.
     """

@@ -20,7 +20,7 @@ def run_prompts(
     """Run the model on P prompts as one batch, padded on the left.
 
     Returns the cache, the last position's logits [P, V], the next position [P, 1], the mask [P,
-    width], and whether any prompt is padded.
+    longest prompt], and whether any prompt is padded.
 
     Without padding the model is passed no mask. So scaled_dot_product_attention can use its fast
     kernels, and the model does not build a mask at every step.

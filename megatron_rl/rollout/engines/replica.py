@@ -126,7 +126,7 @@ def check_facts(name: str, facts: ReplicaFacts, vocab_size: int, longest: int, r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReceipt:
-    """Holds the version, the checksum and the number of the weight tensors of an engine's worker after a sync.
+    """Holds what weights an engine's worker has after a sync: version, checksum and number of tensors.
 
     failure: why the worker has no whole set of weights; empty if it has one.
     """
@@ -153,9 +153,11 @@ class Replica(Protocol):
 
     ours: whether this run started the engine, so that ``restart`` and ``close`` end it.
     name: the engine's URL or process id, for messages.
-    weight_version: the last known version of its weights. NO_WEIGHTS before the first sync and after
-        a failed sync. During a sync it is UPDATING under ``weight_sync.in_flight``, else NO_WEIGHTS.
-    progressed_at: time.monotonic() when it last reported that it computes; −inf: never reported.
+    weight_version: the last known version of the engine's weights. NO_WEIGHTS before the first sync
+        and after a failed one. During a sync: UPDATING if ``weight_sync.in_flight`` lets generation
+        go on, else NO_WEIGHTS.
+    progressed_at: time.monotonic() when the engine last reported that it computes; −inf: never
+        reported.
     """
 
     ours: bool
@@ -201,8 +203,10 @@ class Replica(Protocol):
     def give_up(self, cause: str) -> None:
         """End all requests under way with ReplicaLost, after an update in flight has failed. Raises nothing.
 
-        A server resumes and goes on serving. An engine that this run started is not resumed, since
-        it is restarted next. ``cause``: the failure, for the error.
+        A server resumes its work. An engine that this run started does not, since it is restarted
+        next.
+
+        cause: the failure, for the error.
         """
         ...
 

@@ -56,7 +56,10 @@ class RouterRecords:
         return torch.stack([x.to(torch.int16).view(rows, -1, x.shape[-1]) for x in self._latest], dim=2)
 
     def begin(self, num_prompts: int, num_rows: int, max_steps: int) -> None:
-        """Keep the experts of the forward pass over the prompts. Set the experts of all response tokens to −1."""
+        """Keep the experts of the forward pass over the prompts. Set the experts of all response tokens to −1.
+
+        num_rows: the number of samples.
+        """
         self._prompts = self._pass(num_prompts)
         shape = (max_steps, num_rows, *self._prompts.shape[2:])
         self._steps = torch.full(shape, -1, dtype=torch.int16, device=self._prompts.device)

@@ -51,7 +51,7 @@ def build_parts(
 ) -> GroupParts:
     """Return the objects that choose the groups of a run's rollouts.
 
-    ``filters`` holds dynamic sampling, then replay, each only if it is configured.
+    Their ``filters`` are dynamic sampling, then replay, each only if it is configured.
     """
     order, reroll = _start_order(settings.start_order), _reroll(settings.reroll)
     filters: list[GroupFilter] = []
@@ -103,9 +103,10 @@ def _stragglers(manager: RolloutManager, timer: StepTimer, prompts_per_rollout: 
 def with_stragglers(
     parts: GroupParts, manager: RolloutManager, timer: StepTimer, *, prompts_per_rollout: int
 ) -> GroupParts:
-    """Return ``parts``, able to train the stragglers of a checkpoint: groups that their own rollout left unfinished.
+    """Return ``parts`` with a ``hand_out`` that can train a checkpoint's stragglers.
 
-    Only ``parts.hand_out``, which decides the groups that a rollout trains, may be replaced.
+    Stragglers are groups that their own rollout left unfinished. ``parts`` that can already train
+    stragglers are returned unchanged.
 
     prompts_per_rollout: the number of groups that each rollout trains.
     """

@@ -23,9 +23,9 @@ class LongestFirst:
     A prompt's expected response length is the number of tokens of the longest response in its
     latest group, in any epoch.
 
-    Example: the groups 0 to 3 of a rollout have prompts of 3, 4, 3 and 8 tokens. The longest
-    responses of their latest groups had 5 tokens, unknown, 9 tokens and unknown. The order is [3,
-    1, 2, 0].
+    Example: the groups 0 to 3 of a rollout have prompts of 3, 4, 3 and 8 tokens. The expected
+    lengths are 5 for group 0 and 9 for group 2. The other two prompts are new. The order is [3, 1,
+    2, 0].
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class LongestFirst:
 
         prompts: a group's place (its number in the rollout) → its prompt, for the groups of all
             ranks.
-        facts: the samples' facts; ``facts.groups`` holds the place of each sample's group.
+        facts: the samples' lengths, and in ``facts.groups`` the place of each sample's group.
         """
         for place in np.unique(facts.groups).tolist():
             longest = facts.response_tokens[facts.groups == place].max()

@@ -1,4 +1,4 @@
-"""The interfaces of the objects that choose a rollout's groups, and stand-ins for choices that a run does not use.
+"""The interfaces of the objects that choose a rollout's groups, and default classes for a run without such choices.
 
 A group is all samples of one prompt. Its place is its number in the rollout.
 """
@@ -22,7 +22,9 @@ class GroupFilter(Protocol):
     """Replaces groups without signal (all advantages 0) by other groups, before a rollout is trained."""
 
     def fill(self, index: int, selection: Selection) -> Selection:
-        """Return the selection with groups without signal replaced by other groups, if there are any. A collective.
+        """Return the selection with other groups in place of groups without signal. A collective.
+
+        A group without signal stays if there is none to replace it.
 
         index: the rollout's index in the run.
         """
@@ -39,7 +41,7 @@ class StartOrder(Protocol):
 
         prompts: a group's place (its number in the rollout) → its prompt, for the groups of all
             ranks.
-        facts: the samples' facts; ``facts.groups`` holds the place of each sample's group.
+        facts: the samples' lengths, and in ``facts.groups`` the place of each sample's group.
         """
         ...
 
@@ -124,15 +126,17 @@ class HandOut(Protocol):
     def has_groups(self, jobs: Collection[RolloutJob], number: int) -> bool:
         """Return whether a rollout would have groups to train even if it started none. Not a collective.
 
-        jobs, number: as for ``num_to_start``.
+        True if more groups are started than the ``number`` − 1 rollouts before this one will train.
 
-        It has groups if more groups are started than the ``number`` − 1 rollouts before it will
-        train.
+        jobs, number: as for ``num_to_start``.
         """
         ...
 
     def take(self, job: RolloutJob) -> RolloutJob:
-        """Return a job of the groups that are trained now. A collective. ``job``: the rollout's own job."""
+        """Return a job with the groups to train now, of this and possibly of the previous rollout. A collective.
+
+        job: the job of the groups that this rollout started.
+        """
         ...
 
     def metrics(self) -> dict[str, float]: ...
@@ -164,7 +168,7 @@ class AsDrawn:
 
 
 class NoReroll:
-    """Samples no prompt again. Prompts that a checkpoint holds for re-roll are only kept for the next checkpoint."""
+    """Samples no prompt again. Prompts that a checkpoint holds for re-roll are copied to the next checkpoint."""
 
     def __init__(self) -> None:
         self._state = {"waiting": [], "num_buffered": 0, "num_issued": 0}
@@ -190,7 +194,7 @@ class NoReroll:
 
 
 class NoReplay:
-    """Keeps no group for replay, and drops the groups that a checkpoint kept."""
+    """Keeps no group for replay, and drops the groups that a checkpoint holds for replay."""
 
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}

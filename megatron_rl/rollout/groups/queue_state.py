@@ -60,8 +60,8 @@ def _identities(job: RolloutJob) -> list[list]:
 def restore(queue: RolloutQueue, state: Mapping, rows: Sequence[bytes]) -> None:
     """Restore the state and the groups that ``save`` returned. Not a collective.
 
-    rows: the bytes that this rank restores. Each element was returned by ``save`` on one of the
-        saving ranks. The bytes of a saving rank go to exactly one rank of this run.
+    rows: the groups that this rank restores; each element is the bytes that ``save`` returned on
+        one saving rank. Every saving rank's bytes go to exactly one rank of this run.
 
     The position in the prompt dataset must be restored before this call.
     """
@@ -86,11 +86,11 @@ def restore(queue: RolloutQueue, state: Mapping, rows: Sequence[bytes]) -> None:
 def _restored_job(
     queue: RolloutQueue, number: int | str, identities: Sequence, groups: Mapping[str, SavedGroup]
 ) -> RolloutJob:
-    """Return the job of a rollout from before a checkpoint, with its saved groups. The job is already started.
+    """Start the job of a rollout that a checkpoint holds, with its finished groups; return the job.
 
     number: the rollout's index, or LEFT for the stragglers of the latest trained rollout.
     identities: the list that ``_identities`` returned for the job.
-    groups: the saved groups that this rank reads, by their names in the checkpoint.
+    groups: name in the checkpoint → finished group, for the groups that this rank reads.
     """
     prompts = {place: queue.prompts.recall(*identity) for place, *identity in identities}
     job = RolloutJob(prompts, (), queue.settings.samples_per_prompt)

@@ -60,8 +60,8 @@ class Refill:
         """Return the selection after at most ``rollout.dynamic_sampling.max_rounds`` rounds. A collective.
 
         Each round samples a further prompt for every group that ``kept_places`` does not keep.
-        Raises NoSignalError under ``on_exhausted=fail`` (of the same section) if such groups are
-        left after the last round.
+        Raises NoSignalError if such groups are left after the last round and
+        ``rollout.dynamic_sampling.on_exhausted`` is "fail".
 
         index: the rollout's index in the run.
         """
@@ -106,8 +106,8 @@ def kept_places(metric: str | None, reward: RewardConfig, scored: ScoredBatch) -
         first configured function that is built in (``arithmetic`` or ``math_verify``), else
         ``reward``. A value that a function did not give counts as 0.
 
-    Example: a group has two wrong answers, and one loses 0.5 to the overlong penalty. The group is
-    dropped by default. Under ``shaped`` it is kept.
+    Example: a group has two wrong answers, and one loses 0.5 to the overlong penalty. With
+    ``metric`` None the group is not kept. With ``shaped`` it is.
     """
     functions = reward.functions
     if metric is None:

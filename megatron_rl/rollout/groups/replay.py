@@ -84,10 +84,12 @@ class GroupReplay:
         return self.buffer.state()
 
     def load_state(self, state: Mapping, groups: Mapping[str, Group]) -> None:
-        """Restore the buffer from a checkpoint's ``state``, and this rank's groups, as far as the buffer holds them.
+        """Restore the buffer of scores, and this rank's groups, from a checkpoint.
 
-        groups: ``Prompt.name`` → group, as saved. Groups that exceed this run's
-            ``replay.capacity_groups`` are dropped.
+        Groups beyond this run's ``replay.capacity_groups`` are dropped.
+
+        state: what ``state`` returned.
+        groups: ``Prompt.name`` → group, for the saved groups of this rank.
         """
         gone = self.buffer.load_state(state)
         self.groups = {name: group for name, group in groups.items() if name not in gone}

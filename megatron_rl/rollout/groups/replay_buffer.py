@@ -1,17 +1,17 @@
 """The replay buffer: decides which groups are kept for replay, which of them are drawn, and which are dropped.
 
-The buffer holds scores and weight versions, no tokens. ``GroupReplay`` holds the groups themselves
-by the same keys, and drops a group when this buffer returns its key as gone. Every rank holds the
-same buffer and takes the same decisions. Draws only compare, add and divide scores, so a difference
-between math libraries cannot make two ranks draw differently.
+The buffer holds one ``Entry`` per group: a key, a score and a weight version, no tokens.
+``GroupReplay`` holds the groups by these keys, and drops a group once the buffer has removed its
+entry. Every rank holds the same buffer and takes the same decisions. Draws only compare, add and
+divide scores, so a difference between math libraries cannot make two ranks draw differently.
 
 Invariants (``assert_invariants`` in tests/unit/rollout/test_replay_buffer.py):
 
 1. The buffer holds at most ``replay.capacity_groups`` entries, one per key, each with a finite
    score above 0. Entries are sorted by score (highest first), then by weight version (newest
    first), then by key (ascending). ``add`` keeps the first of the held and the new entries.
-2. No key is lost or doubled. After a call, each key that was held or added is either held or
-   returned as gone, exactly once.
+2. No key is lost or doubled. After a call, each key that was held or added is either held, or
+   returned as removed, exactly once.
 3. A draw returns distinct keys that are held, not excluded and not used up. It returns as many as
    requested, or all of them if there are fewer. It increases the number of uses of each drawn key
    by 1, and changes nothing else.
@@ -37,7 +37,7 @@ from megatron_rl.config import ReplayConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Holds the facts of one group that may be trained again.
+    """Holds the score, the weight version and the number of uses of one group that may be trained again.
 
     key: the group's ``Prompt.name``, under which ``GroupReplay`` holds the group.
     score: the group's score (``group_scores``). The chance to be drawn is proportional to it.
@@ -72,7 +72,7 @@ def group_scores(
 
     over the group's included samples i and the reward functions f. A_i is the advantage of sample
     i. std_f is the standard deviation (divisor n − 1) of function f's rewards for the n included
-    samples to which f applied. It is 0 if n < 2, and exactly 0 if the rewards are equal. If an
+    samples to which f applied. std_f is exactly 0 if n < 2 or if the rewards are equal. If an
     advantage or a reward is not finite, the score is not finite either. ``Entry`` then raises an
     error that names the group.
 

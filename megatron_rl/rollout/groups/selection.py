@@ -71,7 +71,7 @@ class Selection:
         )
 
     def replay(self, places: Collection[int], groups: Mapping[int, Group], scored: ScoredBatch) -> Selection:
-        """Return a selection in which replayed groups replace the groups at ``places``. ``prompts`` is unchanged.
+        """Return a selection in which replayed groups replace the groups at ``places``; its prompts are unchanged.
 
         places: the replaced places, of all ranks.
         groups: replaced place → replayed group, for the places whose new group this rank holds.
@@ -86,7 +86,7 @@ class Selection:
         )
 
     def narrowed(self, live: Collection[int]) -> Selection:
-        """Return the selection with every place outside the argument ``live`` taken out of the field ``live``."""
+        """Return the selection whose field ``live`` keeps only the places that are also in the argument ``live``."""
         return replace(self, live=self.live & frozenset(live))
 
     def measured(self, metrics: Mapping[str, float]) -> Selection:

@@ -4,8 +4,8 @@ The bytes are an .npz without pickles: ``header`` (JSON, UTF-8), ``token_ids`` i
 float32, ``loss_mask`` bool and ``experts`` int16 (those to which the model routed each token). All
 arrays but the header are flat: the samples' values follow each other in the header's order. The
 mask is True for all tokens of a rollout without a mask. The header holds the shape of each
-rollout's experts. Files of older releases have no masks or experts. Their rollouts get None for
-both.
+rollout's experts. Files of older releases have no masks or experts. A rollout read from such a file
+has None for both.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _score(total: float | None, values: Sequence[float | None], error: str | Non
     """Return a sample's score from its saved fields, which are those of ``Score``.
 
     total: the total reward; None if the sample has none.
-    values: the reward of each function; None if it did not apply.
+    values: the reward of each function; None if the function did not apply.
     error: the error of a failed function. Older files have none.
     """
     return Score(total=total, by_function=tuple(values), error=error)

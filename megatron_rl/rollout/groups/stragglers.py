@@ -12,7 +12,7 @@ rollout P, and the last P − S. Each rollout trains P groups. Invariants
 1. Each rollout trains P groups (fewer only at the end of the data), and every started group is
    trained exactly once.
 2. A group is trained with its own rollout or with the next. To ensure this, ``collect_most`` waits
-   for all stragglers of the rollout before.
+   for all stragglers of the previous rollout.
 3. After the last rollout no group is left unfinished or untrained.
 """
 
@@ -69,8 +69,10 @@ class Stragglers:
         """Return a job of the groups to train now. A collective.
 
         With stragglers, wait until enough groups are scored on all ranks. The other groups stay in
-        ``job``, which is then stored as ``left``. If no rollout has stragglers, return ``job`` at
-        once, still unfinished.
+        ``job``, which becomes ``self.left``. If no rollout has stragglers, return ``job`` at once,
+        still unfinished.
+
+        job: the job of the groups that this rollout started.
         """
         if not self._is_split:
             return job
@@ -94,9 +96,10 @@ def collect_most(
 ) -> tuple[RolloutJob, CollectDurations]:
     """Wait for ``num_groups`` scored groups; return a job of these groups, and the seconds of waiting and of scoring.
 
-    job: the rollout's own job. It keeps its other groups, whose generation goes on.
-    left: the job of the stragglers of the rollout before; None if there are none. All of them are
-        waited for, and then the job is released.
+    job: the job of the groups that this rollout started. It keeps the groups that are not returned,
+        and their generation goes on.
+    left: the job of the stragglers of the previous rollout, all of which are waited for; None if
+        there are none.
     num_groups: the number of groups to return, of all ranks, the stragglers included.
 
     Raises the same errors as ``RolloutManager.collect``.
@@ -136,20 +139,21 @@ def num_to_start(
 
 
 def num_to_train(*, prompts_per_rollout: int, left: int, started: int) -> int:
-    """Return the number of groups that a rollout trains: all stragglers of the rollout before, then groups of its own.
+    """Return the number of groups that a rollout trains: all stragglers of the previous rollout, then its own groups.
 
-    Together they are ``prompts_per_rollout`` groups, if so many are started.
+    The number is ``prompts_per_rollout``, unless fewer groups are there.
 
-    left: the number of stragglers of the rollout before.
+    left: the number of stragglers of the previous rollout.
     started: the number of groups that the rollout itself started.
     """
     return max(left, min(prompts_per_rollout, left + started))
 
 
 def choose(whole: Collection[int], room: int) -> list[int] | None:
-    """Return the ``room`` lowest of the places in ``whole``, to be trained now; None if ``whole`` has fewer places.
+    """Return the places of the groups to train now: the lowest in ``whole``; None if ``whole`` has too few.
 
     whole: the places (numbers in the rollout) of the groups that are scored.
+    room: the number of places to return.
     """
     return sorted(whole)[:room] if len(whole) >= room else None
 
@@ -157,9 +161,9 @@ def choose(whole: Collection[int], room: int) -> list[int] | None:
 def hand_out(job: RolloutJob, left: RolloutJob | None, places: Collection[int]) -> RolloutJob:
     """Move all groups of ``left``, then the groups of ``job`` at ``places``, to a new job; return the new job.
 
-    All moved groups must be scored. ``job`` keeps its stragglers under their places (numbers in the
-    rollout). The places of the new job count from 0. They are the same on all ranks, since every
-    rank makes the same call. Not a collective.
+    All moved groups must be scored. ``job`` keeps its other groups under their places (numbers in
+    the rollout). The new job's places count from 0. Every rank makes the same call, so the new
+    places are the same on all ranks. Not a collective.
     """
     whole = RolloutJob({}, (), job.samples_per_prompt)
     whole.made_at = job.made_at

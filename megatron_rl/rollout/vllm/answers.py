@@ -1,4 +1,4 @@
-"""The conversion of vLLM's completions to rollouts for the training, or to results of ``sample``, with checks."""
+"""The conversion of vLLM's completions to training rollouts, or to a ``SampleResult``, with checks."""
 
 from __future__ import annotations
 
@@ -91,6 +91,8 @@ class Answers:
 
         An id is known if it is from 0 to ``vocab_size`` − 1. The finish_reason must be "stop" if
         the last token is in ``stop_ids``, and only then.
+
+        name: the sample's name, for the error.
         """
         token_ids = tuple(completion.token_ids.tolist())
         if max(token_ids) >= self._vocab_size or min(token_ids) < 0:

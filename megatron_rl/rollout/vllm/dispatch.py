@@ -1,6 +1,6 @@
 """The dispatcher: sends each generation request to one of several engine replicas, and again after a failure.
 
-It waits for futures, and has no network code itself. Invariants
+The replicas send the requests; this module only waits for their futures. Invariants
 (tests/unit/rollout/test_dispatch.py checks them under Hypothesis):
 
 1. Every request ends in exactly one of ``finished`` and ``lost``.
@@ -13,8 +13,8 @@ It waits for futures, and has no network code itself. Invariants
    still gets requests. It may hold newer weights afterwards.
 5. The call ends, since every attempt ends by its answer, its error or its deadline.
 6. ``on_finished`` is called once for every finished request, with its entry of ``finished``. The
-   calls are made in the caller's thread and in the order of finishing. If one raises, every attempt
-   under way is given up.
+   calls are made in the caller's thread and in the order of finishing. If a call raises, every
+   attempt under way is given up.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def dispatch(
 class _Call:
     """Runs one call of ``dispatch`` in the caller's thread.
 
-    Other threads may complete an attempt's future. Its callback only puts the attempt in the queue
-    ``done``.
+    Other threads may complete an attempt's future. The future's callback only puts the attempt in
+    the queue ``done``.
     """
 
     def __init__(
@@ -255,8 +255,8 @@ class _Call:
     def _lose(self, attempt: _Attempt, cause: str) -> None:
         """Mark an attempt's replica as down for the rest of the call, and queue the request again.
 
-        After the request's last attempt, count it as lost instead. ``cause``: why the attempt
-        failed.
+        After the request's last attempt, count the request as lost instead. ``cause``: why the
+        attempt failed.
         """
         self.down.setdefault(attempt.replica, cause)
         self._again(attempt, cause)

@@ -56,8 +56,7 @@ class _Call:
     number: the call's number, from 1.
     version: the weight version of the replicas.
     present: the replicas that may be used.
-    restarts: how many restarts in a row came before the call. A call without a restart resets the
-        count.
+    restarts: the number of restarts since the latest call that needed none.
     lives: a replica's id → how often the replica was restarted, or served again after a loss.
     """
 
@@ -164,9 +163,8 @@ class VllmEngine:
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
         """Restart the lost engines that this run started, and return the names of servers that do not serve.
 
-        A replica is such an engine or a server. The call waits until every engine of this run
-        serves. A lost server is restarted by its supervisor, not by this call. It is left out while
-        other replicas are there, else the call waits for it.
+        The call waits until every engine that this run started serves. A lost server is restarted
+        by its supervisor. The call waits for a lost server only if the rank has no other replica.
 
         lost: names of the replicas that any rank has lost.
 
@@ -279,7 +277,8 @@ class VllmEngine:
     def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
         """Record which replicas hold the new weights after a sync, and which are lost.
 
-        failed, lost: names of the replicas that any rank reports as failed, or as lost.
+        failed: names of the replicas that, by any rank's report, do not hold ``version``.
+        lost: names of the replicas that any rank can no longer reach.
         """
         # An engine of our own is restarted after any failure, so that half a sync needs no repair.
         with self._lock:
@@ -339,9 +338,9 @@ class VllmEngine:
     def _begin(self, asks: bool) -> _Call:
         """Return the engine's state at the beginning of a call. ``asks``: whether the call has requests to send.
 
-        Raises EngineLost if it has requests, but no replica is left, or one is lost and
-        ``in_flight`` is off. Raises RuntimeError if it has requests, but the replicas hold no
-        complete set of weights.
+        Without requests no error is raised. Raises EngineLost if no replica is left, or if one is
+        lost and ``in_flight`` is off. Raises RuntimeError if the replicas hold no complete set of
+        weights.
         """
         version, restarts, lives, lost = self.weight_version, self._restarts, self._lives.copy(), self._lost
         present = [x for x in self._present if x not in lost]

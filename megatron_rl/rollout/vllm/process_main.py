@@ -100,7 +100,10 @@ class EngineProcess:
             self.inbox.put(None)
 
     def _handle(self, message: tuple[dict, dict] | None) -> bool:
-        """Handle one message; return False if the rank is gone, or asks this process to end."""
+        """Handle one message of the rank; return False if the process is to end.
+
+        message: (header, arrays); None if the rank is gone.
+        """
         if message is None:
             return False
         header, arrays = message
@@ -202,7 +205,7 @@ class EngineProcess:
 
 
 def _sampled_logprobs(sample) -> np.ndarray:
-    """Return [T] float32, the log-prob of each sampled token. Other log-probs were not requested from vLLM."""
+    """Return the log-prob of each sampled token of a vLLM sample, float32 [tokens]; empty if vLLM returned none."""
     return np.array([] if sample.logprobs is None else sample.logprobs.logprobs, dtype=np.float32)
 
 

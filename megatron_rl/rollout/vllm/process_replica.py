@@ -42,6 +42,7 @@ def engine_environment(
     They are ``environment`` without the variables that are for the trainer's ranks alone, plus
     settings for vLLM.
 
+    environment: the environment variables of the rank.
     devices: the names of the engine's GPUs; None on a CPU host.
     threads: the number of the engine's threads on a CPU host.
     """
@@ -251,7 +252,7 @@ class ProcessReplica:
 
         Then set ReplicaLost as the error of all futures that still wait.
 
-        ready: the future of the first message, which holds the engine's facts.
+        ready: the future of the first message, which describes the engine (``ReplicaFacts``).
         """
         last_error = ""
         try:
@@ -319,7 +320,7 @@ class ProcessReplica:
 
 
 def _settle(future: Future | None, result: object) -> None:
-    """Set the future's result, or its error if ``result`` is an exception. ``future``: None if nothing waits."""
+    """Set the future's result, or its error if ``result`` is an exception. Do nothing if ``future`` is None."""
     if future is None:
         return
     try:

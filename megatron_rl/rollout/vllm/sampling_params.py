@@ -31,5 +31,5 @@ def sampling_parameters(request: GenerateRequest) -> dict[str, object]:
 
 
 def parse_version(label: str) -> int:
-    """Return the weight version in vLLM's text label for it; NO_WEIGHTS for a label such as "default"."""
+    """Return the weight version that vLLM reports as the text ``label``; NO_WEIGHTS for a text such as "default"."""
     return int(label) if label.isdecimal() else NO_WEIGHTS

@@ -63,8 +63,9 @@ def example(model: str, host: str, port: int) -> str:
 def server_environment(
     parent: Mapping[str, str], *, api_key: str | None, devices: Sequence[str] | None
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return a server's environment, and the names of ``parent``'s variables that are left out of it.
+    """Return (a server's environment variables, the names of the variables of ``parent`` that are left out).
 
+    parent: the environment variables of the process that starts the server.
     devices: the server's GPUs; None: no restriction.
     """
     dropped = tuple(sorted(name for name in parent if name == INSECURE or LAUNCHER_VARIABLES.fullmatch(name)))

@@ -67,8 +67,8 @@ class ServerHealth:
     def _note_progress(self) -> None:
         """Read the server's token counters, and set ``progressed_at`` if they have moved.
 
-        If the server has no counters, a warning is logged once. Then only its answers count as
-        progress.
+        If the server has no counters, a warning is logged once. Then only the server's answers to
+        requests count as progress.
         """
         try:
             counts = COUNTERS.findall(self.server.text("/metrics", timeout_s=ANSWER_S))

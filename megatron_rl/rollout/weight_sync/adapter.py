@@ -3,8 +3,8 @@
 This module runs in the engine's process, with the receiver. An adapter of one projection is a pair
 of matrices, A and B. vLLM (0.32.0, lora/model_manager.py) ignores a pair that no layer of the model
 takes, without an error. It copies a pair of a wrong shape into a part of the layer's memory. So
-this module checks both. vLLM itself multiplies B by alpha / rank, and slices pairs for tensor
-parallelism.
+this module checks names and shapes. vLLM itself multiplies B by alpha / rank, and slices pairs for
+tensor parallelism.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ADAPTER_ID = 1  # id of the only adapter, whose values every sync replaces
 def policy_request() -> LoRARequest:
     """Return the LoRARequest that makes vLLM compute a request with the policy's current adapters.
 
-    Its path names no file, since the adapters come by weight sync. So a request before the first
-    adapters would end the engine.
+    The LoRARequest's path names no file, since the adapters come by weight sync. So a request
+    before the first adapters would end the engine.
     """
     return LoRARequest(
         lora_name="policy", lora_int_id=ADAPTER_ID, lora_path="/no file: adapters come by megatron_rl's weight sync"

@@ -11,10 +11,10 @@ from megatron_rl.rollout.weight_sync.transport import is_adapter
 
 
 class AdapterEncoder(WholeEncoder):
-    """Sends every bucket whole, and remembers which replicas have the frozen weights.
+    """Sends every bucket (batch of tensors) whole, and remembers which replicas have the frozen weights.
 
-    A sync brings the adapters, pairs of matrices A and B, alone or together with all frozen
-    weights. The end message of the sync holds the adapters' rank and alpha.
+    A sync brings the LoRA adapters alone, or adapters and all frozen weights. The end message of
+    the sync holds the adapters' rank and alpha.
     """
 
     finishing = ("use_adapter",)

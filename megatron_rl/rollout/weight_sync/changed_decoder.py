@@ -1,6 +1,7 @@
 """The decoder of changed weights (``weight_sync.delta``): keeps a copy of each bucket, and writes changes into it.
 
-It runs in the engine's process, with the receiver. Its counterpart is changed_encoder.py.
+A bucket is a batch of weight tensors, packed into one array of bytes. This module runs in the
+engine's process. changed_encoder.py encodes the changes in the trainer's process.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from megatron_rl.weights.delta import difference_of
 
 
 class ChangedDecoder:
-    """Keeps a copy of each bucket in host memory, and writes changed words into it. It is a ``BucketDecoder``."""
+    """Keeps a host copy of each bucket (batch of tensors), and writes changed words into it. A ``BucketDecoder``."""
 
     copies = True
 

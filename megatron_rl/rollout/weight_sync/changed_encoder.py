@@ -1,10 +1,10 @@
-"""The encoder of changed weights (``weight_sync.delta``): sends only the words that changed since the sync before.
+"""The encoder of changed weights (``weight_sync.delta``): sends only the words that changed since the previous sync.
 
 A word has 2 or 4 bytes, the size of a weight. An engine's receipt is what its workers report of
-their weights: version, checksum and number. An engine gets only the changed words if it still gives
-the receipt of the latest sync. Every other engine gets all weights. The choice is made before the
-first bucket, for all buckets of a sync. The trainer finds the changes by its copies on the host
-(host_copies.py).
+their weights: version, checksum and number of tensors. An engine gets only the changed words if it
+still reports the receipt of the latest sync. Every other engine gets all weights. This choice is
+made once per sync, before the first bucket (batch of tensors). The trainer keeps host copies of the
+buckets (host_copies.py), and compares new buckets with them.
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ class ChangedEncoder(WholeEncoder):
         self._num_words = self._num_changed = 0
 
     def greet(self, replica: Replica, deadline_s: float) -> bool:
-        """Return whether a replica's workers report other weights than after the replica's latest sync.
+        """Return whether a replica's weights are no longer those of the latest sync, by its workers' report.
 
-        If they do, another trainer has sent weights, so the replica's channel must be opened again.
-        False without an earlier sync.
+        True means that another trainer has sent weights, so the replica's channel must be opened
+        again. False if there was no earlier sync.
+
+        deadline_s: seconds for the workers' report.
         """
         if (receipt := self.receipts.pop(id(replica), None)) is None:
             return False
@@ -95,10 +97,9 @@ class ChangedEncoder(WholeEncoder):
         return EncodedBucket(checksum=message["checksum"], parts=parts, error=error)
 
     def _compare(self, buffer: BucketBuffer) -> Compared | None:
-        """Copy a bucket for the next sync; return its difference from the sync before.
+        """Copy a bucket for the next sync; return the bucket's difference from its copy of the previous sync.
 
-        None if no replica gets changes in this sync, or if the bucket had other tensors in the sync
-        before.
+        None if no replica gets changes in this sync, or if that copy has other tensors.
         """
         if not self._current:
             self._copies.keep(buffer.tensors, buffer.packed)

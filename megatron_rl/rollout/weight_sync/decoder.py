@@ -37,7 +37,7 @@ class BucketDecoder(Protocol):
         """Return the bucket that arrived: descriptions of its tensors, and its bytes, which the caller must not change.
 
         tensors: [name, dtype, shape, first byte] of each tensor, as the message lists them.
-        difference: as for ``sent_bytes``.
+        difference: the fields of the ``Difference`` that arrived; {} if the bucket is sent whole.
         sent: uint8, the bytes that arrived.
 
         Raises ValueError for a difference if no copy of the earlier bucket is held.
@@ -45,7 +45,7 @@ class BucketDecoder(Protocol):
         ...
 
     def end(self) -> None:
-        """Finish a sync that succeeded. A decoder with copies drops copies of buckets that this sync did not have."""
+        """Finish a sync that succeeded. A decoder with copies drops those of buckets that were not in this sync."""
         ...
 
 

@@ -28,7 +28,7 @@ class BucketBuffer:
         """Allocate shared memory if the channel needs it. Raises OSError if there is too little.
 
         num_bytes: the size of the buffer.
-        channel: as for ``WeightSender``.
+        channel: how the bytes reach engines: "shared_memory", "broadcast" or "cuda_ipc".
         device: where the tensors are packed.
         """
         self.channel, self.num_bytes, self._device = channel, num_bytes, device
@@ -66,8 +66,8 @@ class BucketBuffer:
     def message(self, *, whole: bool = True) -> dict[str, object]:
         """Make the bucket's bytes readable for an engine; return the message that describes the bucket.
 
-        whole: whether any engine reads the bucket's bytes. False: all engines read a payload
-            instead (``share``).
+        whole: whether any engine reads the bucket's bytes. False: all engines read only the changed
+            words, which ``share`` makes readable.
         """
         seen = part_digests(self.packed, range(NUM_PARTS))
         if self._staged and whole:
@@ -87,8 +87,8 @@ class BucketBuffer:
     def share(self, payload: torch.Tensor) -> dict[str, object]:
         """Make a payload readable for an engine; return the message's fields that locate the payload.
 
-        payload: uint8, on the buffer's device, sent instead of the bucket's bytes. It is kept until
-            the buffer is cleared.
+        payload: the encoded changed words, uint8 on the buffer's device, sent instead of the
+            bucket. It is kept until the buffer is cleared.
 
         Raises OSError if there is too little shared memory.
         """

@@ -22,9 +22,9 @@ class EncodedBucket:
     """Holds a bucket as it is sent to each replica.
 
     checksum: the checksum of the whole bucket, even if only its changes are sent.
-    parts: a replica's id → its message and bytes. A replica without an entry is dropped from the
-        sync.
-    error: why replicas have no entry; None if all have one.
+    parts: a replica's id → (message, bytes) to send to the replica. A replica without an entry is
+        dropped from the sync.
+    error: why some replicas have no entry; None if all replicas have one.
     """
 
     checksum: str
@@ -33,10 +33,10 @@ class EncodedBucket:
 
 
 class BucketEncoder(Protocol):
-    """Decides which bytes of each bucket are sent to which replica, for the syncs of one sender, in order.
+    """Decides which bytes of each bucket are sent to which replica. One encoder serves all syncs of one sender.
 
     holds: whether engines keep copies of the buckets that they receive.
-    finishing: control methods that are called on an engine after a sync's finish.
+    finishing: the names of control methods that are called on an engine at the end of a sync.
     changed_share: the fraction of the latest sync's elements that changed; None if none were
         compared.
 

@@ -38,9 +38,8 @@ def count_values(model: torch.nn.Module, wanted: Collection[str]) -> int:
 def drop_half_loaded(model: torch.nn.Module, config: ModelConfig) -> None:
     """Forget the tensors of a sync that broke off, and restore every layer's parameters from before the sync.
 
-    vLLM's ``finalize_layerwise_reload`` restores them, but first loads tensors that it still holds.
-    A tensor of a wrong shape would make it raise every time. The next sync overwrites all
-    parameters.
+    vLLM's ``finalize_layerwise_reload`` alone would first load the tensors that it still holds, and
+    would raise each time for a tensor of a wrong shape. The next sync overwrites all parameters.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)

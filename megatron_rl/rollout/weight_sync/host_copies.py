@@ -1,6 +1,6 @@
 """Copies of a sync's buckets in host memory: as the trainer last sent them, and as an engine last received them.
 
-The trainer compares a bucket with its copy from the sync before, and sends the words that changed.
+The trainer compares a bucket with its copy from the previous sync, and sends the words that changed.
 The engine writes these words into its own copy, which then equals the trainer's bucket to the bit.
 The engine checks, counts and loads the copy like a bucket that arrived whole. The copies have the
 size of the weights, on every rank that sends and in every worker of an engine. Both sides import
@@ -20,7 +20,7 @@ from megatron_rl.weights.delta import Difference, apply, compare, difference_of,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Holds the difference of a bucket from its copy of the sync before.
+    """Holds the difference between a bucket and the same bucket of the previous sync.
 
     num_words: the number of words (2 or 4 bytes) in the bucket's tensors, without padding.
     num_changed: the number of these words that changed.
@@ -39,7 +39,7 @@ class HostCopies:
     """Keeps a copy of each bucket of a sync, in the order in which the buckets are sent.
 
     ``compare``, ``keep`` and ``patch`` each take the next bucket in this order. ``begin`` returns
-    to the first.
+    to the first bucket.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class HostCopies:
         self._next = 0
 
     def end(self) -> None:
-        """Drop the copies of buckets that the sync that ends did not have."""
+        """End a sync: drop the copies of buckets that were not in it."""
         del self._buckets[self._next :]
 
     def clear(self) -> None:
@@ -61,9 +61,9 @@ class HostCopies:
         self._next = 0
 
     def compare(self, tensors: Sequence, packed: torch.Tensor) -> Compared | None:
-        """Store a copy of the next bucket; return the bucket's difference from its copy of the sync before.
+        """Store a copy of the next bucket; return the bucket's difference from its copy of the previous sync.
 
-        None if there was no such copy, or if it had other tensors.
+        None if there was no such copy, or if that copy had other tensors.
 
         tensors: [name, dtype, shape, first byte] of each tensor.
         packed: the bucket, uint8, on the trainer's device. The comparison runs there.
@@ -102,7 +102,7 @@ class HostCopies:
         return self._buckets[self._next - 1][1]
 
     def patch(self, fields: Mapping[str, int], payload: torch.Tensor) -> tuple[list, torch.Tensor]:
-        """Write changed words into the next bucket's copy of the sync before; return its tensors and its bytes.
+        """Write changed words into the copy of the next bucket; return that copy: (tensors, bytes).
 
         Each tensor is described by [name, dtype, shape, first byte]. The caller must not change the
         bytes.

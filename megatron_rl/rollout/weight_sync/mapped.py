@@ -22,7 +22,7 @@ _warned: set[str] = set()
 
 
 class Registration:
-    """Registers mapped memory with CUDA until ``release``. If CUDA refuses, it is logged, and copies are slower."""
+    """Registers mapped memory with CUDA until ``release``. If CUDA refuses, a warning is logged; copies are slower."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._address = 0

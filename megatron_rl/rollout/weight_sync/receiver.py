@@ -46,7 +46,7 @@ BACKEND = "megatron_rl"
 
 @dataclass
 class ChannelInfo(WeightTransferInitInfo):
-    """Holds the description of the channel by which buckets arrive.
+    """Describes the channel by which buckets (batches of weight tensors) arrive.
 
     channel: ``shared_memory`` (a file that both processes map), ``broadcast`` (a process group of
         the trainer and all engines) or ``cuda_ipc`` (the trainer's memory on the same GPU).
@@ -77,7 +77,7 @@ class BucketInfo(WeightTransferUpdateInfo):
 
     kind: ``bucket`` (the listed tensors, packed one after the other) or ``end`` (the totals of the
         whole sync).
-    tensors: [name, dtype, shape, first byte] of each tensor.
+    tensors: [name, dtype, shape, first byte] of each tensor; [] if only changes are sent.
     num_bytes: the size of the whole bucket.
     digests: the digests of the bucket's NUM_PARTS ranges of bytes (weights/bucket_digest.py).
     checksum: in a ``bucket``, its checksum; in the ``end``, the checksum of all buckets
@@ -86,8 +86,9 @@ class BucketInfo(WeightTransferUpdateInfo):
     storage: the handles of the trainer's GPU memory (transport.share_storage); {} for another
         channel.
     difference: {} if the bucket is sent whole. Otherwise the fields of a ``Difference``, which tell
-        how to read the changed words (weights/delta.py). The tensors are then the same as in the
-        copy held here. Size, digests and checksum are still the whole bucket's.
+        how to read the changed words (weights/delta.py). Size, digests and checksum are still the
+        whole bucket's.
+    version: in the ``end``, the weight version.
     num_tensors: in the ``end``, the number of tensors of the sync.
     adapter: in the ``end``, rank and alpha of adapters that the sync brought apart from the
         weights; {} if there are none.
@@ -268,8 +269,8 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
     def _in_place(self) -> bool:
         """Return whether tensors are loaded directly from the sender's memory, and each worker copies only its slices.
 
-        That is so with several workers. A single worker needs the tensors whole, and copies the
-        bucket at once. A broadcast has already brought a copy.
+        True for several workers, unless a broadcast has already brought each a copy. A single
+        worker needs the tensors whole, and copies the bucket at once.
         """
         return self._group is None and self.parallel_config.world_size > 1
 
@@ -294,7 +295,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             )
 
     def _packed(self, bucket: BucketInfo) -> torch.Tensor:
-        """Return the bytes that were sent for a bucket, uint8: the sender's own memory, or a copy on this device.
+        """Return the bytes sent for a bucket, uint8: a view of the trainer's memory, or a copy on this device.
 
         A copy is needed because vLLM keeps tensors until their layer is complete. The sender may
         overwrite its memory with the next bucket before that.
@@ -395,7 +396,7 @@ class Receiver:
         return self.weight_transfer_engine.receipt | {"failure": self.weight_transfer_engine.failure}
 
     def abandon_weight_update(self) -> None:
-        """End a weight update that broke off, of this trainer or an earlier one, so that a new update may start.
+        """End a weight update that this or an earlier trainer left unfinished, so that a new update may start.
 
         vLLM (0.32.0, gpu_worker.py) itself ends an unfinished update only after an error.
         """

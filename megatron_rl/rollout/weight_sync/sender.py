@@ -41,9 +41,9 @@ class WeightSender:
     channel: ``shared_memory`` (one host), ``broadcast`` (a process group with all engines: NCCL on
         GPUs, gloo on CPUs), or ``cuda_ipc`` (an engine on this rank's GPU opens the bucket's
         memory).
-    bucket_bytes: memory of the two buffers together. A tensor larger than a buffer enlarges the
-        buffer. Shared memory is kept between syncs, since allocating pages takes longer than a
-        copy. Memory on a GPU is freed after each sync.
+    bucket_bytes: memory of the two buffers, in bytes; one is filled while engines read the other. A
+        tensor larger than a buffer enlarges the buffer. Shared memory is kept between syncs. Memory
+        on a GPU is freed after each sync.
     deadline_s: seconds for each answer of a replica.
     encoder: decides which bytes of a bucket are sent to which engine; None: the whole bucket to
         each.
@@ -122,7 +122,7 @@ class WeightSender:
 
 
 class _Delivery:
-    """Runs one sync. Each replica's messages are sent in a thread of the replica, so they keep their order."""
+    """Runs one sync. Each replica has a thread that sends all of the replica's messages, in order."""
 
     def __init__(self, sync: WeightSender, version: int, replicas: Sequence[Replica], in_flight: bool) -> None:
         self.sync, self.version, self.replicas, self.in_flight = sync, version, replicas, in_flight
@@ -206,7 +206,7 @@ class _Delivery:
         self.sync.forget(replica)
 
     def _drop_rest(self) -> None:
-        """Drop all engines of a broadcast from the sync if its group is broken, since they would wait in vain."""
+        """Drop all engines from the sync if its broadcast group is broken, since the engines would wait in vain."""
         for replica in self.living if self.broken else ():
             self._drop(replica, EngineError(f"this sync's broadcast broke off; {self.broken}"))
 
@@ -216,7 +216,7 @@ class _Delivery:
         self.given_up.append(self._submit(replica, replica.give_up, cause))
 
     def _meet(self) -> None:
-        """Open the channel to every replica. For a broadcast, replicas that are gone are dropped first."""
+        """Open the channel to every replica. For a broadcast, first drop the replicas that do not answer."""
         if self.sync.channel != "broadcast":
             self._everywhere(self.sync.join)
             return
@@ -288,7 +288,7 @@ class _Delivery:
         return buffer
 
     def _flush(self, buffer: BucketBuffer) -> None:
-        """Send a buffer's bucket to every replica. The buffer must not be changed until ``_await``."""
+        """Send a buffer's bucket to every replica. The buffer must not be changed until ``_await`` has returned."""
         bucket = self.encoder.encode(buffer, self.living)
         self.tally.add(bucket.checksum, len(buffer.tensors))
         for replica in [x for x in self.living if id(x) not in bucket.parts]:

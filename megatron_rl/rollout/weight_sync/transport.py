@@ -68,7 +68,7 @@ class Segment:
 
 
 def remove_abandoned(folder: pathlib.Path) -> None:
-    """Remove the segments in ``folder`` whose owner was killed. They are the segments whose lock is free."""
+    """Remove the segments in ``folder`` whose creator was killed: a running process holds its segments' locks."""
     for path in folder.glob(f"{SEGMENT_PREFIX}*"):
         # The file may be gone, belong to another user, or be in use.
         with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError):

@@ -33,8 +33,7 @@ class CriticAdvantages:
         """Return the advantages of a rollout, and the critic's targets. A collective.
 
         scored: the rollout's samples with their rewards.
-        passes: results of forward passes: the critic's values, and log-probs if the reward has a
-            KL.
+        passes: holds the critic's values; if the reward has a KL, log π_old and log π_ref too.
         """
         settings, facts, mask = self.settings, scored.facts, passes.loss_mask
         penalty = None if self.kl is None else self.kl.of(passes, facts.num_samples)

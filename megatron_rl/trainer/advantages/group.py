@@ -52,7 +52,7 @@ class GroupAdvantages:
         A collective if the reward has a KL, if noise is added, or if the estimator is the user's function.
 
         scored: the rollout's samples with their rewards.
-        passes: log π_old and log π_ref if the reward has a KL; else not read.
+        passes: holds log π_old and log π_ref if the reward has a KL; otherwise it is not read.
         """
         with self.enter_own("advantage"):
             if self.kl is not None:

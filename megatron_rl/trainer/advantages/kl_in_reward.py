@@ -51,7 +51,7 @@ class KLInReward:
     def of(self, passes: Passes, num_samples: int) -> KLPenalty:
         """Return the KL penalties of a rollout.
 
-        passes: results of forward passes: log π_old and log π_ref of every sample.
+        passes: holds log π_old and log π_ref of every sample.
         num_samples: the number of the rollout's samples.
         """
         mask, coefficient = passes.loss_mask, self.coefficient()
@@ -65,7 +65,7 @@ class KLInReward:
 
     @staticmethod
     def less(scored: ScoredBatch, penalty: KLPenalty, loss_mask: np.ndarray) -> GroupRewards:
-        """Return the rewards; each sample's total is lowered by the sum of the penalties of its loss tokens.
+        """Return the rollout's rewards, each sample's total reduced by the sum of its loss tokens' penalties.
 
         scored: the rollout's samples with their rewards.
         loss_mask: bool [T], the response tokens that carry loss, sample after sample.

@@ -20,13 +20,12 @@ class AdvantageNoise:
     All mini-batches and epochs of a rollout have the same noise.
 
     std:      the noise's standard deviation, above 0.
-    steps:    a rollout gets noise if RL took fewer than ``steps`` optimizer steps before the
-              rollout.
+    steps:    a rollout gets noise if RL took fewer optimizer steps than this before the rollout.
     seed:     the run's seed.
     epsilon:  ``skip.advantage_epsilon``. A sample gets noise only if its absolute advantage is above
               this number.
-    rl_steps: a function that returns the number of RL's optimizer steps so far. Ghost steps, which
-              run on a zero gradient, count.
+    rl_steps: a function that returns the number of RL's optimizer steps so far. Steps with a zero
+              gradient (ghost steps) count too.
     """
 
     std: float
@@ -38,8 +37,10 @@ class AdvantageNoise:
     def __call__(self, plain: np.ndarray, facts: BatchFacts) -> np.ndarray:
         """Return the advantages ``plain`` ([S], one per sample) with noise added, float64 [S].
 
-        After the first ``steps`` steps, ``plain`` is returned as it is. A collective while noise is
-        added.
+        Once RL has taken ``steps`` optimizer steps, it returns ``plain`` itself. A collective while
+        noise is added.
+
+        facts: the ids and loss-token counts of the S samples.
         """
         if self.rl_steps() >= self.steps:
             return plain

@@ -40,12 +40,11 @@ class MeasuredKL:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdvantageResult:
-    """Holds the advantages of a rollout, and the values that were computed with them.
+    """Holds the advantages of a rollout, and the by-products of their computation.
 
     advantages: the advantages that the policy is trained on.
     plain:      float64 [S], the advantages from rewards alone, without noise. The replay buffer
-                ranks groups by them. All are 0 if advantages depend on a critic's values, a teacher
-                or a KL in the reward.
+                ranks groups by them. All zeros with a critic, a teacher or a KL in the reward.
     targets:    the critic's targets; None without a critic.
     kl:         the KL that was subtracted from the reward; None if the reward has no KL.
     metrics:    metrics of the KL in the reward, or of the gap to a teacher.

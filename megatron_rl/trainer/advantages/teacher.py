@@ -29,7 +29,7 @@ class TeacherAdvantages:
         """Return the advantages of a rollout. A collective.
 
         scored: the rollout's samples.
-        passes: results of forward passes: log π_old, the student's, and the teacher's log-probs.
+        passes: holds log π_old (the student's log-probs) and log π_T (the teacher's).
         """
         facts, mask, student = scored.facts, passes.loss_mask, passes.old.flat
         plain = distillation_advantages(

@@ -17,7 +17,8 @@ GAP = "train/logprob_gap_max"
 class BitwiseCheck(GapGuard):
     """Checks that the trainer's log-prob of every loss token equals the engine's; else raises EngineError.
 
-    The largest gap, 0 after the check, is a metric in every optimizer step's row of metrics.jsonl.
+    The largest difference is a metric in every optimizer step's row of metrics.jsonl; it is 0
+    whenever the check has passed.
     """
 
     def __init__(self, rollout: RolloutConfig, dtype: str, backend: MegatronBackend) -> None:
@@ -25,10 +26,10 @@ class BitwiseCheck(GapGuard):
         self.backend, self.gap = backend, 0.0
 
     def of_rollout(self, taken: TrainingBatch, old: OldLogProbs) -> dict[str, float]:
-        """Return the metric of a rollout's largest gap, 0, after comparing log π_old with the engine's log-probs.
+        """Compare a rollout's log π_old with the engine's log-probs; return the largest difference, 0, as a metric.
 
-        A collective. Raises EngineError on every rank alike. The error names the first sample and
-        position that differ, or says that older weights than the trainer's gave some tokens.
+        A collective. Raises EngineError on every rank alike if they differ. The error names the first
+        sample and position that differ, or says that older weights sampled some tokens.
         """
         if not taken.is_fresh:
             raise EngineError(
@@ -43,9 +44,11 @@ class BitwiseCheck(GapGuard):
     def of_step(
         self, old: OldLogProbs, step: StepPlan, result: StepResult, *, number: int, fresh: bool
     ) -> dict[str, float]:
-        """Return the rollout's gap as a metric; raise EngineError if the first step's log-probs are not the engine's.
+        """Return the rollout's largest difference as a metric; in step 0, first compare with the engine.
 
-        result: the step's result. Only step 0 is compared with the engine.
+        Raises EngineError if the log-probs of step 0 are not the engine's.
+
+        result: the step's result.
         number: the step's number within the rollout, from 0.
         old, step, fresh: not used here.
         """

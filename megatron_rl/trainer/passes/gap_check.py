@@ -34,7 +34,7 @@ class GapCheck(Protocol):
         ...
 
     def of_rollout(self, taken: TrainingBatch, old: OldLogProbs) -> dict[str, float]:
-        """Return the metrics of a rollout's token-by-token comparison; {} if this check makes none.
+        """Compare a rollout's log-probs token by token and return the metrics; {} if this check does not do so.
 
         A collective if the tokens are compared.
         """
@@ -77,7 +77,10 @@ class GapGuard:
     def of_step(
         self, old: OldLogProbs, step: StepPlan, result: StepResult, *, number: int, fresh: bool
     ) -> dict[str, float]:
-        """Return the metrics of the gap that the optimizer step measured; {} if a log-prob pass already measured it."""
+        """Return the metrics of the step's own gap; {} if a log-prob pass already measured it.
+
+        ``GapCheck.of_step`` describes the arguments.
+        """
         if step is not old.own:
             return {}
         measured = {name: result.sums[name] for name in ("tokens", *GAPS)}
@@ -90,8 +93,8 @@ def guard_logprob_gap(sums: Mapping[str, float], rollout: RolloutConfig, dtype: 
     sums: the sums of a log-prob pass or of an optimizer step over all ranks, with the keys of
         ``LogProbs.sums``. The mean |gap| per token is compared. Without tokens nothing is judged.
     dtype: ``model.dtype``.
-    fresh: whether trainer and engine had the same weights. If not, training explains a gap. The
-        mean is then compared with ``rollout.warn_logprob_gap`` alone, if that is set.
+    fresh: whether trainer and engine had the same weights. If not, a gap is expected: the mean is
+        compared with ``rollout.warn_logprob_gap`` alone, if that is set.
     """
     if not sums.get("tokens"):
         return

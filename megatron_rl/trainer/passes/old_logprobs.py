@@ -28,8 +28,8 @@ class OldPassRules:
     recomputes_replayed: ``replay.recompute_logprobs``; if false, a replayed group's π_old is the
         engine's log-prob.
     drops:         whether the pass leaves out the samples that the training plan does not run.
-    dense_every_rollouts: every so many rollouts, the pass also covers ``dense_samples`` dropped
-        samples; 0: never.
+    dense_every_rollouts: n: in one of n rollouts the pass also covers ``dense_samples`` dropped
+        samples; 0: in none.
     """
 
     needed_by: str | None
@@ -55,10 +55,11 @@ class OldLogProbPass:
     def own_step(self, plan: BatchPlan, taken: TrainingBatch) -> StepPlan | None:
         """Return the rollout's first optimizer step if its own log-probs, detached, can serve as π_old; else None.
 
-        Not a collective. The weights do not change before the first step, so a forward pass before
-        it would give the same log-probs. The result is None if log π_old of one of the step's
-        samples is known already. It is known if the sample's log-prob pass ran while the engine
-        still sampled others, or if the engine's log-prob is π_old of a replayed group.
+        The weights do not change before the first step, so a forward pass before it would give the
+        same log-probs. Not a collective.
+
+        Returns None, too, if log π_old of one of the step's samples is known already: from a pass that
+        ran while the engine still sampled, or because a replayed group takes the engine's log-prob.
         """
         first = plan.mini_batches[0] if plan.mini_batches else None
         if self.rules.needed_by or first is None or first.kind is not StepKind.REAL:
@@ -152,6 +153,7 @@ def needs_old_logprobs(config: Config) -> str | None:
 def passes_parts(correction: CorrectionConfig, routing_replay: str, needed: str | None, num_steps: int) -> bool:
     """Return whether a rollout's samples get log-prob passes in parts, each part as soon as it is collected.
 
+    routing_replay: ``rollout.routing_replay``.
     needed: the result of ``needs_old_logprobs``.
     num_steps: the optimizer steps of a rollout.
 

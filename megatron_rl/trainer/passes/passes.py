@@ -88,7 +88,7 @@ class FlatPass:
 
     name: the field's name.
     compute: takes the batch, returns the field's array [T].
-    enter: a function that returns the context of the pass, which names and times it.
+    enter: a function that returns a context, in which the pass runs and is timed.
     """
 
     name: str

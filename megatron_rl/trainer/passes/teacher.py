@@ -19,7 +19,8 @@ class Teacher:
     def __init__(self, settings: TeacherConfig, backend: MegatronBackend, deadline_s: float) -> None:
         """Load the weights of ``teacher.hf_path``, or keep the addresses of ``teacher.servers``.
 
-        deadline_s: ``run.deadline_s``, the longest wait of the other ranks for a rank's servers.
+        deadline_s: ``run.deadline_s``: the most seconds that other ranks wait while one rank asks a
+            server.
 
         Raises ConfigError if the teacher's model cannot read the policy's samples, or for an
         invalid address.

@@ -92,10 +92,9 @@ def latent_entries(shape: ModelShape) -> tuple[Entry, ...]:
 
     The norm before attention is included. The projections to the latents are whole on every tensor
     rank. The projections from the latents to heads are split by heads.
-
-    Transformer Engine's spec fuses the latents' norms into the linears after them. It does not fuse
-    the norm of the hidden state, which two linears read (0.16.1 ``gpt_layer_specs.py``).
     """
+    # Transformer Engine's spec fuses the latents' norms into the linears after them. It does not fuse the norm of the
+    # hidden state, which two linears read (0.16.1 gpt_layer_specs.py).
     fused = shape.layer_spec == "transformer_engine"
 
     def entry(megatron: str, hf: str, layout: Layout) -> Entry:

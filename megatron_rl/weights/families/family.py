@@ -29,9 +29,9 @@ class ExpertNames:
     gate, up, down: the names of an expert's three matrices.
     stacked: the last components of the names of stacks. A stack is one tensor in a file that holds
         all experts of a layer (weights/stacked.py). () if each expert has tensors of its own.
-    transposed: True if the stack ``gate_up_proj`` holds for each expert the columns of gate's
-        transpose, then of up's, and ``down_proj`` the transpose of down. False if an expert's slice
-        of a stack is one Hugging Face tensor, unchanged.
+    transposed: True if an expert's slice of ``gate_up_proj`` is [gateᵀ, upᵀ] (side by side), and its
+        slice of ``down_proj`` is downᵀ. False if an expert's slice of a stack is one Hugging Face
+        tensor, unchanged.
     """
 
     block: str
@@ -67,15 +67,15 @@ class Family:
         config.json.
     engine_arguments: fields → keyword arguments of vllm.EngineArgs that vLLM needs to compute as
         the config.json says.
-    counts_pads: config → whether the family's model in transformers counts pads before a prompt as
-        positions, so that prompts must not be padded.
+    counts_pads: config → whether prompts must not be padded at the start, since the family's model
+        in transformers counts the pads as positions.
     features: config → keyword arguments of ModelShape in which the family differs from a plain
         Llama.
     layer: shape → an ``Entry`` for each parameter of one decoder layer, except its experts'.
         Megatron names are relative to ``decoder.layers.<local>.`` (local: the layer's number in its
         model chunk), Hugging Face names to ``model.layers.<layer>.`` (its number in the model).
     expert_layer: shape, number → an ``Entry`` for each parameter of the expert with this number
-        among the rank's experts. None: ``expert_entries`` (mixture_layer.py) is called instead.
+        among the rank's experts. None if ``expert_entries`` (mixture_layer.py) gives them.
     sizes: shape → {name: shape of a layer's Hugging Face tensor}, without norms over the hidden
         state. Names are relative as in ``layer``; an expert's begin with ``expert.``.
     first_layers: as ``layer``, for the layers without a mixture in a family of mixtures; None if

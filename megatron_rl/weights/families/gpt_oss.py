@@ -43,9 +43,9 @@ def refuse(hf_config: Any) -> None:
 def refuse_served(fields: Mapping[str, Any], path: str) -> None:
     """Raise ConfigError for every gpt_oss model: its log-probs under vLLM were not those that transformers gives.
 
-    vLLM 0.32's CPU build loads every weight (``models/gpt_oss.py``); the cause is not found. vLLM
-    also does not read ``swiglu_limit`` (it uses 7.0), ``rms_norm_eps`` (1e-5) and ``layer_types``
-    (every second layer).
+    vLLM 0.32's CPU build loads every weight (``models/gpt_oss.py``); the cause of the difference is
+    unknown. vLLM also ignores ``swiglu_limit`` (it uses 7.0), ``rms_norm_eps`` (1e-5) and
+    ``layer_types`` (a window in every second layer).
     """
     raise ConfigError(
         f"{path} holds a gpt_oss model, for which rollout.engine=vllm was not shown: vLLM 0.32's CPU build took every "
@@ -84,8 +84,10 @@ def layer(shape: ModelShape) -> tuple[Entry, ...]:
 def expert_layer(shape: ModelShape, expert: int) -> tuple[Entry, ...]:
     """Return an ``Entry`` (mapping to Hugging Face) for each parameter of one of this rank's experts.
 
-    The Hugging Face tensors are slices of stacks (weights/stacked.py). The Megatron names are as in
-    ``mixture_layer.expert_entries``.
+    An expert's Hugging Face tensors are slices of stacks, tensors that hold all experts of a layer
+    (weights/stacked.py).
+
+    expert: the expert's number among this rank's experts.
     """
     grouped = shape.layer_spec == "transformer_engine"
 
@@ -106,8 +108,8 @@ def expert_layer(shape: ModelShape, expert: int) -> tuple[Entry, ...]:
 def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return {Hugging Face name within the layer: shape} of a layer's tensors.
 
-    An expert's names begin with ``expert.``. Norms over the hidden state and biases of its width
-    are left out.
+    An expert's names begin with ``expert.``. Norms over the hidden state, and biases as wide as the
+    hidden state, are left out.
     """
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     return attention_sizes(shape) | {

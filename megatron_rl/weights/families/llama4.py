@@ -31,9 +31,9 @@ KINDS = ("chunked_attention", "full_attention")
 def refuse(hf_config: Any) -> None:
     """Raise ConfigError if a config of llama4_text has a feature that the model built here lacks.
 
-    Refused are biases, several experts per token, noise on the router, no chunk size, no mixture,
-    and other activations, rotary types or kinds of layers. Lists shorter than the number of layers
-    are refused too.
+    Refused are biases, several experts per token, noise on the router, and unknown activations,
+    rotary types or kinds of layers. A model without a chunk size or without a mixture is refused,
+    and so are lists of layers that are too short.
     """
     refuse_attention_bias(hf_config)
     if hf_config.hidden_act != "silu":
@@ -67,9 +67,10 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return {keyword argument of ModelShape: value}: the sizes of mixture and chunks, and the layers of each kind.
+    """Return keyword arguments of ModelShape for the mixture and for attention in chunks.
 
-    The kinds are dense, chunked, and with rotary embedding.
+    They list the layers without a mixture, the chunked layers, and the layers with a rotary
+    embedding.
     """
     layers = range(hf_config.num_hidden_layers)
     dense = tuple(layer for layer in layers if layer not in hf_config.moe_layers)
@@ -141,9 +142,9 @@ def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def layer_fields(shape: ModelShape) -> dict[str, Any]:
-    """Return keyword arguments of Megatron-Core's TransformerConfig for the mixture, without a rotary embedding.
+    """Return keyword arguments of Megatron-Core's TransformerConfig for the mixture.
 
-    model/attention/chunked.py applies the rotary embedding instead.
+    They switch Megatron-Core's rotary embedding off; model/attention/chunked.py applies its own.
     """
     by_layer = [int(shape.has_mixture(layer)) for layer in range(shape.num_layers)]
     return dict(
@@ -173,10 +174,10 @@ def engine_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counts_pads(hf_config: Any) -> bool:
-    """Return whether pads before a prompt change the model's result: whether the query is scaled by position.
+    """Return whether the query is scaled by position, so that pads before a prompt change the model's result.
 
-    transformers then counts pads as positions, whatever the mask and the positions given (5.19
-    ``Llama4TextAttention.forward``).
+    For this scale transformers counts pads as positions, whatever mask and positions it is given
+    (5.19 ``Llama4TextAttention.forward``).
     """
     return bool(hf_config.attn_temperature_tuning)
 

@@ -13,11 +13,10 @@ from megatron_rl.weights.model_shape import ModelShape
 def mixture_layer(names: ExpertNames, shape: ModelShape) -> tuple[Entry, ...]:
     """Return an ``Entry`` (mapping to Hugging Face) for each parameter of a layer with a mixture, except its experts'.
 
-    The router reads the normed hidden state too, so Transformer Engine's spec fuses no norm into
-    the experts (0.16.1 ``gpt_layer_specs.py``).
-
     names: the Hugging Face names of the family's experts.
     """
+    # The router reads the normed hidden state too, so Transformer Engine's spec fuses no norm into the experts (0.16.1
+    # gpt_layer_specs.py).
     return (
         *attention_entries(shape),
         Entry(megatron="pre_mlp_layernorm.weight", hf=("post_attention_layernorm.weight",), layout=Layout.REPLICATED),
@@ -28,10 +27,9 @@ def mixture_layer(names: ExpertNames, shape: ModelShape) -> tuple[Entry, ...]:
 def expert_entries(names: ExpertNames, shape: ModelShape, expert: int) -> tuple[Entry, ...]:
     """Return an ``Entry`` (mapping to Hugging Face) for each parameter of one of this rank's experts.
 
-    Names are relative to the layer. The torch spec makes each expert an MLP (0.16.1 and 0.19.2
-    ``moe/experts.py`` SequentialMLP). Transformer Engine's spec makes one grouped linear of all
-    experts, with a weight per expert (TEGroupedMLP; tested without a GPU, on an imitation of
-    Transformer Engine).
+    Names are relative to the layer. Under the torch spec each expert is an MLP (0.16.1 and 0.19.2
+    ``moe/experts.py`` SequentialMLP). Under Transformer Engine's spec all experts are one grouped
+    linear, with a weight per expert (TEGroupedMLP).
 
     names: the Hugging Face names of the family's experts.
     expert: the expert's number among this rank's experts.

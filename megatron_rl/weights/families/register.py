@@ -16,9 +16,9 @@ BUILT = (
 
 
 def import_family(model_type: str) -> Family:
-    """Return the family named ``model_type``, one of ``BUILT``; only the module of this family is imported.
+    """Return the family named ``model_type``; only the module of this family is imported.
 
-    Raises KeyError for a name outside ``BUILT``.
+    Raises KeyError for a family that is not built here (not in ``BUILT``).
     """
     match model_type:
         case "qwen2":
@@ -57,17 +57,17 @@ def import_family(model_type: str) -> Family:
 class Families(Mapping[str, Family]):
     """Maps each ``model_type`` to the family built here, which is imported on demand.
 
-    ``describe`` adds families that Megatron-Bridge describes. ``FAMILIES[name]`` finds them too,
-    but ``in``, ``len`` and iteration cover only the families built here.
+    ``describe`` adds families that Megatron-Bridge builds. ``FAMILIES[name]`` finds them too, but
+    ``in``, ``len`` and iteration cover only the families built here.
     """
 
     def __init__(self) -> None:
         self._described: dict[str, Family] = {}
 
     def describe(self, family: Family) -> None:
-        """Add a family that Megatron-Bridge describes; an earlier one of the same ``model_type`` is replaced.
+        """Add a family that Megatron-Bridge builds; an earlier one of the same ``model_type`` is replaced.
 
-        family: its ``model_type`` begins with ``PREFIX``.
+        family: a family whose ``model_type`` begins with "bridge:".
         """
         assert family.model_type.startswith(PREFIX), family.model_type
         self._described[family.model_type] = family

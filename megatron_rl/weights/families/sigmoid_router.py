@@ -22,12 +22,11 @@ EXPERTS = ExpertNames(block="mlp", gate="gate_proj", up="up_proj", down="down_pr
 def refuse_other_routers(hf_config: Any) -> None:
     """Raise ConfigError if a config chooses or weights experts in a way that Megatron-Core's router does not compute.
 
-    0.16.1 ``moe/moe_utils.py``: ``topk_routing_with_score_function`` divides the weights by their
-    sum if a token has several experts. ``group_limited_topk`` ranks a group of experts by its best
-    num_experts_per_tok // topk_group experts; transformers ranks it by its best two.
-
-    A config without shared experts is an error too.
+    Megatron-Core's router always divides the weights of a token's several experts by their sum. It
+    ranks a group of experts by the group's best num_experts_per_tok // topk_group experts, while
+    transformers takes the best two. A config without shared experts is an error too.
     """
+    # 0.16.1 moe/moe_utils.py: topk_routing_with_score_function divides, group_limited_topk ranks.
     family, chosen = hf_config.model_type, hf_config.num_experts_per_tok
     if hf_config.norm_topk_prob != (chosen > 1):
         raise ConfigError(
@@ -66,7 +65,7 @@ def sigmoid_features(hf_config: Any) -> dict[str, Any]:
 def router_entries() -> tuple[Entry, ...]:
     """Return an ``Entry`` (mapping to Hugging Face) for each parameter of the router and the shared expert.
 
-    The norm before them is included, and the router's correction bias, which is a frozen buffer.
+    Included are the norm before the mixture, and the router's correction bias, a frozen buffer.
     """
     return (
         Entry(megatron="pre_mlp_layernorm.weight", hf=("post_attention_layernorm.weight",), layout=Layout.REPLICATED),

@@ -153,7 +153,7 @@ class _Parser:
 
 
 def number(text: str) -> int:
-    """Return the whole number that bash reads: decimal, hexadecimal after 0x, octal after 0, or base#digits."""
+    """Return the whole number in ``text`` as bash reads it: decimal, ``0x1f``, octal ``017``, or ``base#digits``."""
     text = text.strip()
     sign = -1 if text[:1] == "-" else 1
     digits = text.lstrip("+-") if text[1:2] not in ("+", "-") else ""

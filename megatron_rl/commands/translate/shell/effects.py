@@ -14,7 +14,7 @@ _CALCULATED = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)|(?:\+\+|-
 
 
 def effects_of(body: made.Body) -> list[str]:
-    """Return the assignments and settings in statements, nested ones included, as they stand in the script."""
+    """Return each assignment and setting in ``body`` and its nested statements, as it stands in the script."""
     settings: list[str] = []
     for statement in _all(body):
         if not isinstance(statement, made.Command):
@@ -28,7 +28,7 @@ def effects_of(body: made.Body) -> list[str]:
 
 
 def names_set(body: made.Body) -> set[str]:
-    """Return the names of the variables that statements may change, nested statements included."""
+    """Return the names of the variables that ``body`` and its nested statements may change."""
     names: set[str] = set()
     for statement in _all(body):
         if isinstance(statement, made.Calculation):

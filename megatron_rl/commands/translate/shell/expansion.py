@@ -1,8 +1,8 @@
 """The expansion of words as bash does it: variables, defaults, arithmetic, arrays and word splitting.
 
 An expansion whose value is not known stays in the text as it stands in the script. A variable that
-the script does not set comes from the environment, so it is not known. HOME and PWD are known. For
-``${name:-default}`` of an unset variable, the default is taken. No file is read.
+the script never sets may come from the environment, so its value is not known. But then
+``${name:-default}`` is the default. HOME and PWD are known. No file is read.
 """
 
 from __future__ import annotations
@@ -158,10 +158,9 @@ class Expander:
             self.depth -= 1
 
     def arithmetic(self, text: str, source: str) -> Value:
-        """Return the value of the arithmetic expansion ``$((text))``.
+        """Return the value of the arithmetic expansion ``$((text))``; ``source`` as text if it is not known.
 
-        source: the expansion as it stands in the script, which is returned if the value is not
-            known.
+        source: the expansion as it stands in the script.
         """
         expanded = self.single(word_of(text, quoted=True))
         if expanded.depends:
@@ -193,7 +192,7 @@ class Expander:
             self.depth -= 1
 
     def parameter(self, piece: Piece) -> Held:
-        """Return the value of a parameter expansion ``${…}``, its operator applied; a list for several elements."""
+        """Return the value of ``${…}`` with its operator applied; a list for several elements of an array."""
         text = piece.text
         if len(text) > 1 and text[0] == "#":
             return self._length(piece)
@@ -275,11 +274,10 @@ class Expander:
     def _changed(self, value: Value, rest: str, piece: Piece) -> Value:
         """Return a variable's value with the operator of its ``${…}`` applied.
 
-        rest: the operator and its argument: in ``${name%.txt}`` it is ``%.txt``, which removes a
-            suffix.
-        piece: the whole expansion.
+        The operators remove a prefix or suffix, change case, replace a part, or take a substring.
 
-        Other operators remove a prefix, change case, replace a part, or take a substring.
+        rest: the operator and its argument, as ``%.txt`` in ``${name%.txt}``.
+        piece: the whole expansion.
         """
         if value.depends or len(value.text) > MOST_MATCHED:
             return Value(piece.source, value.depends or (piece.source,))
@@ -316,12 +314,12 @@ def joined(values: Sequence[Value]) -> Value:
 
 
 def _split(current: Value | None, text: str) -> list[Value | None]:
-    """Return the words of ``current`` and ``text`` together, split at the white space of ``text``.
+    """Append ``text`` to the unfinished word ``current``, split at the white space of ``text``; return the words.
 
-    current: an unfinished word that stands directly before ``text``; None if there is none.
+    current: the word's beginning, directly before ``text``; None if no word has begun.
 
-    The last element is unfinished in turn, as more text may follow. It is None if ``text`` ends in
-    white space. Example: "a" and "b c" give "ab", "c".
+    The last element is again unfinished, or None if ``text`` ends in white space. Example: "a" and
+    "b c" give ["ab", "c"], in which "c" may go on; "a" and "b " give ["ab", None].
     """
     parts = text.split()
     if not parts:
@@ -380,9 +378,11 @@ def _replaced(text: str, operator: str, pattern: str, new: str) -> str:
 
 
 def path_of(program: str, argument: str, folder: str) -> str | None:
-    """Return the path that ``dirname``, ``basename`` or ``realpath`` prints; None for another program.
+    """Return the path that ``dirname``, ``basename`` or ``realpath`` prints, or the folder that ``cd`` enters.
 
-    program: the command. For ``cd`` the path is the folder that it changes to.
+    Returns None for any other program.
+
+    program: the command's name.
     argument: the command's argument.
     folder: the working directory.
     """

@@ -70,7 +70,7 @@ class _Status(enum.Enum):
 
 
 class _End(Exception):
-    """Ends the reading of the script if raised, as at ``exit``; the subclasses end a function or a loop."""
+    """Stops the reading of the script, raised at ``exit``; the subclasses stop a function or a loop."""
 
 
 class _Return(_End): ...
@@ -217,13 +217,14 @@ class _Reader:
         return _Status.YES
 
     def leave(self, condition: str, line: int, bodies: Sequence[made.Body], *, exhaustive: bool) -> None:
-        """Record branches that may or may not run, and mark variables that they change as not known.
+        """Record branches that are not read, and mark as unknown some variables that they change.
 
-        condition: the condition, as it stands in the script; its truth is not known.
+        condition: the condition, as it stands in the script; it is not known whether it holds.
         bodies: the statements of each branch.
-        exhaustive: True if exactly one of the branches runs, as with ``else``. A variable is then
-            marked if all of them change it. If False, perhaps none runs: a variable that one of
-            them changes is marked if it has no value yet, and otherwise keeps its value.
+        exhaustive: True if one of the branches surely runs, as with ``else``. Then each variable
+            that all of them change becomes unknown, since its old value is surely gone. If False,
+            a variable keeps the value that it has. One without a value becomes unknown if a branch
+            changes it.
         """
         holds = tuple(dict.fromkeys(each for body in bodies for each in effects_of(body)))
         if holds:
@@ -313,9 +314,9 @@ class _Reader:
             variables.num_positions = max(0, variables.num_positions - by)
 
     def terms(self, tokens: Sequence[Token]) -> list[Term]:
-        """Return the terms of the condition ``[ … ]``, whose words are expanded as in a command.
+        """Return the Terms of a condition ``[ … ]``, expanded as the words of a command are.
 
-        An unquoted variable may give several terms. ``*`` and ``?`` match only themselves.
+        One unquoted variable may become several Terms. ``*`` and ``?`` are no wildcards here.
         """
         terms = []
         for token in tokens:

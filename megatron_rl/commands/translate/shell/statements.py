@@ -20,7 +20,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=")
 class Assignment:
     """Holds an assignment: ``name=value``, ``name+=value``, ``name[index]=value`` or ``name=(items)``.
 
-    appends: whether it is ``+=``.
+    appends: whether the operator is ``+=``.
     items: the elements of an array; None for a single value.
     source: the assignment as it stands in the script.
     """
@@ -188,7 +188,7 @@ class _Parser:
             self.take()
 
     def body(self, ends: Sequence[str]) -> Body:
-        """Return the statements up to one of the words ``ends``, the script's end, ``)`` or ``;;``."""
+        """Return the next statements, up to ``)``, ``;;``, the script's end, or a word in ``ends`` such as ``fi``."""
         statements: list[Statement] = []
         while True:
             while self.is_operator("\n", ";", "&"):

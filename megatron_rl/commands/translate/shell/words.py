@@ -188,7 +188,8 @@ class _Lexer:
     def next(self, last: Token | None) -> Token | None:
         """Return the next token; None at the end of the script.
 
-        last: the token before it; it decides whether ``((`` can begin an arithmetic statement.
+        last: the token before the next one. From it follows whether ``((`` can begin an arithmetic
+            statement.
         """
         self.skip_blanks()
         while opening := re.compile(r"<<-?(?![<])").match(self.script, self.at):
