@@ -186,7 +186,8 @@ def dro(
 
     DRO, Richemond et al. 2024, arXiv:2405.19107. Kimi k1.5 (arXiv:2501.12599, §2.3.2) gives the
     gradient of this form. The quadratic term has no factor A, so it has a gradient even if A = 0. μ
-    is the rollout engine's policy.
+    is the rollout engine's policy. ``weights`` are w, each token's weight by ``loss.reduction``, which
+    ``advantages`` contain already.
 
     Example: log π = −1, log μ = −1.5, A = 2, w = 1, β = 0.1 → 2 + 0.0125.
     """

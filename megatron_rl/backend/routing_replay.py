@@ -136,7 +136,7 @@ def build_replayed_experts(model: TrainableModel) -> ReplayedExperts:
 
 
 def require_routed(facts: BatchFacts, shape: tuple[int, int]) -> None:
-    """Raise ValueError, on every rank alike, if a sample has no routed experts or a number that does not fit.
+    """Raise ValueError, on every rank alike, if a sample has no routed experts, or experts of another shape.
 
     shape: (layers, experts per token) of the policy, which every sample must have.
     """

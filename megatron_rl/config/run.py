@@ -29,7 +29,7 @@ class RunConfig:
     deadline_s: Annotated[float, Range(1, 10**6)] = 1800.0
     """Longest time, in seconds, of a collective, of an engine without progress, and of a user's function in a rank."""
     slow_stage_s: Annotated[float, Range(0, 10**6)] = 60.0
-    """Seconds in a stage, such as `update`, until the log names each rank's stage, and at each doubling; 0: never."""
+    """Seconds after which the log names each rank's stage, such as `update`; again at 2, 4, … times this. 0: never."""
 
     @property
     def path(self) -> pathlib.Path:

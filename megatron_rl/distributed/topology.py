@@ -28,9 +28,9 @@ class Topology:
     """Holds this process's ranks and groups. Sizes are degrees of parallelism; ranks count from 0 in their group.
 
     data_group: the ranks that hold this rank's shard, one in each replica of the model, all with
-        this rank's context rank. ``data_size`` counts replicas, not processes.
-    expert_group: the ranks that together hold all experts of a layer. Ranks that share one expert
-        are neighbours in it.
+        this rank's context rank. ``data_size`` is the number of replicas.
+    expert_group: the ``expert_size`` × ``expert_tensor_size`` ranks that together hold all experts
+        of a layer. The ranks of one ``expert_tensor_group`` are consecutive in it.
     expert_tensor_group: the ranks that share one expert's matrices.
     expert_data_rank: this rank's number among the ranks that hold the same shard of the same
         experts.

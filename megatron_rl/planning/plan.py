@@ -209,8 +209,8 @@ def plan_steps(
 
     purpose: "train" or "logprob", part of the plan's fingerprint.
     mini_batches: int64 arrays of sample indices.
-    tokens: the number of tokens of each sample. As int64 [S] it counts prompt and response
-        together, and no prompt is shared.
+    tokens: the number of tokens of each sample. ``SampleTokens`` counts prompts that samples share
+        apart; int64 [S] counts prompt and response together, and samples share none.
     signal: bool [S], True for a sample with signal, which may have a gradient.
     drops: whether samples without signal are dropped.
     sample_ids: S names, for messages alone.

@@ -35,9 +35,10 @@ class Gold:
     """Holds a parsed gold answer.
 
     values: sympy's values. A right answer equals one of them.
-    is_number: whether the gold answer is a number. If so, the words after a marked number in a
-        completion are no part of its answer.
-    marks_first: whether the gold answer is in GSM8K's format.
+    is_number: whether the gold answer is a number. If so, a completion's answer ends with the number
+        after its mark (`####` or `\\boxed`), and the words behind it are ignored.
+    marks_first: whether the gold answer is in GSM8K's format, so that a completion's `####` is
+        looked for before a box.
     """
 
     values: tuple[object, ...]

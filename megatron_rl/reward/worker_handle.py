@@ -139,8 +139,8 @@ class WorkerProcess:
     def stacks(self) -> str:
         """Return the stack traces of the worker's threads, as text.
 
-        The worker writes them once STACK_AT (reward/worker.py) of the task's deadline has passed.
-        Before that, the text is empty.
+        The worker writes them once the fraction STACK_AT (reward/worker.py) of the time up to the
+        task's deadline has passed. Before that, the text is empty.
         """
         self._stacks.seek(0)
         return self._stacks.read().decode(errors="replace").strip()

@@ -86,9 +86,9 @@ class Coordinator:
 
     @contextlib.contextmanager
     def _contained(self, operations: Sequence[Operation] = ()) -> Iterator[None]:
-        """Return a context that turns an error within it into the error of those ``operations`` that have not ended.
+        """Return a context that catches an error within it and ends the unfinished ``operations`` with that error.
 
-        An error of a message to all ranks is raised again.
+        An error in sending a message to all ranks is not caught.
         """
         try:
             yield

@@ -419,7 +419,7 @@ def _check_optimizer(config: bodies.OptimizerConfig | None) -> None:
 
 
 def _content(body: bodies.Body) -> bytes:
-    """Return a body in a single form, so that a repeated request has the same bytes."""
+    """Return a body as JSON. Bodies with equal fields give equal bytes, so a repeated request is recognised."""
     return body.model_dump_json().encode()
 
 

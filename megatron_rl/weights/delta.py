@@ -131,11 +131,12 @@ def encode(changed: torch.Tensor, new: torch.Tensor, word_bytes: int) -> tuple[D
 
 
 def apply(packed: torch.Tensor, difference: Difference, payload: torch.Tensor) -> None:
-    """Write the changed words of a payload into the bucket ``packed``, uint8, in place.
+    """Overwrite in the bucket ``packed``, uint8, the machine words that a payload changes.
 
     Raises ValueError for a payload whose length or positions do not fit ``difference`` and the bucket.
 
-    payload: uint8 on the same device, aligned to 4 bytes.
+    difference: the size of a word, the number of changed words, and the payload's layout.
+    payload: the words' positions and new values, uint8 on the same device, aligned to 4 bytes.
     """
     if len(payload) != difference.num_bytes:
         raise ValueError(f"{difference} has {difference.num_bytes:,} bytes and its payload {len(payload):,}")

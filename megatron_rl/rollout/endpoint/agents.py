@@ -199,11 +199,12 @@ class AgentEngine(EngineAround):
         max_tokens: Sequence[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Rollout]:
-        """Return rollouts (see ``Engine.generate``), one for each session. ``max_tokens``: for a response of all turns.
+        """Return rollouts (see ``Engine.generate``), one for each session.
+
+        max_tokens: for each prompt, the limit on the response tokens of a session's turns together.
 
         Raises EpisodeError, with the sample's id, if a session fails under
-        ``environment.on_error=fail``. Raises the error of an engine that is broken (see the
-        module).
+        ``environment.on_error=fail``. If the inner engine itself is broken, its error is raised.
         """
         rooms = [self._max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
         call = _Call()

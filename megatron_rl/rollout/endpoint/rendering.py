@@ -97,8 +97,8 @@ class Rendering:
     def _writes(self, form: tuple[bool, str | None]) -> bool:
         """Return whether the chat template accepts a tool call in ``form``, an element of FORMS.
 
-        form: (whether arguments are an object instead of a JSON text, the content of a message that
-            has calls but no text).
+        form: a pair. The first is True if a call's arguments are given as an object, False as a JSON
+            text. The second is the ``content`` of a message that has calls and no text: "" or None.
         """
         call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": json.dumps({TURN: TURN})}}
         calling = _in_form({"role": "assistant", "content": "", "tool_calls": [call]}, *form)

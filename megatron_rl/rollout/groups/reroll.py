@@ -22,7 +22,7 @@ class GroupReroll:
         return self.buffer.take(fraction, room)
 
     def note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt], fresh: Collection[int]) -> None:
-        """Put the prompts of failed groups in the buffer.
+        """Put the prompts of failed groups, in which no reward is above the threshold, in the buffer.
 
         prompts: a group's place (its number in the rollout) → its prompt.
         fresh: the places of the groups that are not too old to be trained. Other groups are
