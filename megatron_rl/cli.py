@@ -64,13 +64,13 @@ SERVER = Program(
 def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None, *, program: Program = TRAINER) -> int:
     """Read the configuration, check it, call ``train`` with it, and return the exit code.
 
-    The exit code is 0 for a run that came to its end, and EXIT_PREEMPTED for a preempted one. It is
-    EXIT_CONFIG for a configuration that cannot work, EXIT_INTERRUPTED after Ctrl-C, else
-    EXIT_FAILED. The reason of a failure goes to stderr.
+    The exit code is 0 if the run came to its end, and EXIT_PREEMPTED if it was preempted. It is
+    EXIT_CONFIG if the configuration cannot work, EXIT_INTERRUPTED after Ctrl-C, and EXIT_FAILED after
+    any other error. The reason of a failure goes to stderr.
 
-    train: called with the configuration; returns True if the run came to its end, False if it was
-        preempted and has saved everything.
-    arguments: the command line's arguments; None: ``sys.argv``.
+    train: a function that is called with the configuration. It returns True if the run came to its
+        end, and False if the run was preempted and has saved everything.
+    arguments: the command line's arguments; None takes this process's (``sys.argv``).
     """
     # Configuration, imports, then the dry run or the run; every expected error becomes an exit code.
     is_main = os.environ.get("RANK", "0") == "0"
@@ -186,8 +186,8 @@ def read_arguments(arguments: Sequence[str] | None, program: Program) -> tuple[C
 
     arguments: the words of the command line; None: ``sys.argv``.
 
-    Raises ConfigError for an unknown option or setting. Raises ConfigError also for options of a
-    forecast (docs/simulate-cluster.md) without ``--dry-run``.
+    Raises ConfigError for an unknown option or setting. Raises ConfigError also for options of the
+    forecast of times and memory (docs/simulate-cluster.md) without ``--dry-run``.
     """
     # The options; then the configuration from file and overrides.
     parser = argparse.ArgumentParser(
@@ -233,7 +233,7 @@ def _has_other_options(arguments: Sequence[str] | None) -> bool:
 
 
 def _add_forecast(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Add the options of ``--dry-run``'s forecast to a parser, and return {option name: argparse's action}."""
+    """Add the options of ``--dry-run`` that forecast times and memory; return {option name: argparse's action}."""
     from megatron_rl.simulator.arguments import add_arguments
 
     group = parser.add_argument_group("with --dry-run (docs/simulate-cluster.md)")
@@ -242,11 +242,12 @@ def _add_forecast(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]
 
 
 def _refuse_forecast(options: argparse.Namespace, known: dict[str, argparse.Action]) -> None:
-    """Raise ConfigError if the command line has options of a forecast; they have no effect without ``--dry-run``.
+    """Raise ConfigError if the command line has options of the forecast, which need ``--dry-run``.
 
-    If they state a number of GPUs, the message gives the command that starts a job of that size.
+    If these options state a number of GPUs, the message gives the command that starts a job of that
+    size.
 
-    known: the options of a forecast, as ``_add_forecast`` returns them.
+    known: the options of the forecast, as ``_add_forecast`` returns them.
     """
     values = {name: vars(options)[action.dest] for name, action in known.items()}
     stated = {name: value for name, value in values.items() if value != known[name].default}

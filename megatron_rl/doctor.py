@@ -184,7 +184,7 @@ def check_media(host: Host) -> list[Finding]:
     """Return an ERROR finding if torchvision, torchaudio or torchcodec does not import, else [].
 
     transformers imports these packages if they are installed, and fails if they were built for
-    another torch. A CUDA build beside a CPU build of torch counts as broken too.
+    another torch. A CUDA build of one of them counts as broken too if torch is a CPU build.
     """
     torch_is_cpu = (
         "torch" in host.probes and host.probes["torch"].error is None and not host.probes["torch"].facts.get("cuda")

@@ -41,7 +41,7 @@ class NonFiniteGradient(RunError):
 
 
 class NonFiniteAdvantage(RunError, ValueError):
-    """Reports a NaN, an infinity or an overflow in a reward, an advantage or a value computed on the way.
+    """Reports a NaN, an infinity or an overflow in a reward, an advantage or a number computed between them.
 
     The message names the sample and the settings to look at. Raised on every rank, because all
     ranks compute advantages from the same numbers.

@@ -109,11 +109,11 @@ def levels(value: object) -> int:
 
 
 def walk(value: object) -> Iterator[tuple[str, object]]:
-    """Yield (path, x) for every x that is the JSON value, a value within it or a key, without recursion.
+    """Yield (path, x) for the JSON value itself, for every value within it and for every key.
 
     Example: {"a": [1]} gives ("", {...}), ("a", "a"), ("a", [1]) and ("a[0]", 1), in some order.
     """
-    waiting = [("", value)]
+    waiting = [("", value)]  # no recursion, which deep nesting could exhaust
     while waiting:
         at, part = waiting.pop()
         yield at, part
@@ -191,7 +191,7 @@ def _read_object_bytes(path: RemotePath, most_bytes: int, error: type[Exception]
 def read_object(
     path: str | pathlib.Path | RemotePath, *, most_bytes: int = MOST_BYTES, error: type[Exception] = ConfigError
 ) -> dict[str, object]:
-    """Return the JSON object of a file as a dict. Raises ``error`` as ``read_json`` does, and if it is no object."""
+    """Return the JSON object of a file as a dict. Raises ``error`` if ``read_json`` does, or for another value."""
     value = read_json(path, most_bytes=most_bytes, error=error)
     return check(value, str(path), dict, error=error)
 

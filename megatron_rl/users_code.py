@@ -30,8 +30,8 @@ _real_exit: Callable[[int], None] = os._exit
 class _Here(threading.local):
     """Holds, for each thread, the id of the process that the thread may not end by ``os._exit``.
 
-    It is set within the ``with`` block of ``exit_is_an_error``. Outside it is None, and the thread
-    may end any process.
+    The id is set within the ``with`` block of ``exit_is_an_error``. Outside the block it is None, and
+    ``os._exit`` ends the process as usual.
     """
 
     process: int | None = None
@@ -44,8 +44,9 @@ _HERE = _Here()
 def exit_is_an_error() -> Iterator[None]:
     """Make ``os._exit`` raise SystemExit within the ``with`` block, as ``sys.exit`` does; both count as a failure.
 
-    Without this, a user's function could end the run with any exit code, even 0. In a process that the block forks,
-    ``os._exit`` still ends that process. In other threads it still ends this process, as the watchdog needs.
+    Without this, a user's function could end the run with any exit code, even 0. Two kinds of calls
+    still end their process: those in a process that the block forks, and those in another thread,
+    such as the watchdog's.
     """
     global _num_inside, _real_exit
     outer, _HERE.process = _HERE.process, os.getpid()

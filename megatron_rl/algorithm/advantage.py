@@ -172,6 +172,7 @@ def reduction_weights(
     no denominator counts it.
 
     reduction: ``loss.reduction``, such as ``token_mean``.
+    facts: each sample's number of loss tokens, and its group.
     counted: int64, indices of the samples that the denominators count: the mini-batch before
              samples are dropped, or under ``loss.denominator=kept`` after.
     max_response_tokens: ``rollout.max_response_tokens``, by which ``sequence_sum_norm`` divides.

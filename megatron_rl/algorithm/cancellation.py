@@ -69,7 +69,8 @@ def standardised_rewards_cancel(columns: Sequence[np.ndarray], weights: Sequence
     weights: w_f of each function.
     epsilon: ε, at least 0.
 
-    Example: functions (0.1, 0.4, 1.0) and (0.9, 0.6, 0.0) of equal weight → (True, True, True).
+    Example: two functions of equal weight gave three samples the rewards (0.1, 0.4, 1.0) and
+    (0.9, 0.6, 0.0) → (True, True, True).
     """
     cancels = np.zeros(len(columns[0]), dtype=bool)
     for exact in READINGS:
@@ -89,7 +90,7 @@ def standardised_rewards_cancel(columns: Sequence[np.ndarray], weights: Sequence
 
 
 def _centred(values: list[Fraction]) -> tuple[Fraction, list[int]]:
-    """Return (unit, integers): for each of n values an integer; integer · unit is the value less the values' mean."""
+    """Return (unit, integers [n]) such that integers[i] · unit is values[i] less the mean of all n values."""
     denominator = math.lcm(*(value.denominator for value in values))
     integers = [value.numerator * (denominator // value.denominator) for value in values]
     total = sum(integers)

@@ -202,9 +202,10 @@ def gdpo(
     2026, arXiv:2601.05242. A sum that is 0 in exact arithmetic is exactly 0.0, whether rewards are
     read as binary numbers or as the decimals that they print as (algorithm/cancellation.py).
 
-    columns: one Rewards per function; ``included`` marks the samples that the function applied to.
+    columns: one Rewards per function; its ``included`` is True for samples that the function
+        applied to.
     weights: w_f, the weight of each function.
-    included: bool [S], the samples that count in the whitening.
+    included: bool [S], True for samples that count in the whitening.
     tokens, whiten: the arguments ``tokens`` and ``mode`` of ``whitened``.
 
     Example: one group of two, functions (1, 0) and (10, 0), weights 1 and 1, ε = 0: both

@@ -84,7 +84,8 @@ def generalised_advantages(
     sample_ids: S names, for messages alone.
 
     Raises NonFiniteAdvantage, naming the sample, for a reward, a value or a result at a loss token
-    that is not finite or is beyond float32. Raises ValueError for lengths that do not fit.
+    that is not finite or is beyond float32. Raises ValueError if an array's length T is not the sum
+    of ``response_tokens``.
 
     Example: γ = λ = 1, rewards (0, 0, 1), values (0.2, 9, 0.5), mask (T, F, T) → advantages (0.8,
     0, 0.5), returns (1, 0, 1).
@@ -132,7 +133,7 @@ def whiten_tokens(advantages: np.ndarray, loss_mask: np.ndarray, mode: str, epsi
 
 
 def _loss_tokens(loss_mask: np.ndarray, response_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (positions, counts): [L], each loss token's index in the flat array; [S], their number in each sample."""
+    """Return (positions [L], counts [S]): each loss token's flat index, and each sample's number of loss tokens."""
     owner = token_owner(response_tokens)
     return np.flatnonzero(loss_mask), np.bincount(owner[loss_mask], minlength=len(response_tokens))
 

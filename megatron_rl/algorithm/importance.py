@@ -3,8 +3,8 @@
 π_old (trainer) and μ (rollout engine) are one model at equal parameters, computed by different
 kernels. Let d_t = log π_old(t) − log μ(t) at a sample's loss tokens. The raw weight ρ is e^{d_t}
 (``token_*``), e^{Σ d_t} (``sequence_*``) or e^{mean d_t} (``geometric_*``). The last two are equal
-for all tokens of a sample. A weight within [``correction.floor``, ``correction.cap``] is kept. For
-one beyond a bound, here the cap C, the mode decides:
+for all tokens of a sample. A weight within [``correction.floor``, ``correction.cap``] is kept. What
+happens to a weight outside depends on the mode (here for the cap C; the floor is treated alike):
 
 - ``*_truncate`` moves ρ to the bound, min(ρ, C): truncated importance sampling. Yao et al. 2025,
   "Your efficient RL framework secretly brings you off-policy RL training"; Espeholt et al.,

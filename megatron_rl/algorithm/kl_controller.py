@@ -13,8 +13,8 @@ class KLCoefficient:
 
     value:   β, ≥ 0, per nat.
     target:  the KL in nats that β is steered to; None: β is fixed.
-    horizon: the number of samples over which a KL of 1.2 times the target or more multiplies β by
-             about e^0.2.
+    horizon: a number of samples. While the KL is at least 1.2 times the target, β is multiplied by
+             about e^0.2 in each ``horizon`` samples.
 
     Example: ``KLCoefficient(value=0.2, target=6.0, horizon=10_000).updated(9.0, 256).value`` =
     0.2·(1 + 0.2·256/10,000) = 0.201024.

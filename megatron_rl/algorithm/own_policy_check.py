@@ -151,7 +151,10 @@ def _finding(name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, e
 
 
 def _values(term: OwnPolicy) -> Finding:
-    """Return the Finding on shape, type and finiteness of losses and gradient in float32, also without any token."""
+    """Return the Finding on shape, type and finiteness of a user's losses and gradient, in float32.
+
+    The loss is also called with a micro-batch of no tokens.
+    """
     name = "one finite loss per token, of the tokens' type, with a gradient; none for no token"
     try:
         for tokens in _cases(torch.float32):

@@ -110,8 +110,11 @@ def ppo(
     """Compute −min(ρA, clip(ρ, low, high)·A) with ρ = π_θ/π_old.
 
     Schulman et al. 2017, arXiv:1707.06347, eq. 7, with separate bounds (DAPO's clip-higher,
-    arXiv:2503.14476, eq. 10). With a dual clip c the loss is at most −cA for A < 0 (Ye et al. 2019,
-    arXiv:1912.09729, eq. 5).
+    arXiv:2503.14476, eq. 10).
+
+    logprobs, old_logprobs, advantages: see ``policy_term``.
+    dual_clip: c; for A < 0 the loss is at most −cA (Ye et al. 2019, arXiv:1912.09729, eq. 5). None:
+        no such limit.
 
     Example: ρ = 1.5, A = 2, bounds 0.8 and 1.2 → −min(3.0, 2.4) = −2.4, clipped.
     """
@@ -133,8 +136,8 @@ def gspo(
     """Compute −min(sA, clip(s, low, high)·A), with s the geometric mean of a sequence's ratios ρ_t.
 
     GSPO-token, Zheng et al. 2025, arXiv:2507.18071, eq. 13 and 14. The value of s is (Π ρ_t)^(1/|y|)
-    over a sequence of |y| tokens. Token t has sg[s]·π_θ(t)/sg[π_θ(t)] in its place, and so a gradient
-    of its own; sg stops the gradient.
+    over a sequence of |y| tokens. Token t uses sg[s]·π_θ(t)/sg[π_θ(t)], which equals s and has a
+    gradient by log π_θ(t) alone; sg stops the gradient.
 
     sequences, whole: see ``policy_term``.
     counted: [T], 1 at tokens that the geometric mean is taken over, 0 at others; None: all tokens.
@@ -185,9 +188,12 @@ def dro(
     """Compute −A·log π_θ + w·β/2·(log π_θ − log μ)².
 
     DRO, Richemond et al. 2024, arXiv:2405.19107. Kimi k1.5 (arXiv:2501.12599, §2.3.2) gives the
-    gradient of this form. The quadratic term has no factor A, so it has a gradient even if A = 0. μ
-    is the rollout engine's policy. ``weights`` are w, each token's weight by ``loss.reduction``, which
-    ``advantages`` contain already.
+    gradient of this form. The quadratic term has no factor A, so it has a gradient even if A = 0.
+
+    rollout_logprobs: [T], log μ, where μ is the rollout engine's policy.
+    advantages: [T], A, which contains the factor w.
+    weights: [T], w of each token, by ``loss.reduction``.
+    beta: β.
 
     Example: log π = −1, log μ = −1.5, A = 2, w = 1, β = 0.1 → 2 + 0.0125.
     """

@@ -80,8 +80,8 @@ class SignalRule:
     drops_logprob_passes: whether dropped samples are left out of log-prob passes too. False if the
         advantages are made from log-probs (a KL in the reward, a teacher): then the passes come
         before the drop.
-    approximated: the settings, as ``key=value``, by which a dropped sample may change the result.
-        They are ignored (``skip.mode=approximate``).
+    approximated: the settings, as ``key=value``, under which dropping a sample may change the
+        result; () unless ``skip.mode=approximate``, which drops samples all the same.
     kl_in_reward: whether a KL to the reference policy is part of the reward.
     """
 

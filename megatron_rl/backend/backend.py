@@ -270,8 +270,8 @@ class MegatronBackend(TrainableModel):
         All ranks must run the iterator to its end. A tensor is valid until the next one is asked
         for; copy it out before.
 
-        bucket_bytes: the most bytes that are gathered at once (weights/export.py). Merging adapters
-            takes the memory of one parameter's shard more.
+        bucket_bytes: the most bytes that are gathered at once (weights/export.py). With adapters, the
+            merged copy of one parameter's shard comes on top.
         merges: False leaves the adapters out and gives the frozen weights.
         """
         parameters = self._exported(merges=merges)

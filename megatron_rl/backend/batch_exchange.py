@@ -78,7 +78,7 @@ def _own_facts(
 
     groups, order: for each local sample, its prompt's index and its position in the batch.
 
-    ``faults`` holds a message about a sample's wrong routed experts; None for a sample without fault.
+    The fact ``faults`` is a message about a sample's wrong routed experts; None if there is no fault.
     """
     chosen = [np.flatnonzero(s.loss_mask) for s in samples]
     faults = [_routed_fault(s, num_experts) for s in samples]

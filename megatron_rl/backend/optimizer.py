@@ -332,8 +332,7 @@ class Optimizer:
     def gather_gradients(self) -> None:
         """Make the reduced gradient whole on every rank; the distributed optimizer left each rank a shard.
 
-        Dense parameters are gathered over data-parallel and context ranks. An expert is gathered over
-        the ranks that hold it; under ``parallel.expert_tensor=1`` tensor ranks are among them.
+        Without the distributed optimizer it does nothing.
         """
         for group in (g for chunk in self.chunks for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)):
             if not group.ddp_config.use_distributed_optimizer:

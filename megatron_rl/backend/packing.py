@@ -276,7 +276,8 @@ class PackedAhead(Sequence[PackedMicroBatch]):
 
     pack: a function that packs one micro-batch.
     thread: an executor with one worker thread, which packs and sends.
-    stream: the CUDA stream of the sending; it first waits for all earlier work. None on a CPU.
+    stream: the CUDA stream that sends; before the first micro-batch it waits for all earlier work on
+        the device. None on a CPU.
     """
 
     def __init__(

@@ -169,9 +169,10 @@ def gather_recorded(
 
 
 def _chunks(samples: np.ndarray, tokens: np.ndarray, bytes_per_token: int) -> Iterator[np.ndarray]:
-    """Yield arrays of consecutive entries of ``samples``, whose experts take about ``REDUCED_BYTES`` together.
+    """Cut ``samples`` into arrays of consecutive entries, and yield each array.
 
-    Each array has at least one sample.
+    The experts of an array's samples take about ``REDUCED_BYTES`` (64 MiB) together. Each array has at
+    least one sample.
 
     samples: the samples' indices in the batch.
     tokens: [S], the number of tokens of every sample of the batch.

@@ -330,10 +330,10 @@ class Schedule:
 
 
 def measured_sums(runs: Sequence[StageLaps]) -> np.ndarray:
-    """Return the sums over this rank's micro-batches to which the cost model is fitted, float64 [cost.NUM_SUMS].
+    """Return the sums that the cost model is fitted to, over this rank's micro-batches: float64 [cost.NUM_SUMS].
 
     They are sums of times and sizes, in the order of ``planning.cost.measured``. A micro-batch's time
-    is summed over the rank's model chunks.
+    is the sum of its times in the rank's model chunks.
 
     runs: the times of each run of the schedule.
     """

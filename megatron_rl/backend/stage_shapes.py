@@ -49,9 +49,10 @@ class _Expected:
 
 
 def _from_plan(communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
-    """Replace ``_communicate_shapes``: return (shape to receive from the previous stage, from the next).
+    """Return (shape to receive from the previous pipeline stage, shape to receive from the next).
 
-    A shape is [0, 0, 0] if nothing is to be received from that stage.
+    A shape is [0, 0, 0] if nothing is to be received from that stage. This function replaces
+    Megatron-Core's ``_communicate_shapes`` and has its parameters. Outside of ``planned`` it calls it.
     """
     if not _under_way:
         return _exchange(communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next)

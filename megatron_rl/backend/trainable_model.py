@@ -392,7 +392,11 @@ class TrainableModel:
         self.optimizer.restore()
 
     def _calibrate(self, measured: np.ndarray) -> None:
-        """Add one step's measured times to the cost model's fit; under ``plan.calibrate`` later plans use the fit."""
+        """Add one step's measured times to the cost model's fit; under ``plan.calibrate`` later plans use the fit.
+
+        measured: float64 [pipeline stages, NUM_SUMS], the step's ``measured_sums`` (backend/schedule.py)
+            of each stage, summed over its ranks.
+        """
         self.fit.add(measured)
         if self.config.plan.calibrate:
             self.rules = dataclasses.replace(self.rules, cost=self.fit.model())
@@ -424,7 +428,10 @@ class TrainableModel:
 
     @property
     def trained_entries(self) -> StageEntries:
-        """Return the function that lists a pipeline stage's trained weights: its adapters if it has any, else all."""
+        """Return the function that lists a pipeline stage's trained weights: its adapters if it has any, else all.
+
+        ``weights.export.StageEntries`` describes its arguments. Not a collective.
+        """
         return adapter_entries if self.shape.lora_rank else trained_entries
 
     def retire(self) -> None:

@@ -1,7 +1,7 @@
 """The conversion between Hugging Face directories and Megatron-LM checkpoints, in both directions.
 
-At most one layer's files are memory-mapped, and one tensor is held at a time. Both directions go
-through the table of weights/mapping.py in the same order. The written folder appears complete or
+At most one layer's files are memory-mapped, and one tensor is held at a time. Both directions take
+the tensors in the order of a Hugging Face checkpoint. The written folder appears complete or
 not at all: it is filled under another name in the same parent folder and renamed at the end.
 """
 
@@ -61,9 +61,9 @@ Progress = Callable[[int], None]
 class Cut:
     """Holds the degrees of parallelism by which an imported checkpoint is divided into chunks and files.
 
-    The files are those that ranks of this topology would save; a run of any topology can load them.
-    Each tensor-parallel rank's shard is one chunk, so that a rank of the same topology reads only
-    its own chunks. There are tensor · expert · pipeline files.
+    The files are those that ranks with these degrees would save; a run with other degrees can load
+    them too. Each tensor-parallel rank's shard is written as chunks of its own, so that a rank with
+    the same degrees reads only those. There are tensor · expert · pipeline files.
     """
 
     tensor: int = 1
@@ -206,7 +206,7 @@ def _import_one(
     cut: Cut,
     dtype: torch.dtype | None,
 ) -> int:
-    """Write the tensor ``stored``, a shard for each tensor-parallel rank of ``cut``; return the bytes of all shards."""
+    """Write the tensor that ``stored`` describes, one shard for each tensor-parallel rank; return the shards' bytes."""
     entry, dtype = stored.entry, stored.dtype(dtype)
     dtypes = {reader.dtype(name) for name in entry.hf}
     if len(dtypes) > 1 and dtype is None:
@@ -316,10 +316,11 @@ def export_folder(
 ) -> list[str]:
     """Convert a Megatron-LM checkpoint into a Hugging Face directory; return the names of its files.
 
-    Optimizer states and everything else in the checkpoint are left out. Raises ConfigError, and
-    leaves no folder, if a tensor holds numbers that are not finite.
+    Only the weights are converted. Raises ConfigError, and leaves no folder, if a tensor holds
+    numbers that are not finite.
 
     hf: a directory, whose config and tokenizer are copied.
+    dtype: the dtype of the written parameters; None keeps the checkpoint's dtypes.
     shard_bytes: the most bytes of a file of weights; a larger tensor has a file of its own.
     overwrite: whether an existing ``target`` is replaced.
     progress: a function that is called after each tensor with the number of its bytes.

@@ -57,8 +57,8 @@ def start_anew(
     remote: iterations of the checkpoints in an object store, where nothing can be renamed.
     is_main: whether this is the main rank. Other ranks only check for errors.
 
-    Raises ConfigError on every rank if ``hf_path``, the model to train, lies in one of them, or if
-    ``remote`` is not empty.
+    Raises ConfigError on every rank if ``hf_path``, the model to train, lies in one of the folders
+    to rename, or if ``remote`` is not empty.
     """
     if remote:
         raise ConfigError(

@@ -142,12 +142,12 @@ def read_manifest(folder: pathlib.Path | RemotePath) -> dict:
 
     Raises DamagedCheckpoint for a manifest that cannot be read, was changed or has invalid fields.
     Raises CheckpointError for an undamaged manifest of a format or version that this code does not
-    know; such a manifest need not hold its own SHA-256.
+    know.
     """
     path = folder / MANIFEST
     content = read_object(path, most_bytes=MANIFEST_BYTES, error=DamagedCheckpoint)
     kind = (field(content, "format", str, str(path)), field(content, "version", int, str(path)))
-    own = content.pop("sha256", None)
+    own = content.pop("sha256", None)  # a manifest of another version need not hold its own SHA-256
     if own != _own_digest(content) and (own is not None or kind == (FORMAT, VERSION)):
         raise DamagedCheckpoint(
             f"{path} is not what was written, by the SHA-256 that it ends with: the checkpoint is damaged"

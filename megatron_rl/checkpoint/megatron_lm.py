@@ -4,14 +4,14 @@
     <folder>/iter_0000100/, <folder>/release/     torch_dist files (checkpoint/torch_dist.py)
     <folder>/hf/                                  our addition: Hugging Face config, tokenizer, generation config
 
-Megatron-LM refuses iteration 0 (read, ``training/checkpointing.py`` read_metadata: "assert
-iteration > 0 or release"). It starts a ``release`` at iteration 0 with a fresh optimizer.
+Megatron-LM refuses iteration 0 (``training/checkpointing.py``, read_metadata: "assert iteration > 0
+or release"). It starts a ``release`` at iteration 0 with a fresh optimizer.
 
-The keys are the keys of ``GPTModel.sharded_state_dict`` (Megatron-Core 0.16.1 and 0.19.2, source
-read and run). The same parameter of all layers is one stacked tensor, with the layer as first index. For a
-mixture's experts the second index is the expert. A norm before a linear layer has a key of
-Transformer Engine's fused layer, such as ``linear_qkv.layer_norm_weight``, under both layer specs.
-The norm before a mixture of experts is ``pre_mlp_layernorm.weight``, and in the torch layer spec
+The keys are the keys of ``GPTModel.sharded_state_dict`` (Megatron-Core 0.16.1 and 0.19.2). The same
+parameter of all layers is one stacked tensor, with the layer as first index. For a mixture's
+experts the second index is the expert. A norm before a linear layer has a key of Transformer
+Engine's fused layer, such as ``linear_qkv.layer_norm_weight``, even in a model built of torch's
+layers. The norm before a mixture of experts is ``pre_mlp_layernorm.weight``, and with torch's layers
 ``mlp.linear_fc1.layer_norm_weight``. Every stored tensor is whole, so that any topology loads it.
 Rows lie as on a single tensor-parallel rank: q, k, v by query group, gate's rows before up's.
 """
@@ -73,9 +73,9 @@ class Stored:
 
     entry: the description, with the tensor's names in Hugging Face files (numbers of layer and expert
         included), its name in Megatron-Core, and the order of its rows.
-    name: the part of the key after ``decoder.layers.`` if ``layer`` is set, else the whole key. An
+    name: the rest of the key after ``decoder.layers.`` if ``layer`` is set, else the whole key. An
         expert's name lacks the expert's number.
-    aliases: other names of the same tensor, as Megatron-Core's layer specs differ in some names.
+    aliases: other names under which Megatron-Core may store the same tensor.
     layer, expert: the tensor's numbers; None if it belongs to no layer, or to no expert.
     by_layer: whether each layer's tensor has its own key, as in a model with both dense layers and
         mixtures of experts.
@@ -121,7 +121,7 @@ class Stored:
 
         The first is in a stacked tensor. In the second each layer has its own key
         (``non_homogeneous_layers``). In the third each layer's expert has its own key too
-        (``singleton_local_shards``). Under each alias the same Places follow.
+        (``singleton_local_shards``). The same Places follow for each of ``aliases``.
         """
         experts = () if self.expert is None else (shape.num_experts,)
         expert = () if self.expert is None else (self.expert,)
@@ -191,9 +191,9 @@ def extra_state_keys(shape: ModelShape) -> list[str]:
     """Return the keys of the ``_extra_state`` objects of linears, norms and attention: FP8 scales, empty without FP8.
 
     A model asks for these objects when it loads, and Megatron-Core raises if one is missing. The
-    keys for the torch spec were tested in a run. The keys for Transformer Engine were read in its
-    source. They include some that no model asks for, which does no harm.
+    result includes some keys that no model asks for, which does no harm.
     """
+    # The keys of torch's layers were tested in a run, those of Transformer Engine were read in its source.
     projections = ["qkv"]
     if shape.kv_lora_rank:
         projections = ["q_down_proj", "q_up_proj"] if shape.q_lora_rank else ["q_proj"]
@@ -227,8 +227,8 @@ def extra_state_keys(shape: ModelShape) -> list[str]:
 def find(stored: Stored, shape: ModelShape, keys: Collection[str], where: str) -> list[Place]:
     """Return where a checkpoint holds ``stored``: one Place (key and indices), or one each for gate and up.
 
-    Gate and up have keys of their own under Megatron-Core's ``singleton_local_shards``. Raises
-    ConfigError, naming the tensor, if the checkpoint lacks it.
+    Gate and up lie apart, each under its own key, if the checkpoint was saved with Megatron-Core's
+    ``singleton_local_shards``. Raises ConfigError, naming the tensor, if the checkpoint lacks it.
 
     keys: the keys of the checkpoint's tensors.
     where: the checkpoint's name for messages.
@@ -267,7 +267,7 @@ def check_sizes(stored: Stored, shape: ModelShape, reader: TorchDistReader) -> t
 
 
 def read_stored(stored: Stored, shape: ModelShape, reader: TorchDistReader) -> list[tuple[str, torch.Tensor]]:
-    """Return [(Hugging Face name, tensor)] of the Hugging Face tensors of ``stored``, read from a checkpoint."""
+    """Read the tensor that ``stored`` describes; return it as its Hugging Face tensors: [(name, tensor)]."""
     parts = [reader.read(x.key, x.lead) for x in find(stored, shape, reader.tensors, str(reader.folder))]
     return merge_shards(stored.entry, shape, [parts[0] if len(parts) == 1 else torch.cat(parts)])
 
@@ -276,7 +276,8 @@ def read_stored(stored: Stored, shape: ModelShape, reader: TorchDistReader) -> l
 class MegatronFolder:
     """Names one checkpoint of a Megatron-LM folder.
 
-    name: "release" or "iter_0000100".
+    folder: the Megatron-LM folder.
+    name: the checkpoint's own folder in it, such as "release" or "iter_0000100".
     hf: the folder of the model's Hugging Face config and tokenizer; None if absent.
     """
 

@@ -48,13 +48,13 @@ def identity(backend: TrainableModel) -> dict[str, object]:
 def numbers(backend: TrainableModel) -> dict[str, object]:
     """Return the backend's state that is not a tensor: name → JSON-able value.
 
-    These are counters, settings of optimizer and pipeline, and ``cost_sums``: sums of measured
-    times, to which the planner fits its cost model. ``optimizer_steps``, AdamW's step count, is read
-    from the scheduler: both increase with every applied step.
+    These are the counts of steps and of weight versions, some settings of optimizer and pipeline,
+    and ``cost_sums``: sums of measured times, to which the planner fits its cost model.
     """
     return {
         "step_index": backend.step_index,
         "weight_version": backend.weight_version,
+        # AdamW's own step count is equal: both increase with every applied step.
         "optimizer_steps": int(backend.optimizer.scheduler.num_steps),
         "has_reference": _reference(backend) is not None,
         "cost_sums": backend.fit.sums.tolist(),

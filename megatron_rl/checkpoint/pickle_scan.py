@@ -125,7 +125,7 @@ class _Machine:
 
 
 def scan(content: bytes) -> None:
-    """Raise UnpicklingError, ValueError or IndexError unless the pickle ``content`` is built like a tensor index."""
+    """Raise UnpicklingError, ValueError or IndexError if the pickle ``content`` breaks one of the module's rules."""
     machine = _Machine(PARTS_PER_BYTE * len(content))
     for opcode, argument, _ in pickletools.genops(io.BytesIO(content)):
         machine.run(opcode.name, argument)

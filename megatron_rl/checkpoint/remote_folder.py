@@ -75,7 +75,7 @@ class RemotePlace:
         Each tensor is written by torch's ``_write_item``, as in Megatron-Core's
         ``FileSystemWriterAsync.write_preloaded_data`` (0.16.1 and 0.19.2), which writes to a disk.
 
-        transforms: the first arguments of ``_write_item``.
+        transforms: the arguments of ``_write_item`` before the file.
         bucket: Megatron-Core's triple (path, file name, (objects, tensors)).
         """
         _, name, (raw, tensors) = bucket

@@ -1,7 +1,7 @@
 """The lock of a folder in an object store: one run at a time writes checkpoints there, from whatever host.
 
 ``lock.json`` names its holder in the same fields as the lock file of distributed/run_lock.py. A
-further field is a number that the holder raises every BEAT_S seconds. The number replaces a
+further field is a number that the holder increases every BEAT_S seconds. The number replaces a
 modification time, which the holder of an object cannot renew. Clocks are not compared. Not every
 store has conditional writes, so none is used. A process that writes the lock reads it again after
 SETTLE_S seconds. If several processes wrote it, the last writer holds it.
@@ -44,7 +44,7 @@ class RemoteLock(RunLock):
         self.path.write_bytes(json.dumps(json.loads(self._content()) | {"number": self.number}).encode())
 
     def _read(self) -> tuple[dict | None, int | None]:
-        """Return (fields that name the holder, the number that the holder raises) from the lock's file.
+        """Return (fields that name the holder, the number that the holder increases) from the lock's file.
 
         They are (None, None) if there is no lock, and (None, 0) if the file holds another text.
         """

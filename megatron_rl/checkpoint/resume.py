@@ -54,7 +54,7 @@ def resumable(
 
 
 def identity_of_shape(shape: ModelShape) -> dict[str, object]:
-    """Return the fields of a model's ``identity`` (model_state.py) that ``shape``, adapters included, determines."""
+    """Return the fields of a model's ``identity`` (model_state.py) that follow from its shape, adapters included."""
     fields = dataclasses.asdict(shape) | {"lora_targets": sorted(shape.lora_targets)}
     own = {name: value for name, value in sorted(fields.items()) if name not in OF_THE_RUN}
     return json.loads(json.dumps(own))  # as it is read back: lists for tuples

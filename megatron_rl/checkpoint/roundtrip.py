@@ -32,8 +32,8 @@ SEQUENCES, MOST_TOKENS = 4, 64
 def compare_folders(source: pathlib.Path, back: pathlib.Path, dtype: torch.dtype | None, shape: ModelShape) -> dict:
     """Compare two Hugging Face folders; return counts, and the names of tensors and files that differ.
 
-    Returns the numbers of all and of equal tensors (``tensors``, ``equal``), of all and of equal
-    other files (``files``, ``equal_files``), and a list of names (``different``).
+    In the result ``tensors`` and ``equal`` count all tensors and the equal ones. ``files`` and
+    ``equal_files`` count the other files likewise. ``different`` lists the names that differ.
 
     source: the original Hugging Face folder.
     back: the folder that was converted to Megatron-LM and back.

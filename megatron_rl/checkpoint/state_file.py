@@ -84,7 +84,12 @@ def _count(values: Mapping, name: str, where: str) -> int:
 
 
 def _check_key(value: object, where: str) -> None:
-    """Raise DamagedCheckpoint unless ``value``, at ``where`` in state.json, is a list [prompt id, attempt]."""
+    """Raise DamagedCheckpoint unless ``value`` is a list [prompt id, attempt].
+
+    attempt is the number of earlier times that the prompt was answered.
+
+    where: the value's place in state.json, for messages.
+    """
     if len(check(value, where, list)) != 2:
         raise DamagedCheckpoint(f"{where} must be a prompt's id and attempt, and it has {len(value)} parts")
     check(value[0], f"{where}[0]", str)
@@ -94,7 +99,7 @@ def _check_key(value: object, where: str) -> None:
 def _check_places(asked: object, where: str) -> None:
     """Raise DamagedCheckpoint unless ``asked`` is a list of [group's index in its rollout, prompt id, attempt].
 
-    where: the list's place in state.json, for messages.
+    where: the list's place in state.json, for messages; the attempt is as in ``_check_key``.
     """
     for i, entry in enumerate(check(asked, where, list)):
         if len(check(entry, f"{where}[{i}]", list)) != 3:

@@ -5,7 +5,7 @@ Weights lie under the keys of ``GPTModel.sharded_state_dict``. AdamW's states li
 has its parameter's global shape. So TP, PP, VPP, EP, DP and ``optimizer.distributed`` may change
 between a save and a load.
 
-The ``sharded_state_dict`` of Megatron-Core's optimizers is not used (0.16.1, source read and run). For the
+The ``sharded_state_dict`` of Megatron-Core's optimizers is not used (tried with 0.16.1). For the
 distributed optimizer it gathers every state on every rank, and loading fails under torch's AdamW
 (KeyError 'step'). The nesting of its keys changes with EP.
 

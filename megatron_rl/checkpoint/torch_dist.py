@@ -3,8 +3,8 @@
 The format is torch.distributed.checkpoint's (torch 2.13 ``filesystem.py``). A ``*.distcp`` file
 holds chunks of tensors, each written by ``torch.save``, one after the other. A pickled ``Metadata``
 in ``.metadata`` holds each tensor's size and chunks, and each chunk's file and offset.
-Megatron-Core (0.16.1 and 0.19.2 ``dist_checkpointing``, source read and run) adds ``metadata.json`` and
-``common.pt``, the state saved once for all ranks. 0.19.2 keeps this common state as an object
+Megatron-Core (0.16.1 and 0.19.2 ``dist_checkpointing``) adds ``metadata.json`` and ``common.pt``, the
+state saved once for all ranks. 0.19.2 keeps this common state as an object
 ``common_state/shard_0_1`` instead, and reads both.
 
 torch's own writer is not used: it holds every tensor of a file until the file is complete (2.13
@@ -205,7 +205,7 @@ class TorchDistWriter:
     def add_chunk(
         self, rank: int, keys: Sequence[str], size: tuple[int, ...], offsets: tuple[int, ...], chunk: torch.Tensor
     ) -> None:
-        """Write a chunk of the tensor ``keys[0]`` into a file. Raises ConfigError if chunks differ in dtype.
+        """Write a chunk of the tensor ``keys[0]`` into a file. Raises ConfigError if its chunks differ in dtype.
 
         rank: the number of the file.
         keys: the tensor's key, and further keys under which the same bytes are found.

@@ -68,8 +68,9 @@ class DiskPlace:
     def write_bucket(self, transforms: Sequence, number: int, bucket: tuple) -> tuple[list, str, dict[str, object]]:
         """Write one file of tensors; return (torch's WriteResult of each tensor, the file's name, its digest).
 
-        transforms, number, bucket: arguments of Megatron-Core's
-            ``FileSystemWriterAsync.write_preloaded_data``.
+        transforms: Megatron-Core's transforms of the written tensors.
+        number: the file's index among this rank's files.
+        bucket: Megatron-Core's triple (path, file name, (objects, tensors)).
         """
         answers, count = queue.Queue(), queue.Queue()
         count.put(number)
@@ -250,7 +251,7 @@ class PendingSave:
 
 
 def _cause(error: BaseException, root: pathlib.Path | RemotePath) -> str:
-    """Return the text of the OSError that caused ``error``: torch.save hides it behind its own ("unexpected pos").
+    """Return the text of the OSError behind ``error``, for which torch.save raises another ("unexpected pos").
 
     If no OSError is found, return the text of ``error`` with the number of free bytes under
     ``root``.
@@ -286,7 +287,8 @@ def _own_results():
 def _kept_errors() -> Iterator[list[Exception]]:
     """Yield a list of the errors of the small files that Megatron-Core writes in the block; raise none of them.
 
-    The main rank writes these files between collectives (SMALL_FILES), for which other ranks wait.
+    The main rank writes these files (SMALL_FILES) between collectives. If it raised there, the other
+    ranks would wait for it in the next collective.
     """
     errors: list[Exception] = []
 

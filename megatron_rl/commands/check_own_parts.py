@@ -37,8 +37,8 @@ def print_findings(name: str, findings: list[Finding]) -> bool:
 def print_gradient(config: LossConfig) -> None:
     """Print autograd's gradient of the loss at six tokens beside central differences; print whether they are equal.
 
-    They count as equal if they agree to 1e-6 at all tokens, not only at these six. They also
-    disagree if the loss detaches a tensor on purpose.
+    The two gradients count as equal if they agree to 1e-6 at all tokens, not only at these six. A
+    loss that detaches a tensor on purpose makes them differ.
     """
     gradient, numeric = own_policy_check.finite_differences(config)
     print("  d loss / d log-prob of the first tokens, and by central differences of the loss:")

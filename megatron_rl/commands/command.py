@@ -21,11 +21,11 @@ EXIT_CONFIG = 2
 class Verb:
     """Describes one command of `megatron-rl`.
 
-    does: the sentence about the command in the help.
+    does: the sentence that describes the command in the help.
     module: the Python module that ``python -m`` runs for the command, in place of this process.
     many: whether ``--nproc`` may start several processes of the command.
-    reads: the program whose arguments and settings are checked before several processes start; None
-        if nothing is checked.
+    reads: the Program whose command line and configuration are checked before several processes
+        start; None if nothing is checked.
     """
 
     does: str
@@ -78,12 +78,12 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line of `megatron-rl`: replace this process by the named program, or do the work here.
+    """Run a command of `megatron-rl`: in this process, or by replacing this process with the command's program.
 
     arguments: the words after `megatron-rl`; None takes them from ``sys.argv``.
 
-    Returns 0 if this process has done the work. Returns 2, with the reason on stderr, if an
-    argument is wrong.
+    Returns the exit code of a command that ran in this process. Returns 2, with the reason on
+    stderr, if an argument is wrong.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):

@@ -31,8 +31,8 @@ CPUS_A_GPU, MEMORY_GIB_A_GPU = 8, 128
 class Cluster:
     """Describes the pods that a run is given on Kubernetes.
 
-    kind: ``job``, ``pytorchjob`` or ``trainjob``; or ``vllm``, a Job for the trainer with a set of
-        vLLM servers beside it.
+    kind: ``job``, ``pytorchjob`` or ``trainjob``; or ``vllm``, a Job for the trainer beside a
+        StatefulSet of vLLM servers.
     image: the container image, with a tag or a digest.
     nodes: the number of trainer pods, each on a node of its own.
     gpus: the number of GPUs, and of ranks, in each pod.

@@ -22,9 +22,9 @@ def byte_level(model: models.BPE) -> Tokenizer:
 
     model: the vocabulary and merges.
 
-    Beside a config.json with model_type qwen2, AutoTokenizer (transformers 5.19) builds a
-    Qwen2Tokenizer, which reads only vocabulary and merges from the tokenizer's files. If this
-    tokenizer split text another way, adding config.json would change a text's tokens.
+    If the folder also has a config.json of model_type qwen2, AutoTokenizer (transformers 5.19) builds
+    a Qwen2Tokenizer, which takes only vocabulary and merges from the tokenizer's files. As both
+    tokenizers split text alike, adding the config.json does not change a text's tokens.
     """
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.NFC()

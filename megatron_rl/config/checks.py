@@ -58,7 +58,7 @@ def hints_of(section: type) -> dict[str, object]:
 
 
 def parts_of(hint: object) -> Iterator[tuple[object, Range | None]]:
-    """Yield (type, range) for every plain type within a type hint; the range is None if the type has none.
+    """Yield (type, range) for each innermost type of a type hint; the range is None if the type has none.
 
     Example: ``tuple[Annotated[int, Range(1)], ...] | None`` gives (int, Range(1)), (Ellipsis,
     None), (NoneType, None).

@@ -26,12 +26,12 @@ class CorrectionConfig:
     The importance weight π_old/μ multiplies the advantage. By `correction.mode` it is a token's
     ratio, the product of a sequence's ratios, or their geometric mean. A weight outside of
     [`correction.floor`, `correction.cap`] is moved to the bound (`truncate`) or set to 0 (`mask`). A
-    sample whose weights are all 0 is dropped before the forward pass.
+    sample whose weights are all 0 is dropped before its training pass.
 
     π_old is the trainer's policy at the rollout's start, and μ the engine's. A rollout's first
     optimizer step starts from the very model weights that give π_old. So the step's own log-probs,
-    detached, serve as log π_old. Under `correction.old_logprobs: auto` the samples of that step need
-    no pass of their own, unless a setting needs π_old before the step (the log names it). Under
+    detached, serve as log π_old. Under `correction.old_logprobs: auto` no separate pass computes π_old
+    for that step's samples, unless a setting needs π_old before the step (the log names it). Under
     `rollout` μ serves as π_old, and nothing is corrected.
     """
 

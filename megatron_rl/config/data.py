@@ -43,13 +43,13 @@ class DataConfig:
     system_prompt: str = ""
     """Text of a system message for rows that begin with no system message; needs `data.template=chat`."""
     template_columns: tuple[str, ...] = ("tools", "documents", "chat_template_kwargs")
-    """Columns that the chat template gets as variables, if a row has them; `chat_template_kwargs` holds several."""
+    """Columns that the chat template gets as variables; `chat_template_kwargs` is a mapping of several variables."""
     template_variables: dict[str, Any] = field(default_factory=dict)
     """Chat template variables for every row, such as `{enable_thinking: false}`; a row's own columns replace them."""
     max_prompt_tokens: Annotated[int, Range(1, 10**8)] = 512
     """Largest number of tokens of a prompt."""
     on_long_prompt: str = "fail"
-    """For a prompt above the limit, or a response beyond the context: `fail` ends the run; `drop` omits the row."""
+    """Prompt over `max_prompt_tokens`, or row over the model's context: `fail` ends the run; `drop` omits the row."""
     shuffle: bool = True
     """Whether each epoch has an order of its own, drawn from `run.seed`."""
 
@@ -98,7 +98,7 @@ class ReplayConfig:
     """
 
     capacity_groups: Annotated[int, Range(0, 10**6)] = 0
-    """Number of groups kept: of largest Σ |advantage| · Σ_f (standard deviation of function f's rewards); 0: none."""
+    """Number of groups kept, those of largest Σ |advantage| · Σ_f std(f), f a reward function; 0: none is kept."""
     max_age_versions: Annotated[int, Range(1)] | None = 16
     """Largest number of weight versions from a group's oldest token to its replay; null: no limit."""
     max_uses: Annotated[int, Range(1)] = 1

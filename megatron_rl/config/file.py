@@ -62,7 +62,7 @@ def load_config(
 
 
 def _merged(layers: Sequence[Tree]) -> Tree:
-    """Return trees of settings merged into one, with interpolations evaluated; a later tree replaces earlier values."""
+    """Return nested dicts of settings merged into one; later values replace earlier, interpolations are evaluated."""
     if not any(_has_interpolation(layer) for layer in layers):
         return OmegaConf.to_container(OmegaConf.unsafe_merge(*map(OmegaConf.create, layers)))
     from megatron_rl.config.interpolation import Interpolations
@@ -219,7 +219,7 @@ def _keys(tree: Tree, prefix: str = "") -> Iterator[str]:
 
 
 def _with_place(message: str, path: str, lines: Lines, overridden: Collection[str]) -> str:
-    """Return an error message after a note of where its keys were set: on lines of the file or the command line.
+    """Return an error message with a prefix that says where its keys were set: in which lines, or on the command line.
 
     In a message about an unknown key, only that key is looked up, not the known keys that are advised.
 

@@ -5,10 +5,11 @@ All of OmegaConf's grammar is read (2.3, "Variable interpolation" and "Built-in 
 oc.create, oc.dict.keys, oc.dict.values, and resolvers that the process itself registered. Not read:
 oc.coerce, which imports the module that it is given.
 
-Each text with an interpolation gets a number. Until the text is evaluated, a marker
-``${megatron_rl.pending:number}`` stands in its place. If OmegaConf meets the marker of text b while
-it evaluates text a, b is evaluated first, then a anew. So this module sees every reference. It
-names the keys of a cycle, and raises ConfigError if texts, calls or values exceed the limits below.
+Each text with an interpolation gets a number. Until the text is evaluated, the marker
+``${megatron_rl.pending:number}`` stands in its place. If OmegaConf meets another text's marker
+during an evaluation, the other text is evaluated first, and the evaluation is repeated. So this
+module sees every reference between texts. It raises ConfigError with the keys of a cycle, and if
+texts, calls or values exceed the limits below.
 """
 
 from __future__ import annotations
@@ -85,10 +86,11 @@ class Interpolations:
         return tree
 
     def _settle(self, first: int, settings, tree: dict[str, object]) -> None:
-        """Evaluate text number ``first``, after each text that it refers to, and put the values in place of markers.
+        """Evaluate a text, after each text that it refers to, and put the values in place of the texts' markers.
 
         The values are put into both ``settings`` and ``tree``.
 
+        first: the text's number, its index in ``self.texts``.
         settings: OmegaConf's container in which texts are evaluated: ``tree``, and the defaults of
             settings that ``tree`` lacks.
         tree: the merged tree of settings.
@@ -109,7 +111,7 @@ class Interpolations:
                 stack.append(self.needed)
 
     def _evaluated(self, number: int, settings) -> object:
-        """Return the plain value of text number ``number``; None if another text must be evaluated first.
+        """Return the plain value of ``self.texts[number]``; None if another text must be evaluated first.
 
         ``self.needed`` is set to the other text's number, or to None if there is no other.
 
@@ -144,10 +146,11 @@ class Interpolations:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Return a context in which this thread's calls of OmegaConf's resolvers are checked, and markers are resolved.
+        """Return a context that checks this thread's calls of OmegaConf's resolvers, and takes note of markers.
 
         A call raises LookupError if it is of oc.coerce, asks for a missing environment variable, or is
-        one of more than MOST_CALLS.
+        one of more than MOST_CALLS. If OmegaConf meets a marker, its text's number is put into
+        ``self.needed``, and LookupError is raised too.
         """
         table = BaseContainer._resolvers  # OmegaConf's one table of resolvers, in 2.3 and 2.4
         with _PATCHED:
@@ -200,7 +203,7 @@ def _reason(error: Exception) -> str:
 def _over(below: dict[str, object], above: dict[str, object]) -> dict[str, object]:
     """Return two trees of settings merged; a value of ``above`` replaces the value of ``below`` at its key.
 
-    Their types may differ. OmegaConf's own merge refuses a list over a mapping.
+    The two values may differ in type; OmegaConf's own merge refuses a list over a mapping.
     """
     both = dict(below)
     for name, value in above.items():

@@ -1,7 +1,7 @@
 """Tables from names of settings in other frameworks and earlier releases to this release's keys, for error messages.
 
 The frameworks are verl 0.9 (its Hydra files too), TRL 1.16 with transformers' arguments, NeMo-RL,
-OpenRLHF, slime and axolotl. A name stands alone, or after its section if several settings have it.
+OpenRLHF, slime and axolotl. A name includes its section (``rollout.n``) if the last part alone is ambiguous.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class ParallelConfig:
     pipeline_layout: tuple[str, ...] = ()
     """Layers of each stage, as `[3, 2, 2]` or in Megatron-Core's notation, `Et*3|(tt|)*2L`; `[]`: balanced stages."""
     context: Annotated[int, Range(1, 10**5)] = 1
-    """Context-parallel degree: ranks that split each sequence, two chunks each; token caps count all ranks' tokens."""
+    """Context-parallel degree: ranks that split a sequence; `plan.max_tokens_per_microbatch` counts whole sequences."""
     expert: Annotated[int, Range(1, 10**5)] = 1
     """Expert-parallel degree: ranks that divide a layer's experts; other layers use these ranks for TP, CP or DP."""
     expert_tensor: Annotated[int, Range(1, 10**5)] | None = None

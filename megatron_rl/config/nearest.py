@@ -17,7 +17,7 @@ MOST_CHARACTERS = 100  # of a key that are compared
 
 
 def all_keys(cls: type, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted key of every setting of a class of section, settings of sections within it included.
+    """Yield the dotted key of every setting of a section's class, settings of sections within it included.
 
     prefix: the section's own key with a final dot; empty for the whole configuration.
     """

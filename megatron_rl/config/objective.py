@@ -29,7 +29,7 @@ class AdvantageConfig:
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of an estimator of your own, by name (docs/your-own.md)."""
     moves_equal_rewards: bool = False
-    """Whether your own estimator may give equal rewards a non-zero advantage; if so, no group is dropped early."""
+    """Whether your own estimator may give equal rewards a non-zero advantage; if so, it gets such groups too."""
     epsilon: Annotated[float, Range(0, 1)] = 1e-6
     """ε, added to a standard deviation (unbiased, n − 1) before a division by it."""
     whiten: str = "scale"

@@ -59,11 +59,11 @@ class PlanConfig:
     samples_per_microbatch: Annotated[int, Range(1)] | None = None
     """Fixed number of samples of a micro-batch, in place of the token cap; null: the token cap."""
     share_prompts: bool | None = None
-    """Whether a micro-batch runs the common prompt of several samples once; null: yes, if exact and possible."""
+    """Whether a micro-batch runs the common prompt of several samples once; null: yes, unless a setting forbids it."""
     repack: bool = True
-    """true: pack samples that are not dropped; false: pack all, then omit micro-batches: bitwise as without drops."""
+    """true: pack samples not dropped; false: pack all, omit micro-batches of dropped ones: bitwise the dense run."""
     microbatch_overhead_tokens: Annotated[int, Range(0)] = 256
-    """Assumed fixed cost of a micro-batch, in tokens; it decides the number of micro-batches on a pipeline."""
+    """Assumed fixed cost of a micro-batch, in tokens; on a pipeline it decides how many micro-batches a plan has."""
     on_long_sample: str = "own_microbatch"
     """For a sample above the token cap: `own_microbatch` runs it alone in a micro-batch; `fail` ends the run."""
     calibrate: bool = False

@@ -29,7 +29,7 @@ class PreferenceConfig:
     beta: Annotated[float, Range(0, 1000, open_low=True)] = 0.1
     """β of `dpo`, `hinge` and `simpo`, τ of `ipo`."""
     margin: Annotated[float, Range(-1000, 1000)] = 0.0
-    """`simpo`, `dpo`, `bradley_terry`: γ, the margin by which a chosen response should win."""
+    """`simpo`, `dpo`, `bradley_terry`: γ, by which a chosen response's reward should exceed the rejected one's."""
     label_smoothing: Annotated[float, Range(0, 0.5, open_high=True)] = 0.0
     """`dpo`, `simpo`: ε, the share of pairs assumed to be labelled the wrong way round."""
     chosen_key: str = "chosen"

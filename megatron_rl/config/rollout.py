@@ -17,8 +17,8 @@ class ProducerConfig:
 
     `streaming` divides a rollout into parts of `min_groups` groups. A finished part gets its rewards and
     its log-prob passes while later parts are generated. Every mode runs log-prob passes part by part, so
-    no mode changes a result at `max_staleness_steps: 0`. A rollout that would exceed this bound is not
-    started. Groups that exceed it all the same are dropped, and their prompts are asked again.
+    no mode changes a result at `max_staleness_steps: 0`. A rollout that would exceed this bound waits to
+    start. Groups beyond it (if a resumed run lowers it) are dropped, and their prompts are asked again.
     """
 
     mode: str = "sync"
@@ -28,7 +28,7 @@ class ProducerConfig:
     min_groups: Annotated[int, Range(1, 10**6)] | None = None
     """Number of groups in each part of a rollout; each part is scored by itself; null: a rollout is one part."""
     max_staleness_steps: Annotated[int, Range(0)] | None = None
-    """Largest age of the weights that sample a token, in steps, when it is first trained; null: `prefetch_rollouts`."""
+    """Most steps from the weights that sample a token to its first training; null: bounded by `prefetch_rollouts`."""
     straggler_share: Annotated[float, Range(0, 0.5)] = 0.0
     """Fraction of a rollout's groups that may be unfinished when it trains; they join the next rollout; 0: none."""
 
@@ -71,7 +71,7 @@ class DynamicSamplingConfig:
     on_exhausted: str = "skip"
     """If groups without signal are left after the last round: `skip`: drop them as usual; `fail`: end the run."""
     metric: str | None = None
-    """What must differ in a group: a function's reward, or `reward`; `shaped`: signal suffices; null: docs/async.md."""
+    """What must differ in groups: a function's reward; `reward`: the sum; `shaped`: any signal; null: docs/async.md."""
 
     def __post_init__(self) -> None:
         choose("rollout.dynamic_sampling.on_exhausted", self.on_exhausted, ("skip", "fail"))
@@ -92,7 +92,7 @@ class RolloutConfig:
     max_response_tokens: Annotated[int, Range(1, 10**8)] = 256
     """Largest number of tokens of a response, over all turns, observations included."""
     start_order: str = "drawn"
-    """Order in which prompts start: `drawn`: the data's; `longest_first`: longest earlier responses first."""
+    """Order in which prompts start: `drawn`: the data's; `longest_first`: those of longest earlier responses first."""
     temperature: Annotated[float, Range(0.01, 100)] = 1.0
     """Sampling temperature; all log-probs, of engine and trainer, are taken at it."""
     bitwise: bool = False

@@ -116,11 +116,11 @@ class MetricsConfig:
     dense_samples: Annotated[int, Range(0, 10**6)] = 4
     """Number of dropped samples in each log-prob pass of `metrics.dense_every_rollouts`; 0: none."""
     save_rollouts: bool = False
-    """Whether rollouts whose completions are recorded are saved whole in `rollouts/`, for `megatron-rl watch`."""
+    """Whether `rollouts/` gets the whole of each rollout whose completions are recorded, for `megatron-rl watch`."""
     save_plans: bool = False
-    """Whether each rollout's plan is written as JSON under `plans/` in the run's folder."""
+    """Whether each rollout's plan of steps and micro-batches is written as JSON to `plans/` in the run's folder."""
     untrained_warning_steps: Annotated[int, Range(1)] | None = 20
-    """Number of steps in a row that train nothing after which the log and the final table warn; null: never."""
+    """The log and the final table warn after so many steps in a row that train nothing; null: never."""
 
     def __post_init__(self) -> None:
         self._check_prometheus()
@@ -176,11 +176,11 @@ class ProfileConfig:
     steps: tuple[Step, Step] | None = None
     """First and last recorded optimizer step, both included, numbered as `step` in metrics.jsonl; null: none."""
     ranks: tuple[Annotated[int, Range(0, 10**6)], ...] = (0,)
-    """Ranks of the policy that record; the others wait for them before and after."""
+    """Ranks of the policy that record; the others wait for them before and after the recorded steps."""
     tool: str = "torch"
     """`torch`: traces of torch.profiler; `nsys`: NVTX ranges and a capture range on a GPU, for Nsight Systems."""
     memory: bool = False
-    """Whether memory is recorded: a snapshot on a GPU; on a CPU the peak of each range, of the main thread alone."""
+    """Whether memory is recorded: a snapshot on a GPU; on a CPU the main thread's peak in each named range."""
     stacks: bool = False
     """`torch`: whether Python's calls are recorded; files are then many times larger."""
 

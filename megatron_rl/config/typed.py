@@ -69,7 +69,7 @@ def build_section(cls: type, values: Mapping[str, object]):
 
 
 def check_known(cls: type, name: str, value: object, prefix: str, root: type) -> None:
-    """Raise ConfigError if the section ``cls`` has no key ``name``; the message gives its new name or the nearest key.
+    """Raise ConfigError if the section ``cls`` has no key ``name``; the message gives the renamed or the nearest key.
 
     value: the key's value, for the message.
     prefix: the section's own key with a final dot; empty for the whole configuration.

@@ -1,8 +1,8 @@
 """A separate critic (``critic.placement=separate``), as the policy's ranks call it.
 
-RemoteCritic has the methods of ``Critic``. Each sends a request to the critic's ranks, which
-critic/server.py answers. Every method is a collective over the policy's ranks, unless its docstring
-says otherwise.
+RemoteCritic has the methods of ``Critic``. Each method sends a request to the critic's ranks, where
+critic/server.py answers it. Every method is a collective over the policy's ranks, unless its
+docstring says otherwise.
 """
 
 from __future__ import annotations

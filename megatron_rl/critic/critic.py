@@ -1,8 +1,9 @@
 """PPO's critic on this rank: a model with a value head, its own optimizer and, if set, its own parallel degrees.
 
-V_t is read from the hidden state before token t, from which the policy's log-prob of t is read too.
-The loss is a sum over tokens, each with the same factor as in the policy's loss (docs/semantics.md
-§8). Values also train at advantages of zero, so only samples without a loss token are dropped.
+The value V_t is read from the hidden state before token t, as the policy's log-prob of t is. The
+loss is a sum over tokens, each with the same factor as in the policy's loss (docs/semantics.md §8).
+The critic learns also from samples whose advantages are 0. So only samples without a loss token are
+dropped.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Critic(TrainableModel):
         """Build the critic; TrainableModel describes the other arguments.
 
         config: the run's configuration; its ``critic`` section overrules the other sections.
-        alone: whether these ranks hold no policy, whose process groups the critic could share.
+        alone: whether the critic's ranks are separate. If not, a critic with the policy's parallel
+            degrees shares the policy's process groups.
         """
         own = critic_config(config)
         self._total_steps = total_steps
@@ -97,7 +99,7 @@ class Critic(TrainableModel):
     def values(self, batch: Batch) -> np.ndarray:
         """Return the value of the state before each loss token, 0 at other response tokens.
 
-        float32 [T], sample after sample, on every rank.
+        The result is float32 [T], sample after sample, on every rank.
         """
         own = dataclasses.replace(batch, rows={})
         with self._here():
@@ -150,7 +152,7 @@ class Critic(TrainableModel):
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def offload(self) -> OffloadedBytes:
-        """Offload as ``TrainableModel.offload`` does, with the critic's own process groups if it has any."""
+        """Free device memory as ``TrainableModel.offload`` does; return the freed bytes. Not a collective."""
         with self._here():
             return super().offload()
 

@@ -46,7 +46,7 @@ def joined(num_critic: int, deadline_s: float, *, of_critic: bool) -> Iterator[P
     deadline_s: ``run.deadline_s``, the longest wait for another rank.
     of_critic: whether this process is one of the critic's ranks.
 
-    If the block raises, the other world is told and stops waiting.
+    If the ``with`` block raises, the other world is told and stops waiting.
     """
     link = PolicyCriticLink(
         of_critic=of_critic,
@@ -138,6 +138,8 @@ class PolicyCriticLink:
         Returns when the other world's first rank has received the arrays.
 
         key: the message's key in the store.
+        content: the message's JSON-able fields, which the store keeps.
+        arrays: arrays by name, which are sent over the gloo group; None for none.
         """
         blob = _packed(arrays) if arrays else b""
         self.store.set(key, json.dumps({**content, "bytes": len(blob)}))
@@ -148,7 +150,8 @@ class PolicyCriticLink:
         """Wait for the other world's message under ``key``, and return it without its arrays. Any rank may call it.
 
         Raises PeerError if the other world failed, or gave no sign of life for ``run.deadline_s``.
-        After SIGTERM, SIGUSR1 or SIGINT this rank waits for a sign of life at most 3 · BEAT_S.
+        Once this rank got SIGTERM, SIGUSR1 or SIGINT, it waits for a sign of life for three intervals
+        (BEAT_S) at most.
         """
         heard, since = self._beat_heard(), time.monotonic()
         while True:

@@ -46,7 +46,8 @@ class Service:
     def __init__(self, link: PolicyCriticLink, build: Callable[..., Critic]) -> None:
         """Keep the link to the policy's ranks, and the function that makes the critic.
 
-        build: makes the critic, given ``total_steps`` as ``RemoteCritic`` takes it.
+        build: makes the critic. Its keyword ``total_steps`` is the number of optimizer steps until the
+            critic's learning rate stops decaying.
         """
         self.link, self.build = link, build
         self.number = 0

@@ -103,7 +103,7 @@ def render_chat(
 
 
 def _what_calls_want(messages: Sequence[Message]) -> str:
-    """Return advice for an error's message on the form of tool calls, in which templates differ; "" without calls."""
+    """Return advice on how templates want tool calls written, for an error's message; "" if nothing calls tools."""
     calling = [message for message in messages if message.get("tool_calls")]
     if not calling:
         return ""
@@ -141,7 +141,7 @@ def text_behind_turn(
     *,
     beside: Mapping[str, object] | None = None,
 ) -> str:
-    """Return the text that the template writes after an assistant's turn.
+    """Return the text that the template writes after an assistant's turn that calls no tools, whatever the turn says.
 
     before: the messages before the turn.
     messages: the messages after the turn, to which a generation prompt is added. If empty, the
@@ -149,7 +149,8 @@ def text_behind_turn(
     where: what the messages are (row, column), for errors.
     beside: the template's variables other than the messages; None for none.
 
-    Raises ConfigError for a template that changes the turn's content, or that refuses the messages.
+    Raises ConfigError for a template that changes the content of turns, or that refuses the
+    messages.
     """
     # The stand-in is longer than any run of TURN in the messages, so its last place is the turn's.
     turn = TURN * (1 + max(((message.get("content") or "").count(TURN) for message in messages), default=0))

@@ -184,7 +184,7 @@ class PromptDataset:
         self._returned.extend((*_place_of(prompt.prompt_id), prompt.attempt) for prompt in prompts)
 
     def recall(self, prompt_id: str, attempt: int) -> Prompt:
-        """Return a prompt that was drawn before, by its id and the number of the attempt, without moving the cursor."""
+        """Return a prompt that was drawn before, by its id and attempt number. The next draws do not change."""
         return self._prompt(*_place_of(prompt_id), attempt)
 
     def remain(self, epochs: int) -> bool:
@@ -196,12 +196,11 @@ class PromptDataset:
         return (self._cursors["prompts"] - len(self._returned)) / (epochs * len(self))
 
     def next_solutions(self, count: int) -> list[Solution]:
-        """Return the next ``count`` solutions for supervised steps, which have their own cursor.
+        """Return the next ``count`` solutions for supervised steps; ``next`` does not move their position.
 
-        The cursor is a position in the order of the rows. A solution is the response in the
-        ``data.solution_key`` column. Under ``data.template=chat`` the template writes it, as the
-        assistant's message or as the messages of an episode. Each turn then ends with the token
-        that the template writes (data/turns.py).
+        A solution is the response in the ``data.solution_key`` column. Under ``data.template=chat``
+        the template writes it, as the assistant's message or as the messages of an episode. Each
+        turn then ends with the token that the template writes (data/turns.py).
 
         Under another template a turn is its text and the end-of-sequence token. Messages between
         two turns are then unchanged text without loss.
@@ -400,10 +399,7 @@ class PromptDataset:
                 del self._token_ids[row]
 
     def _check_solutions(self) -> None:
-        """Raise ConfigError for a row without a valid solution; do nothing if the solutions were checked before.
-
-        The constructor checks them if ``responses`` has their column, else the first use does.
-        """
+        """Raise ConfigError for a row without a valid solution; do nothing if the solutions were checked before."""
         key = self._data.solution_key
         if key in self._checked_keys:
             return

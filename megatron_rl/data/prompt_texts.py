@@ -88,7 +88,7 @@ class PromptTexts:
         return self._data.template.replace("{prompt}", content)
 
     def _warn(self) -> None:
-        """Warn of columns with a known meaning (KNOWN) that nothing reads.
+        """Warn of columns that nothing reads although their names, such as ``tools``, have a known meaning.
 
         Also warn of columns in ``data.template_columns`` that the chat template does not use.
         """

@@ -72,10 +72,10 @@ class Responses:
         return value if isinstance(value, str) else self._turns(self._without_prompt(value, row), row, key, setting)
 
     def _column(self, key: str, setting: str) -> tuple[str, str]:
-        """Return (column, setting that names the column) from which the response of column ``key`` is read.
+        """Return (the column from which a response is read, the setting that names this column).
 
-        The arguments are returned unchanged, except for solutions if ``data.messages_key`` is set:
-        these are read from its column.
+        They are ``key`` and ``setting`` themselves, except for a solution if ``data.messages_key``
+        is set. Then the solution is read from the column that ``data.messages_key`` names.
         """
         if self._data.messages_key is not None and key == self._data.solution_key:
             return self._data.messages_key, "data.messages_key"

@@ -164,7 +164,7 @@ class TurnFinder:
     def _generation_prompt(self, messages: Sequence[Message]) -> str:
         """Return the generation prompt that the template writes after ``messages``.
 
-        The prompt is rendered once for each role of the last message, and kept.
+        It is rendered once for each role of the last message, then reused.
         """
         role = messages[-1]["role"]
         if role not in self._prompts:
@@ -173,7 +173,7 @@ class TurnFinder:
         return self._prompts[role]
 
     def _shared(self, text: str, other: str) -> int:
-        """Return the length of the common beginning of two texts, shortened so that it ends within no token.
+        """Return the length of the common beginning of two texts, shortened if it would end inside a token.
 
         Tokens here are the texts of ``Words.added``, each of which is one token.
         """
@@ -188,10 +188,10 @@ class TurnFinder:
         return cut
 
     def _behind(self, number: int, following: Sequence[Message], prompt: str) -> Iterator[str]:
-        """Yield the texts that the template may have written after the turn of message ``number``.
+        """Yield the one or two texts that the template may have written after the turn of message ``number``.
 
-        The first is the text after the turn without its tool calls. For a message with tool calls,
-        the second is the text after the last call.
+        One is what the template writes after a turn without tool calls. If the message calls tools,
+        the other is what it writes after the last call, from the next special token on.
 
         following: the messages after the turn.
         prompt: the generation prompt, which is removed from the end of each text.
@@ -267,7 +267,7 @@ class TurnFinder:
             )
 
     def _check_content(self, number: int, turn: str) -> None:
-        """Raise ConfigError if ``turn`` does not hold the text of message ``number`` without its thought (reasoning).
+        """Raise ConfigError if ``turn`` lacks the text of message ``number``. Its thought (reasoning) may be lacking.
 
         turn: the text that the template wrote for the message.
         """

@@ -39,7 +39,7 @@ READY = "ready"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Holds this process's rank among the processes that must agree, their number, and their store.
+    """Holds this process's rank, the number of the job's processes, and the store by which they agree.
 
     store: the job's key-value store; None for a single process.
     grace_s: longest wait for another rank to print the message or to leave, in seconds.
@@ -112,8 +112,8 @@ class Job:
     def _linger(self, number: int) -> None:
         """Wait until the other ranks have left, since the store may end with this process.
 
-        Then raise the store's count of calls of ``wait_for_all`` to that of a complete meeting, so that
-        the next call begins a new one.
+        Then set the store's count of calls of ``wait_for_all`` as if every rank had called it, so that
+        the next call begins a new meeting.
 
         number: how many times all ranks have met before (``round``).
         """

@@ -75,7 +75,9 @@ class Inbox:
         self._bytes = bytearray()
 
     def take(self, piece: bytes) -> list[dict]:
-        """Return the headers of the frames that ``piece``, the stream's next bytes, completes; without their arrays.
+        """Return the header of each frame that is complete now; the frames' arrays are dropped.
+
+        piece: the stream's next bytes.
 
         Raises ValueError for bytes that are no frames.
         """

@@ -53,7 +53,8 @@ print("\\nPROBE " + json.dumps([error, names["facts"]]), flush=True)
 class Probe(NamedTuple):
     """Describes how a tried import ended.
 
-    error: None if it passed, else "Type: message" or words for a signal, an exit or a time-out.
+    error: None if it passed; "Type: message" if it raised; else a text that names the signal, the
+        exit code or the time-out that ended it.
     facts: values that the import reported, such as torch's CUDA version.
     """
 

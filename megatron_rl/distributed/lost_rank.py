@@ -76,7 +76,7 @@ def joining(backend: str, deadline_s: float) -> contextlib.AbstractContextManage
 
 @contextlib.contextmanager
 def losses_named() -> Iterator[None]:
-    """Return a context that turns a failed collective or store within it into a PeerError that names the lost rank."""
+    """Return a context that turns an error of a collective or the store into a PeerError that names the lost rank."""
     try:
         yield
     except RuntimeError as error:

@@ -1,7 +1,7 @@
 """The host as Megatron-Core sees it: CUDA with NCCL, or a CPU with gloo that is presented as CUDA.
 
-Megatron-Core (0.16.1 and 0.19.2, source read and run) asks for ``device="cuda"`` by name and opens streams.
-It asserts on the CUDA names that ``Tensor.type()`` returns (``optimizer/clip_grads.py:167``,
+Megatron-Core (0.16.1 and 0.19.2) asks for ``device="cuda"`` by name and opens streams. It asserts
+on the CUDA names that ``Tensor.type()`` returns (``optimizer/clip_grads.py:167``,
 ``optimizer/distrib_optimizer.py:361``). So on a host with no GPU this module replaces torch's
 functions under their names. A TorchFunctionMode would not do: it is not active inside backward. The
 import of this module replaces them, once, and must come before any module of Megatron-Core. On a

@@ -69,7 +69,7 @@ class RankState:
 
 
 class SlowStages:
-    """Reports in which stage of the run, such as "update", each rank is, once a rank has long been in one stage.
+    """Reports each rank's stage of the run, such as "update", when one rank has been in its stage for long.
 
     after_s: seconds in a stage until the first report; the next come at 2, 4, 8, … times as many.
         0 never reports.

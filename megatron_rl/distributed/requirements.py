@@ -56,7 +56,7 @@ def check_megatron_core() -> None:
 def compiler_fault() -> str:
     """Return what Triton lacks here to build a kernel's launcher; "" if it lacks nothing.
 
-    Triton compiles C code with Python's headers (read in Triton 3.6 and 3.7, runtime/build.py).
+    Triton compiles C code with Python's headers (Triton 3.6 and 3.7, runtime/build.py).
     torch.compile does so too.
     """
     if importlib.util.find_spec("triton") is None:

@@ -229,7 +229,7 @@ class LockReader:
     def look(self) -> tuple[bool, float] | None:
         """Return (whether the holder lives, its last touch in seconds since 1970); None if there is no lock.
 
-        A holder on another machine counts as alive if it has touched its lock within STALE_S. The
+        A holder on another machine counts as alive if it touched its lock in the last STALE_S seconds. The
         first call compares the file's time with this host's clock. Later calls measure the time
         since they saw the file change.
         """

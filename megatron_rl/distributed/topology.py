@@ -95,7 +95,7 @@ class Topology:
 
     @property
     def lockstep_replicas(self) -> int:
-        """Return the number of neighbouring replicas that split the experts, and so join the same all-to-alls."""
+        """Return over how many neighbouring replicas the experts are split; these join the same all-to-alls."""
         return max(1, self.expert_size * self.expert_tensor_size // (self.tensor_size * self.context_size))
 
     def data_rank_of(self, rank: int) -> int:
@@ -246,8 +246,8 @@ class Grid:
     def active(self) -> Iterator[None]:
         """Return a context within which Megatron-Core uses this set of process groups. Not a collective.
 
-        Call ``initialize`` within the first context to build the groups. Megatron-Core's code in
-        later contexts uses them.
+        In the first such context call ``initialize``, which builds the groups. Later contexts switch
+        to the same groups.
         """
         outer = _record()
         vars(parallel_state).update(self._own)

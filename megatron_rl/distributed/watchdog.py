@@ -13,18 +13,18 @@ How a failure is found and told:
 2. A rank whose connection closes before it says bye was killed. If it is rank 0, every rank sees
    the closed connection itself.
 3. A rank whose collective fails, or has not ended after ``run.deadline_s``, asks the server thread
-   which rank is the cause. If no rank raised or died within SETTLE_S, the server asks every rank
-   for its main thread's position. The guilty rank is a rank that does not wait for others, else a
-   rank that has entered fewer stages. Under gloo a late collective raises at the deadline, and the
+   which rank is the cause. If no rank raised or died within SETTLE_S seconds, the server asks every
+   rank for its main thread's position. The guilty rank is a rank that does not wait for others, else
+   a rank that has entered fewer stages. Under gloo a late collective raises at the deadline, and the
    main thread asks. Under NCCL it would end the process without an error. So NCCL's groups have
-   NCCL_GRACE_S more, and the watch thread asks at the deadline.
+   NCCL_GRACE_S seconds more, and the watch thread asks at the deadline.
 4. A user's function in a rank's main thread (``own_code``, ``own_call``) may take
-   ``run.deadline_s``. If it takes longer, the rank's watch thread reports it as the cause, in a
-   world of one too. A function that waits for other ranks is not blamed: its collective has a
+   ``run.deadline_s``. If it takes longer, the rank's watch thread reports it as the cause, even in a
+   run of one rank. A function that waits for other ranks is not blamed: its collective has a
    deadline.
-5. The first cause is sent to all ranks, once. A rank's main thread then has END_S to end. It
-   cannot, if it sleeps or waits in a collective that nothing will end. Then the watch thread ends
-   the process with ``os._exit``: Python cannot interrupt a thread that is in C.
+5. The first cause is sent to all ranks, once. A rank's main thread then has END_S seconds to end. A
+   main thread that sleeps, or waits in a collective that nothing will end, cannot. Then the watch
+   thread ends the process with ``os._exit``: Python cannot interrupt a thread that is in C.
 6. Once a stage has taken ``run.slow_stage_s``, rank 0 reports each rank's stage and its duration.
 
 The time before ``open_watchdog`` (building groups, loading weights) is not watched;
@@ -86,12 +86,12 @@ KNOWN_EVERYWHERE = (CheckpointError, ConfigError, EngineError, LockstepError, No
 class Watchdog:
     """Watches this rank: the main thread reports its stages, and a watch thread keeps the connection to rank 0.
 
-    In a world of one there is no connection, and the watch thread itself reports slow stages.
+    In a run of one rank there is no connection, and the watch thread itself reports slow stages.
 
     who, server_who: this rank's and rank 0's names for messages.
     deadline_s: seconds that a user's function may take in the main thread.
-    slow_stages: reports slow stages in a world of one; None in a larger world, whose rank 0 does
-        so.
+    slow_stages: the reporter of slow stages in a run of one rank; None in a larger run, in which
+        rank 0's server reports them.
     times_waits: whether a wait of ``deadline_s`` at one position counts as a failed collective, as
         is needed under NCCL (rule 3).
     """
@@ -143,7 +143,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Return a context within which the stage is ``name``. After an error the name stays, for the report."""
+        """Return a context that sets this rank's stage to ``name``. After an error the name stays, for the report."""
         outer = self._stage
         self._enter(name)
         yield
@@ -161,9 +161,9 @@ class Watchdog:
 
     @contextlib.contextmanager
     def own_call(self, name: str) -> Iterator[None]:
-        """Return a context that ends the rank if its block takes too long, as ``own_code`` does, without a stage.
+        """Return a context that ends the rank if its block takes longer than ``run.deadline_s``.
 
-        It costs microseconds. Other ranks hear of the block only if it takes too long.
+        The rank's stage does not change. Other ranks hear of the block only if it takes too long.
 
         name: the block's name for the report.
         """

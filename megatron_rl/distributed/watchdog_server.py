@@ -7,7 +7,8 @@ on this rank), answer, bye. From the server to a rank: welcome (all ranks have j
 
 Other programs may reach the port until every rank has joined; then the port is closed. A connection
 belongs to a rank once it has said hello with the run's token. Until then it may send HELLO_BYTES
-within HELLO_S, and the number of such connections is limited. Any other message closes it.
+bytes within HELLO_S seconds, and the number of such connections is limited. Any other message
+closes the connection.
 """
 
 from __future__ import annotations
@@ -290,9 +291,9 @@ class WatchdogServer:
 def own_address() -> str:
     """Return this host's address on the network that the ranks use; 127.0.0.1 if it has no other.
 
-    If GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME gives the beginning of an interface's name, it is
-    that interface's address. Otherwise it is the address from which this host reaches MASTER_ADDR.
-    If there is none, it is the address of the host's name.
+    The result is the address of an interface whose name begins as GLOO_SOCKET_IFNAME or
+    NCCL_SOCKET_IFNAME says. Without one it is the address from which this host reaches MASTER_ADDR,
+    else the address of the host's name.
     """
     names = [
         name.lstrip("=")

@@ -83,7 +83,8 @@ class Calculator:
         word "error".
     answer_key: the dataset's column with the right answer.
 
-    Example: prompt "12*34=", turns "<calc>12*34</calc>" → observation "408" and "408" → reward 1.0.
+    Example: the prompt is "12*34=". The turn "<calc>12*34</calc>" gives the observation "408". Then
+    the turn "408" gives the reward 1.0.
     """
 
     def __init__(

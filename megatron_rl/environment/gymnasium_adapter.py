@@ -17,7 +17,9 @@ from megatron_rl.users_code import is_own, resolve
 
 
 class GymnasiumAdapter:
-    """Plays one episode of a gymnasium environment. The prompt is the first observation (function ``rows``).
+    """Plays one episode of a gymnasium environment. The prompt's text is the episode's first observation.
+
+    The function ``rows`` makes such prompts.
 
     env: an id that gymnasium knows, or ``module:Class``.
     arguments: the keyword arguments that the environment is made with.

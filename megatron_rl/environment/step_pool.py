@@ -2,12 +2,12 @@
 
 1. Calls begin in the order in which they were handed in, each as soon as one of ``num_threads``
    threads is free.
-2. A call that takes longer than ``deadline_s`` is given up at once, by a thread for this purpose.
-   The call's own thread is replaced by a new one, so that other samples have a thread.
+2. A call that takes longer than ``deadline_s`` seconds is given up at once, by a thread that watches
+   the deadlines. A new thread replaces the call's own, which may hang forever.
 3. So a call that waits behind n calls begins within ⌈n / num_threads⌉ deadlines, and has ended one
    deadline later.
-4. After PATIENCE · ``num_threads`` late calls in a row, the waiting calls are not tried. So an
-   environment that is down costs a few deadlines, not one for every ``num_threads`` samples.
+4. If PATIENCE · ``num_threads`` calls in a row have missed their deadline, the waiting calls are
+   given up untried. So an environment that is down costs few deadlines, however many samples wait.
 5. With ``stops`` (a failure ends the run), the first call that fails ends every wait, and the
    waiting calls are not tried.
 """

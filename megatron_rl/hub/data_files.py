@@ -151,15 +151,15 @@ def _known(name: HubName, key: str) -> str | None:
 
 
 def _choices(name: HubName) -> dict[str, object]:
-    """Return the choices saved for a data set's commit, {text of ``_asked_for``: [configuration, split]}."""
+    """Return {text (``_asked_for``): [configuration, split]}, saved for a data set's commit; {} if none is saved."""
     file = _folder(name) / CHOICES
     return read_object(file) if file.is_file() else {}
 
 
 def _asked_for(name: HubName, key: str) -> str:
-    """Return the text under which the choice for a name is saved: configuration, split, and " of data.train" or "".
+    """Return the text under which the configuration and split that were chosen for a name are saved.
 
-    Without a split, a name may stand for another split in ``data.train`` than in other settings.
+    The text differs for ``data.train``, where a name without a split may stand for another split.
 
     key: the setting that names the data set.
     """

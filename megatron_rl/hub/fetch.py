@@ -35,7 +35,7 @@ def offline_by(kind: Kind) -> str | None:
 
 
 def commit_of(kind: Kind, name: HubName, key: str) -> str:
-    """Return the commit that a name stands for, after fetching the repository's small files into the cache.
+    """Return the commit that a name stands for, after fetching a model's config and tokenizer or a data set's card.
 
     Offline it is the commit that the cache knows for the name's revision.
 
@@ -117,7 +117,7 @@ def _snapshot(
     *,
     shown: bool = False,
 ) -> pathlib.Path:
-    """Return the folder of a commit in the cache, after fetching the repository's files that match.
+    """Return the cached folder of a repository's commit, after fetching the files that match ``wanted``.
 
     key: the setting that holds the name, for messages.
     wanted, left_out: patterns of files to fetch, and of files among them to leave out.

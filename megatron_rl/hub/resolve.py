@@ -101,7 +101,9 @@ def _pin(kind: Kind, name: HubName) -> str:
 
 
 def _commits(names: Names, file: pathlib.Path, *, resumes: bool, pins: bool) -> dict[str, str]:
-    """Return {kind and name: commit}, each from the run's ``hub.json`` if it is there, else the hub's current commit.
+    """Return {name: commit}; a commit is taken from the run's ``hub.json`` if it is there, else asked of the hub.
+
+    A name in the result has a form such as ``models/owner/name@main``.
 
     file: the path of ``hub.json``.
     resumes: whether the file is read.

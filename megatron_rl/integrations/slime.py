@@ -121,7 +121,8 @@ def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
 
     If a setting gives samples of advantage 0 a gradient, the train data stay whole, and a warning
     names the setting. Raises ConfigError for samples of another class, and for miles'
-    ``use_dynamic_global_batch_size`` and ``multi_lora``, which need counts that it does not pass on.
+    ``use_dynamic_global_batch_size`` and ``multi_lora``: miles does not give a custom conversion the
+    counts that these need.
     """
     train_data = _own_conversion(args, samples)
     obstacles = tuple(obstacles_of(args) + field_obstacles(train_data))

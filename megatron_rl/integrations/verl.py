@@ -1,7 +1,7 @@
 """The registration of the zero-advantage skip with verl, which loads this module by the entry point ``verl.plugins``.
 
 Importing this module makes verl use ``SkippingEngine`` (verl_engine.py) in place of its own
-Megatron engine. This holds for language models on NVIDIA devices; ``actor.strategy=megatron`` stays
+Megatron engine, for language models on NVIDIA devices. The user leaves ``actor.strategy=megatron``
 as it is. verl first looks for an engine of the GPU's vendor, then for one of the kind of device
 (0.9.1, workers/engine/base.py). So an engine for "nvidia" is found before verl's own, which stays
 registered.

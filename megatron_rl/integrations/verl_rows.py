@@ -49,9 +49,10 @@ class Rows:
         return [row for row, kept in enumerate(self.has_signal) if kept]
 
     def with_fillers(self, num_rows: int) -> list[int] | None:
-        """Return the indices of the rows with signal, and the shortest row without signal repeated up to ``num_rows``.
+        """Return the indices of the rows with signal, then fillers until there are ``num_rows`` indices.
 
-        Returns None if fillers are needed and every row has signal.
+        Every filler is the shortest row without signal. Returns None if fillers are needed and every
+        row has signal.
         """
         rows_kept = self.kept
         missing = num_rows - len(rows_kept)

@@ -142,7 +142,7 @@ def _fusions(shape: ModelShape, extra: dict[str, Any], *, half: bool, shares: bo
     """Return {field: whether it is on} for the fields of TransformerConfig that choose fused kernels.
 
     extra: the user's fields.
-    half: whether torch's layers take fused kernels (``half_on_gpu``).
+    half: whether torch's layers may use fused kernels: in bfloat16 on a GPU.
     shares: whether Transformer Engine's layers may get samples that share one copy of their prompt.
 
     The reasons for the values:
@@ -174,7 +174,7 @@ def settled_shape(
 ) -> ModelShape:
     """Return the shape that ``build_model``'s model would have, without building it.
 
-    Raises ConfigError for settings, or a Hugging Face config, with which it cannot be built here.
+    Raises ConfigError for settings, or a Hugging Face config, with which no model can be built.
     """
     check_kernel(settings.model.logprob_kernel)
     parts = parts_of(settings)

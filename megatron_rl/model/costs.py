@@ -16,9 +16,9 @@ from megatron_rl.weights.model_shape import ModelShape
 def layout_of(shape: ModelShape, settings: ModelSettings, hf_config: Any) -> tuple[int, ...]:
     """Return the number of layers of each pipeline stage, in the order of the layers.
 
-    Each chunk of a rank (``parallel.virtual_pipeline``) counts as a stage. A layer's cost is that of
-    a sample of half the most tokens (prompt and response). The LM head's cost counts a response's
-    tokens only.
+    Each chunk of a rank (``parallel.virtual_pipeline``) counts as a stage. The layers' costs are
+    those of a sample of half the largest length (``max_prompt_tokens`` + ``max_response_tokens``).
+    The LM head's cost counts a response's tokens only.
 
     Raises ConfigError if planning/pipeline_layout.py ``stage_layers`` does, for example for more
     stages than layers. Under LoRA it also raises ConfigError for a stage without layers, which

@@ -103,7 +103,7 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1, prov
     vocab_multiple: the vocabulary is padded to a multiple of it.
     provider: ``model.provider``, "native" or "bridge".
 
-    Raises ConfigError, naming the feature, for one that Megatron-Core or the model built here lacks.
+    Raises ConfigError for a feature of the config that the models here lack, and names the feature.
     """
     if provider == "bridge":
         from megatron_rl.model.bridge.family import bridged_shape

@@ -7,12 +7,12 @@ the angles of the packed tokens' own positions (model/rotary.py). So samples may
 their prompt.
 
 Projections to the latents: Megatron-Core's local spec splits their weights over tensor ranks and
-gathers their outputs. In backward that gather keeps only the gradient of the rank's own columns,
-without a sum over ranks. But all heads use the rotated part of k, and each rank computes that
-part's gradient from its own heads only. So the sum over ranks would be missing. Here these weights
-are whole on every tensor rank, as in Transformer Engine's spec. Under sequence parallelism each
-rank projects its own tokens, and backward of the gather along the sequence sums the gradients.
-Megatron-Core's ``finalize_model_grads`` then sums the weights' gradients over tensor ranks.
+gathers their outputs. Backward of that gather does not sum gradients over ranks. The sum is needed,
+since all heads use the rotated part of k, and a rank computes its gradient from its own heads only.
+So here these weights are whole on every tensor rank, as in Transformer Engine's spec. Under sequence
+parallelism each rank projects its own tokens, and backward of the gather along the sequence sums the
+gradients. Megatron-Core's ``finalize_model_grads`` then sums the weights' gradients over tensor
+ranks.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def latent_fields(shape: ModelShape, hf_config: Any, extra: dict[str, Any]) -> d
 
     extra: the user's ``megatron.transformer`` fields.
 
-    Megatron-Core multiplies the attention scores by mscale² / sqrt(columns of q per head). There
-    mscale is 1, but 0.1 · mscale_all_dim · ln(factor) + 1 under yarn. ``rope_parameters`` holds
-    mscale_all_dim and factor.
+    Megatron-Core multiplies the attention scores by m² / sqrt(columns of q per head). Without yarn
+    m is 1. Under yarn m is 0.1 · mscale_all_dim · ln(factor) + 1, with both names from
+    ``rope_parameters``.
 
     Raises ConfigError for ``apply_rope_fusion=true``, and for values wider than keys in Transformer
     Engine's layers.
@@ -165,10 +165,11 @@ class EngineLatentAttention(SpecifiedLatentAttention):
         packed_seq_params: PackedSequences | None = None,
         **kwargs,
     ):
-        """Return q, k, v and the latents, as Megatron-Core's method computes them without sequence bounds (cu_seqlens).
+        """Return what Megatron-Core's method of this name returns (q, k, v and the latents), with other rotary angles.
 
-        With bounds that method reads the rotary angles as a table by position, from 0 in each
-        sequence. Without bounds it gives each token its own row of the angles.
+        The method is called without sequence bounds (cu_seqlens), so it gives each token its own
+        row of the angles. With bounds it would read them as a table by position, from 0 in each
+        sequence.
         """
         unbounded = dataclasses.replace(
             packed_seq_params,
@@ -236,10 +237,9 @@ def _torch_attention() -> ModuleSpec:
 
 
 def _engine_parts(plain: ModuleSpec) -> tuple[type, ModuleSpec]:
-    """Return for Transformer Engine's layer the class of the norm before attention, and the attention's spec.
+    """Return (the class of the norm before attention, the spec of multi-latent attention) for Transformer Engine.
 
-    plain: the attention's spec so far. The returned spec is multi-latent attention with the same
-        core attention.
+    plain: the spec of a layer's ordinary attention, whose core attention the returned spec takes.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 

@@ -43,7 +43,7 @@ class Parts(Protocol):
         """Return the name of the kernel that computes log-probs from logits (logprob/chunks.py)."""
 
     def require_shown(self, shape: ModelShape) -> None:
-        """Raise ConfigError unless these modules were tested with a model of this shape and on this kind of host."""
+        """Raise ConfigError unless these modules were tested with such a model, and on such a host (CPU or GPU)."""
 
     def activation(self, shape: ModelShape) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the activation function of the MLP's gate, which takes and returns a tensor."""
@@ -114,7 +114,7 @@ class PlainParts:
         pass
 
     def activation(self, shape: ModelShape) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return gelu (tanh form) for Gemma, ``quick_gelu`` for gpt-oss, whose gate and up are clamped, else SiLU."""
+        """Return gelu (tanh form) for Gemma, ``quick_gelu`` for gpt-oss, and SiLU for other families."""
         if shape.gelu:
             return partial(F.gelu, approximate="tanh")
         if shape.swiglu_limit:
@@ -135,7 +135,7 @@ class PlainParts:
         """Return the spec of a pipeline stage's layers, changed as the model's family needs.
 
         A family may need other norms, attention sinks, attention within chunks, or latent
-        attention.
+        attention. ``Parts.block_spec`` describes the arguments.
         """
         spec = block_spec(transformer, shape.layer_spec, layers, share_prompts=shares)
         if shape.sinks:

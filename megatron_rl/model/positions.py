@@ -61,8 +61,8 @@ def give_inputs(
 
     angles: the model's rotary frequencies.
     packed: True: a module computes each token's angles from the token's own position. False:
-        Megatron-Core's table gives the angles by position. Not read for latent attention, nor if
-        each kind of layer has its own angles: these always have such a module.
+        Megatron-Core's table gives the angles by position. Models with latent attention, or with
+        angles for each kind of layer, always have such a module.
     turning: the core attention class that applies the angles; None if Megatron-Core applies them.
     """
     if shape.scaled_embedding and model.pre_process:

@@ -24,8 +24,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 class Angles:
     """Holds a model's rotary inverse frequencies and the factor on cos and sin.
 
-    tables: float32 [d / 2] on this device, for each kind of layer (hf_config.py ``angle_kinds``).
-        The only key is None if all layers share the frequencies.
+    tables: {kind of layer: inverse frequencies, float32 [d / 2] on this device}. The kinds are those
+        of hf_config.py ``angle_kinds``; the only key is None if all layers share the frequencies.
     factor: 1.0 except for latent attention.
     """
 

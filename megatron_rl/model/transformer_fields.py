@@ -232,7 +232,7 @@ def require_installed(users: Mapping[str, Any], model: ModelConfig, layer_spec: 
 def _with_fp8(fields: dict[str, Any], lora_rank: int | None) -> dict[str, Any]:
     """Return the fields with ``tp_only_amax_red=True``, which FP8 needs here.
 
-    Delayed scaling reduces its history of maxima over ranks at the end of every micro-batch
+    FP8's delayed scaling reduces its history of maxima over ranks at the end of every micro-batch
     (Transformer Engine 2.3 to 2.20, pytorch/quantization.py). Here data-parallel ranks run
     different numbers of micro-batches, so they would wait for each other for ever. Tensor and
     context ranks run equal numbers. So the reduction is limited to them.

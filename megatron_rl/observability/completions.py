@@ -267,8 +267,8 @@ def as_text(completion: Completion, *, most_chars: int | None = None) -> str:
 def print_some(completions: Sequence[Completion], *, every_rollouts: int) -> None:
     """Log the best and the worst completion of one prompt.
 
-    completions: all of one source at one step. The first two are logged: the best and the worst
-        completion of the first prompt.
+    completions: the recorded completions of one source at one step, of which the first two are
+        logged. The recorder puts the best and the worst of the first prompt there.
     every_rollouts: training completions are logged once in so many rollouts, evaluation completions
         always; 0 logs none of either.
     """

@@ -64,7 +64,7 @@ def add_sums(*parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def divide(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return a step's ``train/*`` metrics: its reduced sums over its number of loss tokens.
+    """Return a step's ``train/*`` metrics: its reduced sums divided by its number of loss tokens.
 
     ``loss`` is not divided: its tokens are already weighted. The other metrics are means per token,
     in nats or as a fraction, except the maximum ``logprob_gap_max``. A sum that is absent gives no
@@ -111,18 +111,18 @@ def skip_metrics(
 ) -> dict[str, float]:
     """Return what the skip saved in one optimizer step, as ``skip/*`` and ``tokens/*`` metrics.
 
-    The skip drops samples without signal (an advantage of 0).
+    A sample has no signal if its advantage is 0; the skip drops such samples.
 
-    signal_S: [S] bool, True for each sample of the batch with signal, whether it is dropped or not.
+    signal_S: [S] bool, True for each sample of the batch that has signal.
     share_prompts: whether a micro-batch runs a prompt once for all of its samples.
 
     A sample's tokens here are its prompt and its response before the last loss token, without pads.
 
     - ``skip/tokens_dense``: the tokens of all samples of the mini-batch.
     - ``skip/tokens_executed``: the tokens that run, those of fillers (samples of weight 0) included.
-    - ``skip/speedup_ideal``: dense tokens over the tokens not dropped; only in a REAL step.
-    - ``skip/zero_advantage_ratio``: the fraction of the mini-batch's samples without signal, also
-      if ``skip.mode=off`` drops none.
+    - ``skip/speedup_ideal``: ``skip/tokens_dense`` divided by the tokens not dropped; only in a REAL step.
+    - ``skip/zero_advantage_ratio``: the fraction of the mini-batch's samples without signal, dropped
+      or not.
     - ``tokens/trailing``: the response tokens from the last loss token on, over the samples that run.
     - ``tokens/shared``: the number of prompt tokens that ``share_prompts`` saved.
     """

@@ -26,8 +26,8 @@ class MlflowSink:
     run_id: the MLflow run to continue; None for a new one. MLflow itself reads the server's address
         (MLFLOW_TRACKING_URI).
 
-    A thread sends the calls. If calls fail, only the first is logged as a warning, and the run goes
-    on: metrics.jsonl has every metric.
+    A thread calls the server. If calls fail, only the first failure is logged, as a warning. The run
+    goes on, since metrics.jsonl has every metric.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class ProgressBar:
     untrained_warning_steps: the final table warns if at least so many last steps trained nothing;
         None for no warning.
     done_steps, done_ghosts: the steps before the checkpoint of a resumed run, and how many of them
-        were ghosts (without signal).
+        were ghosts, in which no sample had a gradient.
     console: where to print, stdout by default. A terminal gets a live bar, anything else plain
         lines at most every 5 s.
     clock: a function that returns monotonic seconds.

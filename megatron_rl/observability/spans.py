@@ -139,7 +139,7 @@ class SpanSink:
         """Do nothing: this sink sends no values between steps."""
 
     def close(self, files: Sequence[object], *, failed: bool) -> None:
-        """Make the remaining spans, send them within CLOSE_S, and log how many spans were not sent.
+        """Make the remaining spans, send them within CLOSE_S seconds, and log how many spans were not sent.
 
         If a rollout has stages but no row yet, it gets a root span too.
 

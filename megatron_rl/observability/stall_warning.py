@@ -1,8 +1,8 @@
 """The warning of a stalled run: many optimizer steps in a row that moved no weight.
 
-A step moves no weight if it is a ghost (no sample has signal), or if its gradient is zero or not
-finite (``optimizer.on_nonfinite=skip``). A step in which a critic's warm-up holds the policy is not
-counted at all.
+A step moves no weight if no sample has a gradient (the step is then a ghost), or if the gradient is
+zero or not finite (``optimizer.on_nonfinite=skip``). Steps of a critic's warm-up, which do not train
+the policy, are not counted at all.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ WAY_OUT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallCounts:
-    """Counts, by cause, the optimizer steps since the last one that trained something.
+    """Counts, by cause, the optimizer steps since the last one that moved a weight.
 
-    steps: the number of all steps of the run so far, without held ones (a critic's warm-up).
-    ghosts, zero_gradients, not_finite: of the steps since the last one that trained something, how many
-        had no sample with signal, a gradient of zero, and a gradient that is not finite.
+    steps: the number of all steps of the run so far, without those of a critic's warm-up.
+    ghosts, zero_gradients, not_finite: of the steps since the last one that moved a weight, how many
+        had no sample with a gradient, a gradient of zero, and a gradient that is not finite.
     """
 
     steps: int = 0
@@ -39,7 +39,7 @@ class StallCounts:
 
     @property
     def in_a_row(self) -> int:
-        """Return the number of steps since the last one that trained something."""
+        """Return the number of steps since the last one that moved a weight."""
         return self.ghosts + self.zero_gradients + self.not_finite
 
     def after(self, row: Mapping[str, object]) -> StallCounts:
@@ -61,7 +61,9 @@ class StallCounts:
         return StallCounts(steps=counted.steps)
 
     def is_worth_saying(self, warning_steps: int | None) -> bool:
-        """Return whether the last ``warning_steps`` steps trained nothing, or all steps of a shorter run.
+        """Return whether the last ``warning_steps`` steps moved no weight.
+
+        In a run with fewer steps, all of its steps must have moved none.
 
         warning_steps: if None, the result is False.
         """
@@ -90,7 +92,7 @@ def stall_counts(rows: Iterable[Mapping[str, object]]) -> StallCounts:
 
 
 class StallWarning:
-    """Warns in the log when ``warning_steps`` steps in a row train nothing, and at every doubling of that number.
+    """Warns in the log if ``warning_steps`` steps in a row moved no weight, then at 2, 4, 8, … times as many.
 
     warning_steps: ``metrics.untrained_warning_steps``; None for no warning.
     """
@@ -128,7 +130,7 @@ class StallWarning:
         return due
 
     def end(self) -> None:
-        """Log a warning if the run's steps all trained nothing, but were fewer than ``warning_steps``."""
+        """Log a warning if none of the run's steps moved a weight, and they were fewer than ``warning_steps``."""
         if self._counts.is_worth_saying(self._steps) and self._next == self._steps:
             self._warn()
 

@@ -53,7 +53,7 @@ class RunSummary:
     window: the number of steps in a mean over the first or last steps: 10, or half of the main steps
         if these are fewer than 20.
     supervised_phase: the phase of a run that is only supervised; None for other runs.
-    num_real, num_ghost: the number of main steps of the kind REAL, in which a sample has signal,
+    num_real, num_ghost: the number of main steps of the kind REAL, in which a sample has a gradient,
         and the number of all others.
     num_warmup: the number of supervised steps before RL.
     reward, reverse_kl, zero_advantage_ratio: (mean over the first ``window`` steps, mean over the

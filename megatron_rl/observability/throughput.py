@@ -15,8 +15,8 @@ def performance(model: TrainableModel, facts: BatchFacts, mini_batch: StepPlan, 
     """Return the metrics ``perf/*`` and ``cost/*`` of one optimizer step that took ``seconds``.
 
     The model FLOPs utilisation ``perf/mfu`` counts the tokens that ran.
-    ``perf/dense_equivalent_tokens_per_second`` counts the tokens that a run without the skip would
-    have processed.
+    ``perf/dense_equivalent_tokens_per_second`` counts the tokens that a run which drops no sample
+    would have processed.
     """
     tokens = tokens_of(facts, share_prompts=model.rules.share_prompts, windows=model.shape.windows)
     metrics = {

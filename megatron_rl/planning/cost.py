@@ -12,9 +12,9 @@ by the number v of interleaved chunks:
 
     seconds of the rank = Σ_i t_i + Σ_{s ≠ slowest} max_i(t_i on s) / v
 
-For equal micro-batches this is the time of 1F1B (Narayanan et al., arXiv:2104.04473, §2.2; the
-bubble is (p − 1) of m + p − 1 slots). For unequal ones it is the time of a flow shop whose jobs take
-equally long on every machine.
+For equal micro-batches on p equal stages this is the time of 1F1B, m + p − 1 times t_1 if v = 1
+(Narayanan et al., arXiv:2104.04473, §2.2). For unequal ones it is the time of a flow shop whose jobs
+take equally long on every machine.
 
 Invariants (tests/unit/planning/test_cost.py):
 
@@ -173,7 +173,7 @@ def prior(
     rank_shares: for each pipeline rank, the cost of its layers, with an average layer as the unit,
         and the number of its layers (ModelShape.rank_shares).
     virtual: the number of chunks that each pipeline rank interleaves.
-    overhead_tokens: the fixed cost of a micro-batch on an average stage, in tokens.
+    overhead_tokens: the fixed cost of a micro-batch on an average stage, in this unit.
     square_share: the cost of a squared token over the cost of a token (ModelShape.square_share).
     head_layers: the LM head's cost in layers, which the last stage carries.
     """
@@ -199,9 +199,9 @@ class CostFit:
     """Fits each stage's costs to measured micro-batches by least squares; older steps weigh less.
 
     Let X have a row (1, T, Σ l²) for each micro-batch, and y its forward seconds. ``sums`` has one row
-    of NUM_SUMS numbers for each stage: Xᵀ X (upper triangle, 6), Xᵀ y (3), all forward seconds and
-    all backward seconds. Rows of different ranks and steps can be added. So ranks exchange nothing
-    but ``sums``, by one all-reduce.
+    of NUM_SUMS numbers for each stage: Xᵀ X (upper triangle, 6), Xᵀ y (3), the total of the forward
+    seconds and that of the backward seconds. Rows of different ranks and steps can be added. So ranks
+    exchange nothing but ``sums``, by one all-reduce.
 
     prior: the costs that are used until every stage has been measured.
     forget: the factor on the earlier sums at each measured step.

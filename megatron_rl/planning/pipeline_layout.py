@@ -64,7 +64,10 @@ def stated_layers(parallel: ParallelConfig) -> tuple[int, ...]:
 
 
 def _in_notation(text: str) -> tuple[int, ...]:
-    """Return the number of layers of each stage, from a text in Megatron-Core's notation, as in ``Et*3|(tt|)*2L``."""
+    """Return the number of layers (t) of each stage, from a text in Megatron-Core's notation.
+
+    Example: ``Et*3|(tt|)*2L`` → (3, 2, 2, 0). E is the embedding, L the output layer with the loss.
+    """
     stages = _written_out(re.sub(r"[,\s]", "", text)).split("|")
     whole = "".join(stages)
     if "m" in whole:
@@ -143,7 +146,10 @@ def balanced(costs: Sequence[int], head: int, pipeline: int, virtual: int = 1) -
 
 
 def _least_bound(costs: Sequence[int], head: int, stages: int) -> int:
-    """Return the least cost that the slowest stage can have in any layout, found by bisection."""
+    """Return the least cost that the slowest stage can have in any layout, found by bisection.
+
+    costs, head: as in ``balanced``.
+    """
     low, high = max(head + costs[-1], *costs), head + sum(costs)
     while low < high:
         bound = (low + high) // 2

@@ -22,8 +22,9 @@ Invariants (``assert_invariants`` in tests/unit/planning/test_plan.py):
 9. All ranks of a block run equally many micro-batches: the block's largest number without fillers,
    rounded up to a multiple of ``microbatch_multiple``. A block without samples runs none.
 10. A filler holds one sample: the shortest that runs, or without ``repack`` the shortest member.
-    Fillers come last on their rank. Invariants 1 and 3 do not count fillers. Under a token cap, with
-    ``repack`` or if nothing is dropped: a rank with fillers has one sample in each other micro-batch.
+    Fillers come last on their rank. Invariants 1 and 3 do not count fillers. Under a token cap, a
+    rank with fillers has one sample in each other micro-batch, unless samples are dropped without
+    ``repack``.
 11. Under ``on_long_sample="fail"``, the members' lengths alone decide whether planning fails, not
     signal or ``drops``.
 12. On a pipeline under a token cap, the costs of a rank's micro-batches rise and then fall, fillers
@@ -120,9 +121,11 @@ class Degrees(Protocol):
 class Sizes(Protocol):
     """Describes the costs of a model that ``plan_rules`` reads; a ModelShape has them.
 
-    square_share, head_layers: arguments of ``prior`` (planning/cost.py).
-    rank_shares: called with the number of pipeline ranks; returns ``prior``'s argument
-        ``rank_shares``.
+    square_share: the cost of a squared token over the cost of a token; l tokens of one sequence have
+        l² squared tokens.
+    head_layers: the LM head's cost, with an average layer as the unit.
+    rank_shares: called with the number of pipeline ranks; returns for each rank the cost of its
+        layers, in the same unit, and their number.
     """
 
     square_share: float
@@ -234,7 +237,7 @@ def _refuse_long_samples(
 ) -> None:
     """Raise ConfigError if a sample exceeds the token cap under ``on_long_sample="fail"``.
 
-    Dropped samples are checked too. So it does not depend on the drops whether a run fails.
+    Dropped samples are checked too, so whether a run fails does not depend on the drops.
 
     padded: [S], each sample's tokens, pads included.
     """

@@ -71,7 +71,9 @@ class Timeline:
 
 
 def warmup_forwards(rank: int, pipeline: int, virtual: int, microbatches: int, group: int) -> int:
-    """Return the number of forwards, of one chunk each, that a pipeline rank runs before it alternates with backwards.
+    """Return the number of forwards that a pipeline rank runs before forwards and backwards alternate.
+
+    Each forward is of one micro-batch and one chunk.
 
     pipeline, virtual: the numbers of pipeline ranks and of chunks of each.
     group: see ``schedule_table``.

@@ -89,9 +89,9 @@ def has_mark(gold: str) -> bool:
 def final_answer(text: str, *, marks_first: bool, wants_number: bool) -> FinalAnswer:
     """Return the final answer of a completion, or of a gold answer with its derivation.
 
-    marks_first: whether GSM8K's mark takes precedence over boxes, wherever it stands.
-    wants_number: whether the gold answer is a number. If so, the words after a marked number are
-        left out of the answer.
+    marks_first: whether a ``####`` takes precedence over boxes, even over boxes behind it.
+    wants_number: whether the gold answer is a number. If so, the words behind the number after a
+        mark, as in "#### 42 apples", are left out.
     """
     mark, box = _last_mark(text, marks_first, wants_number), _last_box(text)
     if mark is not None and (marks_first or box is None or mark[0] > box[0]):
@@ -108,7 +108,7 @@ def final_answer(text: str, *, marks_first: bool, wants_number: bool) -> FinalAn
 
 
 def _last_mark(text: str, marks_first: bool, wants_number: bool) -> tuple[int, str] | None:
-    """Return (position in the text, answer) of the last ``####`` that an answer follows; None if there is none.
+    """Return (position in the text, answer) of the last ``####`` with an answer behind it; None if there is none.
 
     A ``####`` may also be a Markdown heading, which has no answer.
 
@@ -136,8 +136,8 @@ def _below_heading(text: str, wants_number: bool) -> str | None:
 def _leading_answer(text: str, wants_number: bool, *, may_be_heading: bool) -> str | None:
     """Return the answer at the beginning of a text's first line; None if the line begins with words, or has a box.
 
-    may_be_heading: whether a number before words, as in "1. Setup", is taken as the number of a
-        heading.
+    may_be_heading: whether a number before words, as in "1. Setup", is the number of a heading, and
+        so no answer.
     wants_number: see ``final_answer``.
     """
     # The first line, without marks and words such as "The answer is".

@@ -102,7 +102,7 @@ class VerlForm:
         return _form_of(self._batched)
 
     def call(self, arguments: Mapping[str, list], conversations: Sequence[Messages | None]) -> object:
-        """Return a list of one score per sample, or an awaitable of this list."""
+        """Return a list of one score per sample, or an awaitable of this list. Arguments as for ``invoke``."""
         samples = [self._sample(arguments, number) for number in range(len(arguments["completions"]))]
         if self._batched:
             lists = {key: [sample.get(one) for sample in samples] for key, one in self._taken.items()}
@@ -128,8 +128,8 @@ class VerlForm:
 def in_form(name: str, function: Callable, completions: str) -> tuple[Form, Callable | Conversational | VerlForm]:
     """Return (form, object): the way to call a user's reward function, and the object that ``invoke`` calls.
 
-    completions: ``reward.completions``, "text" or "messages"; it counts only if the type of the
-        function's parameter ``completions`` does not tell.
+    completions: ``reward.completions``, "text" or "messages". It decides only if the annotated type
+        of the function's parameter ``completions`` does not.
 
     Raises ConfigError for a function whose parameters belong to two forms, or that requires a
     parameter which verl does not pass.
@@ -186,7 +186,10 @@ def _form_of(batched: bool) -> Form:
 
 
 def _typed_form(annotation: object) -> Form | None:
-    """Return the form (MESSAGES or TEXTS) that the type of ``completions`` fits; None if it fits neither or both."""
+    """Return the form (MESSAGES or TEXTS) that the type of ``completions`` fits; None if it fits neither or both.
+
+    annotation: the type in the function's signature; ``inspect.Parameter.empty`` if it has none.
+    """
     if annotation is inspect.Parameter.empty:
         return None
     words = (annotation if isinstance(annotation, str) else str(annotation)).replace(" ", "").lower()
@@ -210,7 +213,10 @@ async def _scores_once(returned: Awaitable) -> object:
 
 
 def _scores(returned: object) -> object:
-    """Return a function's values, each mapping replaced by its ``score``. A value that is no list stays as it is."""
+    """Return the list ``returned`` with each mapping in it replaced by the mapping's ``score``.
+
+    If ``returned`` is no list, it is returned unchanged.
+    """
     if not isinstance(returned, list | tuple):
         return returned
     return [value["score"] if isinstance(value, Mapping) and "score" in value else value for value in returned]

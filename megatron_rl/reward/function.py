@@ -121,8 +121,8 @@ def check_signature(name: str, function: RewardFunction, columns: Sequence[str])
 def required_columns(parameters: Mapping[str, Sequence[str]]) -> list[RequiredColumn]:
     """Return the columns that every row must have because a reward function needs them.
 
-    With `math_verify` every answer is parsed at the start, so that a bad answer is found before
-    anything is trained.
+    The answer column of `math_verify` gets a check that parses each answer at the run's start. So a
+    bad answer is found before anything is trained.
 
     A user's function gets a null in a row as None. The built-in functions need an answer, so null
     is refused for them.
@@ -252,7 +252,10 @@ def _as_list(returned: object, expected: int) -> list[object]:
 
 
 def outcome_of(value: object) -> Outcome:
-    """Return the Outcome of a value that a function or an environment gave. A bad value becomes an error."""
+    """Return the Outcome of a value that a function or an environment gave.
+
+    A value that is neither None nor a finite number becomes an error.
+    """
     if value is None:
         return Outcome()
     if not isinstance(value, (numbers.Real, np.bool_)):

@@ -34,9 +34,9 @@ _DELIMITERS = ("$", "\\(", "\\[")
 class Gold:
     """Holds a parsed gold answer.
 
-    values: sympy's values. A right answer equals one of them.
-    is_number: whether the gold answer is a number. If so, a completion's answer ends with the number
-        after its mark (`####` or `\\boxed`), and the words behind it are ignored.
+    values: the answer as sympy objects. A right answer equals one of them.
+    is_number: whether the gold answer is a number. If so, the words behind the number after a
+        completion's mark, as in "#### 42 apples", are ignored.
     marks_first: whether the gold answer is in GSM8K's format, so that a completion's `####` is
         looked for before a box.
     """

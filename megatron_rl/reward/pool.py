@@ -7,10 +7,10 @@ A task is one call of one reward function on the samples of one prompt, or on so
 2. A task has the deadline of one sample, however many samples it has. A task that fails is scored
    again one sample at a time (reward/task_queue.py). If samples are slow only together, later tasks
    are smaller.
-3. If a task takes longer than SUSPECT_S, its samples are also tried alone, while the task goes on.
-   So a sample that hangs is found SUSPECT_S after the task's deadline, not a whole deadline later.
-   ``num_workers`` other tasks may run meanwhile, so a pool has up to twice as many workers. If an
-   extra worker does not start, the pool starts no other extra worker.
+3. If a task takes longer than SUSPECT_S seconds, its samples are also tried alone while the task
+   goes on. So a sample that hangs is found SUSPECT_S seconds after the task's deadline, not a whole
+   deadline later. Up to ``num_workers`` extra workers are started for these trials. If one does not
+   start, the pool starts no other extra worker.
 4. Every wait is one `select` on the workers' sockets, until a message or the nearest deadline.
    Nothing polls.
 5. Workers live as long as their pool, and a worker that ends is replaced. The number of starts is
@@ -51,8 +51,8 @@ class Pool:
     num_workers: the number of worker processes. While tasks take long, there are up to twice as
         many.
     deadline_s: the maximum of seconds for one sample, and also for a task of several samples.
-    variables: names of environment variables that workers get in addition to ALLOWED
-        (worker_handle.py), which hold no secret.
+    variables: names of environment variables that workers get in addition to those that ALLOWED
+        (worker_handle.py) lists as holding no secret.
     completions: ``reward.completions``.
 
     Raises ConfigError for a function that a worker cannot import, or a variable that is not set.

@@ -103,8 +103,8 @@ class Reward:
     environment gave. A sample that its environment gave up (``Rollout.excluded``) has no total, and
     no function is called on it.
 
-    last_errors: the failures of the last `score` call. The scores name them too, and the log has
-        the first failure of each kind, whole.
+    last_errors: the failures of the last `score` call. Each Score has its own failures too, and the
+        log has the first failure of each kind in full.
     required_columns: the columns that every row of the data must have.
     recognised: for each function of the user's, a sentence that says how it is called.
     """

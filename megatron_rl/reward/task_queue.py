@@ -9,8 +9,8 @@ A task is one call of one reward function on some samples of a prompt.
 2. If a task takes long (``suspect``), its samples are tried alone before it has failed. The
    samples' results count once the task fails. If the task answers, they are dropped, so that they
    cannot change its answer.
-3. For functions of ``lost_is_wrong``, a sample that runs out of time or kills its worker alone gets
-   the value 0.0 instead of a failure.
+3. For some functions (``lost_is_wrong``), a sample that runs out of time or kills its worker alone
+   has not failed, but gets the value 0.0.
 
 This module starts no process and reads no clock.
 """
@@ -40,8 +40,8 @@ class Failure(Enum):
 class Split:
     """Records a task whose samples are run one by one, each as a task of its own.
 
-    left: the number of samples that have no result of such a run yet.
-    failure: how the whole task failed; None while it only takes long.
+    left: the number of samples whose task of their own has no result yet.
+    failure: how the whole task failed; None if it has not failed, but takes long.
     error: the whole task's traceback, or a sentence that says what is wrong.
     found_guilty: whether a sample failed alone.
     is_moot: whether the whole task has answered. Then the results of its samples are thrown away.

@@ -2,12 +2,13 @@
 
     python -m megatron_rl.reward.worker FD STACK_FD PARENT_PID      # started by pool.py, never by hand
 
-FD is the socket to the rank, STACK_FD a file for stack traces. The started process becomes a
-subreaper (distributed/subreaper.py), and its child the worker. The first message names the
-functions. Then tasks arrive one at a time, and each is answered. Functions are called in the main
-thread, since math-verify's time limits use SIGALRM. Only the pool interrupts a task, by killing the
-process: a call on a whole list cannot be interrupted otherwise. Once the fraction STACK_AT of the
-deadline has passed, the stack traces of all threads are written to STACK_FD.
+FD and STACK_FD are file descriptors: of the socket to the rank, and of a file for stack traces. The
+started process becomes a subreaper (distributed/subreaper.py), and its child the worker. The first
+message names the functions. Then tasks arrive one at a time, and each is answered. Functions are
+called in the main thread, since math-verify's time limits use SIGALRM. Only the pool interrupts a
+task, by killing the process: a call on a whole list cannot be interrupted otherwise. Once the
+fraction STACK_AT of the deadline has passed, the stack traces of all threads are written to
+STACK_FD.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ STACK_AT = 0.9  # share of the deadline at which stacks are written
 def answer(task: dict, function: RewardFunction) -> dict:
     """Call a task's function on its samples, and return the message for the pool.
 
-    The message holds ``id``, and ``values`` and ``errors`` of the samples. If the call fails it
-    holds ``error`` instead; if the function does not take the columns, ``refused``.
+    The message holds ``id``, and the lists ``values`` and ``errors``, one element per sample. Instead
+    of the lists, it holds the reason as ``error`` if the call fails, or as ``refused`` if the
+    function does not take the columns.
     """
     size = len(task["completions"])
     columns = {key: [value] * size for key, value in task["columns"].items()}

@@ -46,10 +46,10 @@ class ColocatedDevice:
     """Hands the devices of all ranks from the trainer to the engine and back. Its methods are collectives.
 
     models: the trainer's models on the device. Empty if the engine has its own device.
-    together: a callable that takes a function, calls it on every rank, and returns once it has
-        ended on all ranks. If the function raised on any rank, ``together`` raises on every rank.
-    ended: a callable that records peak memory; it takes the DeviceOwner whose turn ends. It is
-        called before the trainer gives the device away or gets it back.
+    together: a callable that every rank calls with a function of its own. It runs the function, and
+        returns once all ranks have run theirs. If one raised, ``together`` raises on every rank.
+    ended: a callable that records a turn's peak memory; it takes the DeviceOwner whose turn ends.
+        It is called before the trainer gives the device away or gets it back.
     """
 
     def __init__(

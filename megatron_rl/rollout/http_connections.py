@@ -2,8 +2,9 @@
 
 The maximum number follows from the process's limit of file descriptors. At a connection beyond that
 number, the connection that was idle longest is closed. The headers of a connection's first request
-must arrive within HEADERS_S after the connection's start. Later headers must arrive within
-HEADERS_S after their first byte. Uvicorn closes connections that are idle between two requests.
+must arrive within HEADERS_S seconds after the connection's start. The headers of a later request
+must arrive within HEADERS_S seconds after their first byte. Uvicorn closes connections that are
+idle between two requests.
 """
 
 from __future__ import annotations

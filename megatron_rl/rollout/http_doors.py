@@ -6,9 +6,9 @@ The order keeps the server from reading a body before the key is known:
    loopback name. So a web page whose domain was pointed at this address is refused. Requests from a
    page of another origin are refused too.
 2. The key. A request without a known key is answered at once, and the connection ends.
-3. The body. It has at most ``most_bytes``, and all bodies in memory together have at most
-   ``most_held``. It must arrive no slower than LEAST_RATE.
-4. The answer. The client must take it no slower than LEAST_RATE.
+3. The body. It has at most ``most_bytes`` bytes, and all bodies in memory together have at most
+   ``most_held`` bytes. It must arrive no slower than LEAST_RATE bytes a second.
+4. The answer. The client must take it no slower than LEAST_RATE bytes a second.
 """
 
 from __future__ import annotations
@@ -174,7 +174,11 @@ class _Body:
         return 413, words
 
     def _too_many(self, size: int) -> tuple[int, str] | None:
-        """Count the ``size`` bytes that have arrived. Return a refusal's status and message, or None."""
+        """Count the ``size`` bytes of the body that have arrived so far.
+
+        Return None, or the status and message of a refusal if the bodies in memory exceed their
+        limit.
+        """
         if size > SMALL:
             if not self.held.take(self._key, size - self.counted):
                 most = self.held.most

@@ -22,8 +22,8 @@ GOODBYE_S = 2  # seconds for answers that are under way when the server ends
 def json_object(content: bytes, error: type[Exception]) -> dict:
     """Return the JSON object that a request's body holds; {} for an empty body.
 
-    Raises the exception class ``error`` for a body that is anything else, or that ``json_text``
-    refuses.
+    Raises the exception class ``error`` for any other body, and for JSON that ``json_text.py``
+    refuses, such as NaN or a key given twice.
     """
     return check(parse_json(content or b"{}", "the body", error=error), "the body", dict, error=error)
 

@@ -48,7 +48,7 @@ class RolloutManager:
     Its methods are collectives unless they say otherwise.
 
     worker: this rank's worker, with its engine.
-    weights: the source of the trainer's weights, which the engine samples with.
+    weights: gives the trainer's weights, which are sent to the engines.
     metrics: adds up the metrics of jobs and of weight syncs.
     models: the trainer's models on the device that the engine shares. Empty if the engine has its
         own device.
@@ -74,8 +74,8 @@ class RolloutManager:
     def sync_weights(self) -> None:
         """Send the engines the current weights, unless all engines have them.
 
-        A sync that fails on any rank is repeated from its beginning, after lost engines were
-        started again. After ``weight_sync.attempts`` failures, EngineError is raised on every rank.
+        If a sync fails on any rank, lost engines are started again, and the whole sync is repeated.
+        After ``weight_sync.attempts`` failures, EngineError is raised on every rank.
         Generation under way ends first, unless the engines take weights during it
         (``weight_sync.in_flight``).
         """
@@ -160,6 +160,7 @@ class RolloutManager:
 
         prompts: position in the rollout → prompt, for all ranks. Prompts are dealt to the ranks,
             and started, in this mapping's order.
+        temperature: the temperature of sampling (0: greedy). None: ``rollout.temperature``.
 
         Nothing is generated before ``start``.
         """
@@ -204,12 +205,13 @@ class RolloutManager:
     ) -> tuple[list[int], CollectDurations]:
         """Wait until ``choose`` accepts the groups that are scored on all ranks.
 
-        choose: a callable. Its argument at [rank][job] is the list of scored positions. It returns
-            the positions that it chooses, or None to wait on.
+        choose: a callable. Its argument holds, at [rank][job], the list of the positions whose
+            groups are scored. It returns the positions that it chooses, or None to wait on.
 
-        Returns what ``choose`` returned, and the seconds of waiting and of scoring. The jobs are
-        not released. The errors are as in ``collect``.
+        Returns the chosen positions, and the seconds of waiting and of scoring. The errors are as
+        in ``collect``.
         """
+        # Unlike collect, this releases no job after an error.
         chosen: list[int] = []
         durations = self._timed(lambda: chosen.extend(self._collect_some(jobs, choose)))
         return chosen, durations
@@ -273,7 +275,7 @@ class RolloutManager:
             self._mend(lost)
 
     def _owed(self) -> list[list[str]]:
-        """Return for each rank a list of texts that say why its engine was lost, one text per job that lost it."""
+        """Return for each rank why its engine was lost: one text for each job that waits for the engine."""
         return collectives.gather_json([job.lost for job in self.jobs if job.lost is not None])
 
     def _drain(self) -> None:

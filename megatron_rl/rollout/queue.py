@@ -2,10 +2,11 @@
 
 Every decision is made from data that all ranks hold: prompts, rewards, the samples' lengths and
 weight versions, and the contents of the replay and re-roll buffers. No decision uses a clock. So a
-run that generates ahead repeats to the bit, and so does a run that continues from a checkpoint.
-There are two exceptions.
-Under ``weight_sync.in_flight`` time decides at which token of a completion the weights change.
-Under ``rollout.producer.straggler_share`` time decides which groups join the next rollout.
+run repeats to the bit, even if it generates rollouts while it trains earlier ones, or continues
+from a checkpoint. There are two exceptions:
+
+- Under ``weight_sync.in_flight`` time decides at which token of a completion the weights change.
+- Under ``rollout.producer.straggler_share`` time decides which groups join the next rollout.
 
 The queue itself drops groups by age only. Other choices are separate classes (interfaces:
 groups/parts.py). They are dynamic sampling, replay (train old groups again), re-roll (sample a
@@ -95,11 +96,14 @@ class RolloutQueue:
         )
 
     def _number(self, index: int) -> int:
-        """Return how many rollouts up to and including rollout ``index`` are not taken for training yet."""
+        """Return how many rollouts are not taken for training yet, from the oldest of them to rollout ``index``."""
         return index - min(self.jobs, default=self.next_rollout) + 1
 
     def start_ahead(self, index: int) -> None:
-        """Start rollout ``index`` unless it is started, and the later rollouts that ``max_staleness_steps`` allows."""
+        """Start rollout ``index`` if it is not started yet, and as many later ones as the settings allow.
+
+        The settings are ``rollout.producer.ahead`` and ``max_staleness_steps``.
+        """
         settings = self.settings
         while self.next_rollout <= index + settings.producer.ahead and self._has_prompts(self.next_rollout):
             decision = may_start(
@@ -237,7 +241,7 @@ class RolloutQueue:
         return sorted(set(facts.groups.tolist()) - set(facts.groups[stale].tolist()))
 
     def _drop_stale(self, index: int, fresh: set[int]) -> int:
-        """Remove a rollout's job, and give the prompts of its dropped groups back to be drawn again.
+        """Remove a rollout's job from ``jobs``. Put the prompts of its dropped groups back, to be drawn again.
 
         fresh: the positions of the groups that are kept; all others are dropped.
 

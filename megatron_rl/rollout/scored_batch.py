@@ -56,7 +56,8 @@ class ScoredBatch:
         the penalty as one more reward function.
     by_function: float64 [S, F], the values of the configured functions alone; NaN if a function did
         not apply.
-    overlong: float64 [S] from −1 to 0, the penalty before its coefficient (``overlong_shape``).
+    overlong: float64 [S] from −1 to 0, the result of ``overlong_shape``. Times
+        ``reward.overlong_penalty`` it is the overlong penalty.
     live: bool [S], whether the sample may have signal (an advantage other than 0). The value does
         not depend on the other groups of a batch.
     """

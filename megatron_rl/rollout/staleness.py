@@ -2,8 +2,8 @@
 
 ``may_start`` is pure and reads only counters that are the same on every rank, so all ranks decide
 alike. A weight version is the number of optimizer steps that changed a weight. ``between`` is the
-number of rollouts that are trained before the one in question. So training on it begins at most
-``between · steps_per_rollout`` versions from now.
+number of rollouts that are trained before the rollout that is to be started. So training on that
+rollout begins at most ``between · steps_per_rollout`` versions from now.
 
 Invariants (``assert_invariants`` in tests/unit/rollout/test_staleness.py):
 

@@ -36,8 +36,8 @@ class KnownLogProbs:
     values: float32 [T], flat over the batch's response tokens; 0 for tokens of samples that are not
         covered.
     covered: bool [S], the samples whose log-probs are known.
-    sums: ``LogProbs.sums`` of all passes together: how far the trainer's log-probs differ from the
-        engine's.
+    sums: ``LogProbs.sums`` of all passes, combined. They measure the gap between the trainer's and
+        the engine's log-probs.
     """
 
     values: np.ndarray

@@ -1,16 +1,17 @@
 """The rollout worker of one rank: turns prompts into scored groups, at once or in threads while the trainer trains.
 
-Every rank knows all prompts of a rollout by their position in it. With n ranks, a rank takes every
-n-th prompt. All samples of a prompt (a group) stay on one rank. One thread generates, job after
-job. Under ``rollout.producer.straggler_share`` the next job begins beside the last groups of the
-job before. With reward workers a second thread scores. If configured, it scores finished groups
-while others are still generated. Reward functions of the rank's own process are called in its main
-thread, where signals work.
+Every rank knows all prompts of a rollout by their position in it. With n ranks that sample prompts,
+each takes every n-th prompt. All samples of a prompt (a group) stay on one rank. A job is one
+rank's groups of one rollout. One thread generates, job after job. Under
+``rollout.producer.straggler_share`` the next job begins beside the last groups of the job before.
+With reward workers a second thread scores. If configured, it scores finished groups while others
+are still generated. Reward functions of the rank's own process are called in its main thread, where
+signals work.
 
 1. Every group of a job is stored once in ``rollouts`` and then once in ``scores``, even if engines
    are lost in between.
-2. A call of a reward function has groups of one job only. Each call but the last has at least
-   ``min_groups`` groups, divided by the number of ranks that take prompts.
+2. A call of a reward function has groups of one job only. Each call but a job's last has at least
+   ``min_groups`` / n groups.
 3. ``wait`` raises EngineError after ``run.deadline_s`` without progress: no group was generated or
    scored, and no engine reported that it computes. The wait ends earlier if the groups are scored,
    if a thread failed, or if the engine was lost and its generation has ended.
@@ -134,7 +135,7 @@ class RolloutJob:
 
     @property
     def scored(self) -> list[int]:
-        """Return the positions that are scored, ascending. Reward workers may score others meanwhile."""
+        """Return the positions that are scored, ascending. The scoring thread may add others at any time."""
         with self.change:
             return sorted(self.scores)
 
@@ -244,7 +245,10 @@ class RolloutWorker:
                 self.generate(job)
 
     def _generate_to_tail(self, job: RolloutJob) -> None:
-        """Generate a job in a new thread; return once at most ``straggler_share`` of its groups are missing."""
+        """Generate a job in a new thread. Return once few enough of its groups are missing.
+
+        The limit is the fraction ``straggler_share`` of the job's groups, but at least one group.
+        """
         thread = threading.Thread(target=self.generate, args=(job,), daemon=True, name="rollouts")
         self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         thread.start()

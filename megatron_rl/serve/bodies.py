@@ -126,9 +126,9 @@ class OfModel(Body):
 
 
 class Numbered(OfModel):
-    """Holds a body with its model and its number among the model's requests.
+    """Holds a body that names a model, and the request's number ``seq_id`` among that model's requests.
 
-    The number counts as used even if other fields are wrong.
+    If another field is faulty, the request fails, and its number still counts as used.
     """
 
     seq_id: Seq
@@ -262,8 +262,8 @@ def stop_conditions(
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return (tokens, texts), each of which ends a sample.
 
-    stop: None: the model's own end-of-sequence tokens. []: no stops. Otherwise only the given texts
-        or tokens.
+    stop: the request's stops. None means the model's own end-of-sequence tokens, and [] means none.
+        Otherwise only the given texts or tokens end a sample.
     own: the model's end-of-sequence tokens.
     vocab_size: the size of the vocabulary; a token of ``stop`` outside it raises RequestError.
 

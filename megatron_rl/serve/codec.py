@@ -147,7 +147,10 @@ def _from_bytes(data: bytes, dtype: np.dtype, where: str) -> np.ndarray:
 
 
 def _array(message, where: str) -> np.ndarray:
-    """Return a protobuf tensor (``where`` in messages) as a dense array; elements that a sparse one omits are 0."""
+    """Return a protobuf tensor as a dense array. ``where``: the tensor's name, for error messages.
+
+    Elements that a sparse tensor omits are 0.
+    """
     if message.dtype not in DTYPES:
         raise RequestError(f"{where} has dtype {message.dtype}; float32 ({messages.FLOAT32}) and int64 are read")
     dtype, shape = DTYPES[message.dtype], tuple(message.shape)
@@ -185,11 +188,9 @@ def _dense(csr, dtype: np.dtype, shape: tuple[int, ...], where: str) -> np.ndarr
 
 
 def training_answer(answer: TrainingAnswer) -> bytes:
-    """Return the protobuf body of an answer, with each datum's log-probs.
-
-    Consecutive data whose log-probs have the same number of columns share one ArrayRecord.
-    """
+    """Return the protobuf body of an answer, with each datum's log-probs."""
     message = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(answer.metrics))
+    # consecutive data whose log-probs have the same number of columns share one ArrayRecord
     for trailing, group in itertools.groupby(answer.logprobs, key=lambda values: values.shape[1:]):
         arrays = [np.ascontiguousarray(values, dtype=np.float32) for values in group]
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(arrays))

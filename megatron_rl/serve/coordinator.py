@@ -1,13 +1,14 @@
-"""The coordinator: turns operations into messages to all ranks, and outcomes into answers, in rank 0's main thread.
+"""The coordinator, in rank 0's main thread: it has all ranks run the clients' requests, and makes the answers.
 
-It also keeps track of what the ranks hold in memory: models, and weights to sample with. If an
-operation's model is not in memory, the model is first restored from its last saved state. If there
-is no room, the least recently used model whose session is silent is dropped. A session is silent if
-its client has sent no request for ``serve.session_s`` seconds.
+An operation is a queued request. The coordinator sends the ranks a message for it, and turns the
+outcome into the answer. It also keeps track of what the ranks hold in memory: models, and weights
+to sample with. If an operation's model is not in memory, the model is first restored from its last
+saved state. If there is no room, the least recently used model whose session is silent is dropped.
+A session is silent if its client has sent no request for ``serve.session_s`` seconds.
 
 An error may happen on rank 0 alone, outside the ranks' work, such as a full disk, no free
-descriptor, or a bug. It becomes the error of its request. The log has its traceback, and the loop
-goes on. ``serve/worker.py`` describes errors within a collective.
+descriptor, or a bug. Then the request ends with that error, the log has its traceback, and the
+server goes on. ``serve/worker.py`` describes errors within a collective.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class Coordinator:
     def _run(self, message: Message) -> Outcome:
         """Run a message on every rank and return its outcome.
 
-        After an error the ranks may have stopped at different points, so the error is noted and the
-        server must end.
+        An error is raised again and ends the server, since the ranks may have stopped at different
+        points.
         """
         try:
             return self.run(message)
@@ -252,7 +253,7 @@ class Coordinator:
             self._save_own(model, operation.seq)
 
     def _save_own(self, model: str, seq: int) -> None:
-        """Save a model's state after its optimizer step, operation ``seq``, as the state from which it restarts."""
+        """Save a model after its optimizer step, operation ``seq``; from then on it is restored from this state."""
         folder = self._own_folder(model)
         header = {"do": "save", "model": model, "folder": str(folder), "with_adam": True}
         outcome = self._run(Message(header={**header, "spec": spec_facts(self.registry.spec(model))}))
@@ -344,7 +345,7 @@ def note_end(registry: Registry) -> Callable[[Operation], None]:
 def restore_lines(registry: Registry, operations: Operations) -> int:
     """Open a line, a queue of operations, for each model of an earlier run.
 
-    Returns the number of models that have lost operations.
+    Returns for how many of these models the restart of the server lost operations.
     """
     losers = 0
     for row in registry.store.everything("models"):

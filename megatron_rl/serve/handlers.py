@@ -93,8 +93,8 @@ class RequestHandlers:
 
         seq: the model's number in its session.
         kind: the kind of request, such as "create_model".
-        header: what the operation does.
-        facts: the model's record in the registry.
+        header: the work that every rank is to run, as in Operation.
+        facts: the values that the registry keeps of the model.
         """
         model = naming.model_name(session, seq)
         operation = Operation(
@@ -269,7 +269,7 @@ class RequestHandlers:
     def _add(self, operation: Operation) -> Operation:
         """Queue an operation and return it. An operation that was lost in a crash is returned without being queued.
 
-        When its client asks for the answer, it is told of the loss.
+        A client that asks for such an operation's answer is told of the loss.
         """
         known = self.registry.store.operation(operation.id)
         if known is not None and self.operations.find(operation.id) is None and known.digest == operation.digest:

@@ -11,8 +11,8 @@ the client's input that weighs each target. Clip thresholds are ``clip_low_thres
 | importance_sampling | importance_sampling | advantages | |
 | ppo | ppo | advantages | clip thresholds 0.8 and 1.2 |
 | cispo | cispo | advantages | clip thresholds 0.0 and 4.0 |
-| gspo | gspo, its mean over the targets in sequence_ratio_mask | advantages | clip thresholds 1 − 3e-4 and 1 + 4e-4 |
-| dro | dro, its quadratic term at every target | advantages | beta 0.05 |
+| gspo | gspo, with ratios averaged over sequence_ratio_mask | advantages | clip thresholds 1 − 3e-4 and 1 + 4e-4 |
+| dro | dro, with a weight of 1 at every target | advantages | beta 0.05 |
 
 No published defaults of Tinker were found for gspo and dro. gspo's thresholds are its paper's, and
 beta is this server's own.
@@ -219,7 +219,7 @@ def without_least(loss: ServedLoss, datum: Datum, least: float) -> Datum:
 
 
 def ratio_mask(loss: ServedLoss, datum: Datum) -> np.ndarray:
-    """Return float32 [N, K], 1 at the targets over which gspo takes its mean. Without a mask all are 1."""
+    """Return float32 [N, K], 1 at the targets over which gspo averages its ratios. Without a mask all are 1."""
     mask = datum.inputs.get("sequence_ratio_mask") if loss.reads_mask else None
     return np.ones(datum.targets.shape, dtype=np.float32) if mask is None else (mask != 0).astype(np.float32)
 

@@ -15,8 +15,8 @@ Invariants (tests/unit/serve/test_operations.py checks them under Hypothesis):
 5. If training depends on an operation that failed, the operations behind it in its line fail too,
    until the client was told of the failure. So nothing is trained on half a step. Requests that the
    client sends later run.
-6. Lines take turns: between two operations of one line every other line with a ready operation has
-   had one.
+6. Lines take turns: between two operations of one line, every other line with a ready operation
+   has had a turn.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Operations:
     max_bytes: the maximum of bytes of all waiting operations together, and also of all kept answers
         together.
     max_batch: the maximum of samples that run together.
-    ended: a function that is called with each operation that has ended. The lock is not held then.
+    ended: a function that is called with each operation that has ended; it may call this object.
     clock: a function that returns monotonic seconds.
     """
 
@@ -105,8 +105,8 @@ class Operations:
         accept: a function that is called once with a new operation, before it can run.
 
         If the line's client was not yet told of a failure, the operation fails at once. Raises
-        RequestError for a number that another request has used. Raises it with HTTP 429 if too many
-        bytes wait.
+        RequestError for a number that another request has used, and, with HTTP status 429, if too
+        many bytes wait.
         """
         with self._lock:
             # Return the operation that this one repeats, or refuse it.
@@ -175,9 +175,9 @@ class Operations:
                 line.failed = None
 
     def tell_line(self, line: str) -> None:
-        """Note that a line's client was told of the line's failure, when it asked for an operation not in memory.
+        """Note that a line's client was told of the line's failure. Later operations of the line run again.
 
-        Later operations of the line run again.
+        The client was told when it asked for an operation that is not in memory.
         """
         with self._lock:
             if line in self._lines:

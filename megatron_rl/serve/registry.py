@@ -61,7 +61,7 @@ class Registry:
         return self._owned("sessions", id, owner, "session")
 
     def finish_session(self, id: str, owner: str) -> None:
-        """End a session. Its models may be dropped at once to make room. Their checkpoints stay."""
+        """End a session. Its models may be dropped from memory at once to make room; their checkpoints stay."""
         self._owned("sessions", id, owner, "session")
         self.store.update("sessions", id, finished=True)
         self.heard.pop(id, None)

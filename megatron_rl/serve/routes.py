@@ -132,7 +132,10 @@ class Routes:
         return hashlib.sha256(_key(request.headers).encode()).hexdigest()[:16]
 
     async def _in_thread(self, handle: Callable, owner: str, content: bytes) -> object:
-        """Return ``handle(owner, content)``, computed in a thread; at most FEW bodies above LARGE bytes at a time."""
+        """Return ``handle(owner, content)``, computed in a thread.
+
+        Of the bodies that are larger than LARGE bytes, only FEW are handled at the same time.
+        """
         limiter = self._few if len(content) > LARGE else None
         return await anyio.to_thread.run_sync(handle, owner, content, limiter=limiter)
 

@@ -1,4 +1,4 @@
-"""The work of a training request on every rank: its data become a batch, are planned and run, and give its answer.
+"""The work of a training request on every rank: make its data a batch, plan and run the batch, return the answer.
 
 Every rank holds the whole request, so that ranks exchange nothing before the forward pass. If the
 loss's coefficients of a datum are all 0, the datum trains nothing. As in the trainer, its backward

@@ -73,8 +73,8 @@ class TrainingAnswer:
     """Holds the answer to a TrainingCall.
 
     logprobs: for each datum, float32 [N] or [N, K], in the shape of its targets.
-    metrics: name → value. A name such as "loss:sum" ends with the reduction by which the SDK
-        combines the requests into which it has split one call.
+    metrics: name → value. The SDK may split one call into several requests; a name such as
+        "loss:sum" ends with the reduction by which the SDK combines their values.
     """
 
     logprobs: Sequence[np.ndarray]

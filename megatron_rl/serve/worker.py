@@ -111,7 +111,7 @@ class Worker:
             return None, error
 
     def _agreed(self, error: Exception | None) -> Outcome | None:
-        """Return the outcome that tells of the first rank's error; None if no rank has an error.
+        """Return the outcome with the error of the lowest rank that has one; None if no rank has an error.
 
         error: this rank's error; None if it has none.
         """

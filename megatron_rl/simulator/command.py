@@ -165,6 +165,7 @@ def _from_run(options: argparse.Namespace) -> argparse.Namespace:
 def read_shape(config: Config, degrees: Degrees, value_head: bool = False) -> ModelShape:
     """Return the ModelShape of ``model.hf_path``; only its config.json is read.
 
+    degrees: the degrees of parallelism, over which the layers are divided.
     value_head: whether the model has a value head in place of the LM head, as a critic has.
     """
     from megatron_rl.backend.megatron_ddp import REFUSED_DDP_FIELDS

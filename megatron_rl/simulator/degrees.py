@@ -12,6 +12,8 @@ from megatron_rl.distributed.topology import check_degrees
 class Degrees:
     """Holds the sizes of a topology's process groups, each in a field named as in Topology (distributed/topology.py).
 
+    virtual_size: the number of model chunks of each pipeline rank.
+
     Example: 16 GPUs with TP=2 and PP=2 leave ``data_size=4``.
     """
 
@@ -45,8 +47,8 @@ class Degrees:
 def degrees_of(parallel: ParallelConfig, world_size: int) -> Degrees:
     """Return the sizes of the process groups of a configuration on ``world_size`` GPUs.
 
-    Raises ConfigError if the degrees of parallelism do not divide ``world_size`` or one another, as
-    a run does.
+    Raises ConfigError, as a run would, if the degrees of parallelism do not divide ``world_size`` or
+    one another.
     """
     expert_tensor = parallel.expert_tensor or parallel.tensor
     check_degrees(world_size, parallel.tensor, parallel.context, parallel.pipeline, parallel.expert, expert_tensor)

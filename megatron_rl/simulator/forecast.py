@@ -353,9 +353,9 @@ def _slowest(
 ) -> tuple[int, Timeline, np.ndarray]:
     """Return (the data-parallel rank whose pipeline ends last, its timeline, [D] each rank's seconds of work).
 
-    [D] is over data-parallel ranks. A rank's work is the time in which its busiest stage computes.
-    Ranks that share experts wait for one another in every layer. So their m-th micro-batches all
-    take as long as the longest of them.
+    D is the number of data-parallel ranks. A rank's work is the time in which its busiest pipeline
+    stage computes. Ranks that share experts wait for one another in every layer. So the m-th
+    micro-batches of these ranks all take as long as the longest of them.
 
     padded: the number of tokens of each sample, with pads.
     """
@@ -411,8 +411,8 @@ def _constraints(
     Some savings follow from the times in ``skip``. For the others, the samples are planned and timed
     again without one of the planner's rules.
 
-    skip: the predicted update under the same ``drops``.
     drops: whether samples without signal are dropped.
+    skip: the update's predicted times and counts, made with the same ``drops``.
     """
     epochs_s, longest = skip.update_s, int(job.padded(rules).whole.max(initial=0))
 

@@ -87,8 +87,7 @@ def _assumed(on_node: int, unit: int, *, of_critic: int, of_engines: int) -> Job
     """Return an assumed size: one node if the policy, the critic and the engines fit there, else more nodes.
 
     on_node: the GPUs of a node.
-    unit: the number of ranks that one replica of the policy takes; the policy gets a multiple of
-        it.
+    unit: the number of ranks of one replica of the policy, which gets a multiple of that number.
     of_critic, of_engines: the number of ranks of the critic, and of GPUs of the engines.
     """
     gpus = next(
@@ -107,11 +106,13 @@ def _assumed(on_node: int, unit: int, *, of_critic: int, of_engines: int) -> Job
 
 
 def _sizes(on_node: int, unit: int, of_critic: int) -> Iterator[int]:
-    """Yield numbers of GPUs to try: one node's or fewer, the largest first, then whole nodes, then any number.
+    """Yield numbers of GPUs to try, in the order in which they are preferred.
 
-    The last numbers are multiples of ``unit`` plus the critic's ranks.
+    First come the numbers up to one node's GPUs, the largest first, then whole nodes. Last come
+    multiples of ``unit`` plus the critic's ranks, without end.
 
     unit: the number of ranks that one replica of the policy takes.
+    of_critic: the number of the critic's ranks.
     """
     yield from range(on_node, 0, -1)
     yield from range(2 * on_node, on_node * (unit + of_critic + 1) + 1, on_node)

@@ -1,9 +1,9 @@
 """The conversion of a GPU's speed, or of coefficients that a run has measured, to the seconds of a forecast.
 
 A token costs, forward and backward, 6 FLOPs per element of each matrix that it passes (8 under full
-recompute). In the LM head it costs 8, since logits are computed twice, and only loss tokens pass
-it. Causal attention costs 6 · heads · head_dim FLOPs per layer, times Σ l² over the samples'
-lengths l.
+recompute). In the LM head a loss token costs 8 FLOPs per element, since its logits are computed
+twice, and other tokens cost nothing. Causal attention costs 6 · heads · head_dim FLOPs per layer,
+times Σ l² over the samples' lengths l.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Machine:
     flops_per_s: FLOP/s in matrix products.
     attention_flops_per_s: FLOP/s in attention scores.
     layer_overhead_s: seconds per micro-batch and layer, forward and backward together.
-    adam_s: seconds of AdamW per parameter whose optimizer state the rank holds.
-    reduce_s: seconds of reduction per parameter of the rank whose gradient is reduced.
+    adam_s: seconds of AdamW for each parameter whose optimizer state the rank holds.
+    reduce_s: seconds of reduction for each parameter whose gradient the rank reduces with other
+        ranks.
     update_overhead_s: seconds per optimizer step.
     """
 
@@ -189,9 +190,9 @@ def load_coefficients(path: str | pathlib.Path, placed: PlacedModel, *, loss_sha
 
     A file that a run wrote is ``{"stages": [{"overhead": s, "token": s, "square": s}, ...],
     "virtual": 1, "optimizer_s": s, "measured_on": "..."}``, with one entry per pipeline stage.
-    "overhead", "token" and "square" are the seconds of a micro-batch, a token and a squared token.
-    The file may also have ``forward_share``, and ``fitted_with``, the settings of the measurement.
-    These must then equal this configuration's.
+    "overhead" is a stage's seconds per micro-batch, "token" those per token, and "square" those per
+    squared length of a sample. "virtual" is the number of model chunks per rank. The file may also
+    have ``forward_share``, and ``fitted_with``: settings that must equal this configuration's.
 
     A file on a GPU's speed is ``{"machine": {"flops_per_s": ..., ...}, "measured_on": "..."}``,
     with the fields of Machine.

@@ -116,7 +116,7 @@ def stage_parameters(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[i
     """Return the number of parameters on one rank of a pipeline stage, as (outside the experts, in its experts).
 
     A tied embedding is counted on the first and on the last stage. A critic has one row of weights
-    in place of the LM head.
+    (its value head) in place of the LM head.
     """
     layers = [layer_parameters(shape, degrees, layer) for layer in layers_of(shape, degrees, stage)]
     dense, experts = sum(own for own, _ in layers), sum(own for _, own in layers)
@@ -162,10 +162,10 @@ def kept_elements(model: PlacedModel, layer: int) -> float:
     - Attention saves the joint projection that includes v, the rotated q and k, its output, and the
       cosines and sines. Norms of q and k also save their normalised values and the input of q's
       norm. The input of k's norm is part of the projection.
-    - Multi-latent attention saves q, k, v and its output at q's width, and the output once more at
-      v's. The norms of its latents count like the other norms.
-    - The MLP saves gate and up, the activated gate, up, and their product. If gate and up are
-      bounded, it saves three more: the bounded gate, its sigmoid and the bounded up.
+    - Multi-latent attention saves q, k, v and its output, each at q's width. If v's width differs,
+      the output is also saved at v's width. The norms of the latents count like the other norms.
+    - The MLP saves gate and up, then the activated gate, up again, and their product. If gate and up
+      are bounded, it saves three more: the bounded gate, its sigmoid and the bounded up.
     - A mixture of experts saves each token's input and output once for each expert that the token is
       sent to. Every rank's experts are assumed to get equally many tokens. Under sequence
       parallelism a tensor rank sends only its own tokens; all expert-tensor ranks get the same
@@ -224,7 +224,7 @@ def fused_kept_elements(model: PlacedModel, layer: int) -> float:
 def in_flight(degrees: Degrees, stage: int, microbatches: int) -> float:
     """Return the most micro-batches whose activations a rank of a pipeline stage holds at once; may be a fraction.
 
-    A rank with V model chunks counts the activations that a micro-batch has in one chunk as 1/V.
+    On a rank with V model chunks, a micro-batch's activations in one chunk count as 1/V micro-batch.
 
     microbatches: the most micro-batches that a data-parallel rank runs in a step.
     """

@@ -22,6 +22,8 @@ class PlacedModel:
     float32_gradients: whether gradients are float32 even if weights are not.
     shards_optimizer: whether the optimizer's state is sharded over data-parallel ranks.
     keeps_reference: whether a reference policy's weights lie beside the policy's on the GPU.
+    lora: the settings of LoRA adapters, such as their rank.
+    logprob_kernel: what computes log-probs from logits: ``torch``, ``triton`` or ``auto``.
     """
 
     shape: ModelShape
@@ -38,7 +40,10 @@ class PlacedModel:
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, degrees: Degrees) -> Self:
-        """Return the PlacedModel of a configuration, in which a dtype has replaced ``model.dtype=auto``."""
+        """Return the PlacedModel of a configuration on GPUs with the given degrees of parallelism.
+
+        config: the configuration; its ``model.dtype`` must not be ``auto``.
+        """
         users = config.megatron.transformer
         has_reference = config.loss.kl_coefficient != 0 or config.preference.needs_reference
         return cls(

@@ -2,8 +2,8 @@
 
 First one setting at a time is changed, such as the token limit of a micro-batch. If none is enough,
 several degrees of parallelism are changed together, on the same number of GPUs. If the engine is
-short of memory too, its share of the GPU or its tensor parallelism changes with them. The memory
-forecast of a job decides whether a change fits.
+short of memory too, the engine's share of the GPU or its tensor parallelism is also changed. The
+memory forecast of a job decides whether a change fits.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def remedies(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: i
 
     read_shape: a function that returns the shape of a configuration's model (simulator/command.py).
     gpu_bytes: the memory of a GPU.
+    gpus_per_node: the most ranks of tensor parallelism, which stays within a node.
 
     First one setting at a time is changed, and the smallest change of each setting that fits is
     returned. If no change fits, all are tried again together with full recompute, bfloat16, or
@@ -97,7 +98,7 @@ def remedies(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: i
 
 
 def _other_degrees(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: int) -> list[str]:
-    """Return up to 3 (MOST_LAYOUTS) changes of the degrees of parallelism under which the job fits, as text.
+    """Return up to 3 changes of the degrees of parallelism under which the job fits, as text.
 
     The number of GPUs stays. The engine's share of the GPU or its tensor parallelism is changed too
     if needed. Changes of fewer settings come first.
@@ -142,7 +143,7 @@ def _rough_needs(job: Job, usual: int, gpu_bytes: float) -> GpuNeeds:
 
     job: a job under changed degrees of parallelism.
     usual: the tokens of the largest micro-batch before that change. This job's largest is assumed to
-        have 0.8 (ROUGHLY) times as many.
+        have 0.8 times as many.
     """
     total = int(job.padded(job.rules()).whole.sum())
     many = max(1, total // max(1, usual * job.degrees.data_size))
@@ -161,7 +162,8 @@ def _without_engine(needs: GpuNeeds) -> GpuNeeds:
 def _layouts(job: Job, gpus_per_node: int) -> list[Change]:
     """Return changes of two or more settings, among degrees of parallelism and full recompute.
 
-    They are sorted by the number of changed settings, then by the number of ranks of a replica.
+    Each change is {``section.key``: new value}. They are sorted by the number of changed settings,
+    then by the number of ranks of a replica. Tensor parallelism is at most ``gpus_per_node``.
     """
     parallel, experts = job.config.parallel, job.shape.num_experts
     tensors = [n for n in DEGREES if parallel.tensor <= n <= gpus_per_node]
@@ -199,7 +201,8 @@ def _freed_layout(parallel: ParallelConfig) -> Change:
 def _engine_changes(job: Job, gpus_per_node: int) -> Iterator[Change]:
     """Yield changes of the vLLM engine's share of a GPU, first with its present tensor parallelism, then with more.
 
-    The shares nearest to the present one come first. Yields nothing if the GPUs have no vLLM engine.
+    The shares nearest to the present one come first. Tensor parallelism is at most ``gpus_per_node``.
+    Yields nothing if the GPUs have no vLLM engine.
     """
     rollout = job.config.rollout
     if rollout.engine != "vllm" or rollout.servers or not job.config.generates:
@@ -214,9 +217,10 @@ def _engine_changes(job: Job, gpus_per_node: int) -> Iterator[Change]:
 def _families(job: Job, longest: int, gpus_per_node: int) -> Iterator[Sequence[Change]]:
     """Yield a list for each setting that may save memory: the changes of this setting, the smallest first.
 
-    Example: if ``parallel.tensor`` is 1, its list sets it to 2, 4, 8 and so on.
+    Example: if ``parallel.tensor`` is 1, its changes set it to 2, 4, 8 and 16.
 
     longest: the tokens of the longest sample. A micro-batch's token limit is not set below it.
+    gpus_per_node: the most ranks of tensor parallelism.
     """
     config, parallel, rollout = job.config, job.config.parallel, job.config.rollout
     cap = config.plan.max_tokens_per_microbatch

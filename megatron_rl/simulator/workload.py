@@ -52,10 +52,10 @@ class Workload:
 
     A reward is NaN for a sample that is excluded from its group.
 
-    response_inputs: int64 [S], the response tokens that the model reads, those before the last loss
-        token; None if it reads all.
-    by_function: {reward function's name: float64 [S]}, NaN where it did not apply; {} if only the
-        weighted sum of rewards is known.
+    response_inputs: int64 [S], the number of response tokens that the model reads, those before the
+        last loss token; None if the model reads all.
+    by_function: {reward function's name: float64 [S] rewards}, NaN for samples to which the function
+        did not apply; {} if only the weighted sum of rewards is known.
     supervised: True if the samples are the responses of one supervised step. Then all of them
         train.
 
@@ -83,7 +83,7 @@ class Workload:
         return self.response_tokens if self.response_inputs is None else self.response_inputs
 
     def tokens(self, *, share_prompts: bool, windows: tuple[int, ...] = ()) -> SampleTokens:
-        """Return the samples' numbers of tokens without pads, in the planner's form.
+        """Return the samples' numbers of tokens, without pads, as the SampleTokens that the planner takes.
 
         share_prompts: whether a group's prompt, which its samples have in common, runs once for
             several samples.
@@ -276,10 +276,12 @@ def draw(
     """Draw a rollout's samples, or a supervised step's, at random; return (samples, the distributions in words).
 
     lengths: ``lognormal:MEAN,SIGMA`` for the response tokens, cut at rollout.max_response_tokens.
-        MEAN is in tokens; SIGMA is the standard deviation of the logarithm of the tokens.
-    pass_rate: ``beta:A,B`` for each prompt's probability of reward 1; other rewards are 0.
-    prompt_tokens: one number for all prompts, or a list with one per prompt; a list that is too
-        short is repeated.
+        MEAN is in tokens; SIGMA is the standard deviation of the logarithm of the tokens. By
+        default MEAN is half of that limit and SIGMA 0.5.
+    pass_rate: ``beta:A,B`` for each prompt's probability of reward 1, by default ``beta:0.5,0.5``;
+        other rewards are 0.
+    prompt_tokens: one number for all prompts, or a list with one per prompt, repeated if it is too
+        short; by default half of data.max_prompt_tokens.
     context_tokens: the model's context, at which a supervised step's responses are cut too; None
         for no such limit.
     """

@@ -1,4 +1,4 @@
-"""The log messages at a run's start: its devices and kernels, and the effects of settings that may surprise."""
+"""The log messages at a run's start: its devices and kernels, and the less obvious effects of its settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 def announce(
     config: Config, backend: TrainableModel, rule: SignalRule, reward: Reward | None, *, num_prompts: int
 ) -> None:
-    """Log the chosen topology, layers and kernels, and the effects of settings that may surprise.
+    """Log the chosen topology, layers and kernels, and the less obvious effects of the run's settings.
 
     rule: says which samples the run drops.
     reward: the reward functions; None in a run without them.
@@ -96,9 +96,9 @@ def _announce_asked_again(train: TrainConfig, num_prompts: int) -> None:
 
 
 def announce_gpu(dtype: str) -> None:
-    """Log the environment variables that were set for a GPU, and the causes of lower speed on it.
+    """Log the environment variables that were set for a GPU; warn of a missing compiler and of float32.
 
-    On a CPU it logs nothing.
+    Both make a GPU slower. On a CPU it logs nothing.
 
     dtype: ``model.dtype``.
     """

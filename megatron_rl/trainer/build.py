@@ -130,7 +130,7 @@ class RunBuilder:
 
     @contextlib.contextmanager
     def built(self, critic_link: PolicyCriticLink | None) -> Iterator[Run]:
-        """Yield the run; close it after the block. ``critic_link``: the link to a separate critic's ranks, or None."""
+        """Yield the run; close it after the ``with`` block. ``critic_link``: the link to a separate critic, or None."""
         config, prompts = self.config, self.prompts
         rl_steps = total_rl_steps(config.train, config.rollout, config.skip, len(prompts))
         job = this_job(deadline_s=config.run.deadline_s)
@@ -191,7 +191,7 @@ class RunBuilder:
 
     @contextlib.contextmanager
     def _closing(self, *, is_main: bool) -> Iterator[list[Run]]:
-        """Yield an empty list, to which the block adds its run; after the block, close that run.
+        """Yield an empty list, to which the ``with`` block adds its run; after the block, close that run.
 
         The main rank then writes the run's report. Not a collective.
 
@@ -225,7 +225,7 @@ class RunBuilder:
     def _critic(self, rl_steps: int, link: PolicyCriticLink | None) -> Critic | RemoteCritic | None:
         """Build the run's critic, after its policy; return None if the estimator needs no critic. A collective.
 
-        rl_steps: the number of RL's optimizer steps.
+        rl_steps: the number of RL's optimizer steps in the whole run.
         link: the link to a separate critic's ranks; None if the policy's ranks hold the critic.
         """
         config = self.config
@@ -293,9 +293,10 @@ def _read_model(
 ):
     """Return the policy's Hugging Face config.
 
-    generates: whether the run samples from an engine. Then engine and lengths are checked too.
+    generates: whether the run samples from an engine. Then the engine and the token limits of prompt
+        and response are checked too.
 
-    Raises ConfigError if the engine, the configured lengths or the critic do not fit the model.
+    Raises ConfigError if the engine, these limits or the critic do not fit the model.
     """
     hf_config = load_hf_config(model.hf_path, provider=model.provider)
     if generates:

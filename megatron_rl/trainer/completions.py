@@ -40,8 +40,8 @@ class CompletionRules:
 class TrainedCompletions(Record):
     """Records completions of trained rollouts.
 
-    show: a function that takes the list of chosen completions and writes it with the next row
-        (``Records.show``).
+    show: a function that takes the list of chosen completions and writes it with the next optimizer
+        step's row of metrics (``Records.show``).
     """
 
     rules: CompletionRules

@@ -28,8 +28,8 @@ class CorrectedSignal:
 
     weights: float64 [T], one weight for each response token, sample after sample. None if no
              correction is configured (all weights are 1).
-    signal:  bool [S], the samples to train on. Each has a token whose weight times advantage is not
-             0.
+    signal:  bool [S], the samples to train on: those with a token at which |weight · advantage| is
+             larger than ``skip.advantage_epsilon``.
     metrics: ``correction/*``.
     """
 

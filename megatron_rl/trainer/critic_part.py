@@ -85,8 +85,8 @@ def serve_critic(config: Config) -> bool | None:
 def joined_critic(num_critic: int, deadline_s: float) -> Iterator[PolicyCriticLink | None]:
     """Join the process group of the policy's ranks, and yield the link to the separate critic's ranks.
 
-    Without separate critic ranks it joins nothing and yields None. If the block raises, the critic's
-    ranks stop waiting for requests.
+    Without separate critic ranks it joins nothing and yields None. If the ``with`` block raises, the
+    critic's ranks stop waiting for requests.
 
     num_critic: the number of separate critic ranks; 0 for none.
     deadline_s: ``run.deadline_s``, the longest wait for another rank.

@@ -1,7 +1,7 @@
 """The choice of a rollout's samples to train on and to run, and the plan of its optimizer steps.
 
-A sample has signal if one of its loss tokens has an advantage that, times the token's importance
-weight, is not 0.
+A sample has signal if |weight · advantage| is larger than ``skip.advantage_epsilon`` (0 by default)
+at one of its loss tokens. The weight is the token's importance weight.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Decision:
     signal:  bool [S], the samples with signal.
     trained: bool [S], the samples that train the policy. It equals ``signal``, except in a critic's
              warm-up: then it is all False.
-    runs:    bool [S], the samples in the plan's micro-batches. Without ``plan.repack`` a micro-batch
-             with one trained sample runs whole. The KL term of its other samples needs true
-             log-probs.
+    runs:    bool [S], the samples in the plan's micro-batches. Under ``plan.repack=false`` samples are
+             packed before any is dropped. A micro-batch then runs whole if one of its samples is
+             trained.
 
-    Example without ``plan.repack``: of four samples, two to a micro-batch, the first has signal.
+    Example under ``plan.repack=false``: of four samples, two to a micro-batch, the first has signal.
     ``signal`` and ``trained`` are (T, F, F, F), ``runs`` is (T, T, F, F).
     """
 
@@ -39,7 +39,8 @@ class Decision:
 def decide(backend: MegatronBackend, batch: Batch, signal: np.ndarray, kind: StepKind, *, drops: bool) -> Decision:
     """Plan a rollout's optimizer steps over the samples with signal. A collective.
 
-    signal: bool [S], the samples with signal: those with a loss token whose advantage is not 0.
+    signal: bool [S], the samples with signal: |weight · advantage| is above ``skip.advantage_epsilon``
+        at a loss token, where weight is the importance weight.
     kind: HELD in a critic's warm-up, in which no sample trains the policy; else REAL.
     drops: whether samples without signal are dropped.
     """

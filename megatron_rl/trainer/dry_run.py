@@ -248,7 +248,7 @@ def check_port(metrics: MetricsConfig) -> None:
 
 
 def check_model(config: Config, degrees: Degrees, *, value_head: bool = False, elsewhere: bool) -> None:
-    """Raise ConfigError if the settings do not fit a model: its layers, its files' tensors or Megatron-Core's fields.
+    """Raise ConfigError if settings do not fit a model's layers, its files' tensors or Megatron-Core's fields.
 
     degrees: the parallel degrees of the model's ranks.
     value_head: whether the model gives one number per token in place of logits, as a critic does.

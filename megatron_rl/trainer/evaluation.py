@@ -185,7 +185,7 @@ class Evaluation:
     def due_at_start(self) -> bool:
         """Return whether to evaluate before RL's first step.
 
-        It is due under ``eval.at_start``, and in a run without RL, which ends with this evaluation.
+        True if ``eval.at_start`` is set. True also in a run without RL, which has no other evaluation.
         """
         return self.config.eval.at_start or self.config.train.num_rollouts == 0
 

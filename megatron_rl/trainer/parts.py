@@ -44,7 +44,7 @@ class PartChooser:
         """Return the reference policy that a KL is measured against.
 
         If ``loss.kl_coefficient`` is 0, it is an object that keeps no weights and does nothing.
-        Raises ConfigError for settings that clash.
+        Raises ConfigError if the section ``reference`` contradicts the loss or the estimator.
         """
         config = self.config
         validate_config(config, objective.reference)
@@ -65,7 +65,7 @@ class PartChooser:
     ) -> PassesOfAdvantages:
         """Return the forward passes that the advantages need; load a teacher's weights if one is configured.
 
-        old: computes log π_old by a forward pass.
+        reference, old: compute log π_ref and log π_old by forward passes.
         """
         config, timer = self.config, self.timer
         chosen: list[Pass] = []
@@ -162,5 +162,5 @@ class PartChooser:
 
 
 def _measured(timer: StepTimer, stage: str) -> Callable:
-    """Return a function without arguments that returns a context; the context times its block as stage ``stage``."""
+    """Return a function without arguments, which returns a context that times its ``with`` block as ``stage``."""
     return lambda: timer.measure(stage)

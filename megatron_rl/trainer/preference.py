@@ -1,10 +1,11 @@
 """The optimizer steps on preference pairs, for a policy (as in DPO) or for a reward model.
 
-Each step begins with a forward pass without a gradient, under the current weights. It gives the
-policy's log-probs, or a reward model's scores. ``preference.loss`` turns them into a coefficient
-c_i for each response i (algorithm/preference_loss.py). The step then trains on −Σ c_i · log π,
-summed over all tokens, which has the same gradient (algorithm/linear_loss.py). So the two responses
-of a pair may lie on any ranks and in any micro-batches.
+Each step begins with a forward pass without a gradient, under the current weights. The pass gives
+the policy's log-probs, or a reward model's scores. ``preference.loss`` turns them into a
+coefficient c_i for each response i (algorithm/preference_loss.py). The step then trains on
+−Σ c_i · log π, summed over all tokens (algorithm/linear_loss.py). This sum has the gradient of
+``preference.loss``, and each term is of one response. So the two responses of a pair may lie on any
+ranks and in any micro-batches.
 
 A response whose coefficient is 0 adds nothing to the gradient, so it is dropped. Under ``hinge``
 that is a response beyond the margin. The mean of the loss counts every pair, dropped or not.

@@ -2,9 +2,10 @@
 
 1. For an RL step a recording begins before the step's rollout is taken. For a supervised step it
    begins before the step's first stage.
-2. Consecutive steps make one recording. It ends before a step that is not recorded, after the
-   rollout's checkpoint, or with the run.
-3. All ranks meet before it begins and before it ends; the ranks that do not record wait.
+2. Consecutive steps make one recording. It ends before the first step that ``profile.steps`` leaves
+   out. If that step is the first of a rollout, it ends after the checkpoint of the rollout before.
+   It ends with the run at the latest.
+3. All ranks meet before a recording begins and before it ends; ranks that do not record wait.
 """
 
 from __future__ import annotations

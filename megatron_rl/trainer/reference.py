@@ -24,7 +24,7 @@ class Reference(Protocol):
 
     @property
     def coefficient(self) -> float:
-        """Return the KL's coefficient β for the rollout in training, or else for the next one. Not a collective."""
+        """Return the KL's coefficient β in the current rollout; between rollouts, in the next. Not a collective."""
         ...
 
     @property

@@ -41,7 +41,7 @@ class ReferencePolicy:
 
     @property
     def coefficient(self) -> float:
-        """Return the KL's coefficient β for the rollout in training, or else for the next one. Not a collective."""
+        """Return the KL's coefficient β in the current rollout; between rollouts, in the next. Not a collective."""
         return self._controller.value
 
     @property

@@ -44,10 +44,10 @@ def build_queue(
 ) -> RolloutQueue:
     """Return the queue of rollouts.
 
-    passes_parts: whether a rollout's samples get log-prob passes in parts, each part as soon as it
-        is collected.
-    passes_all: whether the pass on a part takes all its samples, or only those that may have signal
-        (an advantage other than 0).
+    passes_parts: whether a rollout gets a log-prob pass for each ``rollout.producer.min_groups``
+        scored groups, while the others are still generated.
+    passes_all: whether such a pass takes all samples of these groups, or only those that may have
+        an advantage other than 0.
     """
     scorer = GroupScorer(Scoring.of(config.reward, config.advantage, config.rollout, config.loss), backend)
     groups = GroupSettings(
@@ -201,8 +201,8 @@ def unscored(rollouts: Sequence[Rollout]) -> list[Score]:
 def _scorer(reward: Reward, watchdog: Watchdog) -> Callable[[Sequence[Rollout]], list[Score]]:
     """Return a function that scores rollouts; any thread may call it.
 
-    The watchdog records a call in the main thread as the stage ``reward``. Its deadline bounds reward
-    functions in this process; those in worker processes have deadlines of their own.
+    The watchdog records a call in the main thread as the stage ``reward``. The watchdog's deadline
+    bounds reward functions in this process; those in worker processes have deadlines of their own.
     """
     stage = watchdog.stage if reward.runs_apart else watchdog.own_code
 

@@ -82,8 +82,8 @@ def held_run_folder(folder: pathlib.Path, deadline_s: float) -> Iterator[None]:
 
     deadline_s: ``run.deadline_s``, for which the ranks wait for each other.
 
-    Raises ConfigError if the folder cannot be written or another run holds the lock. The error
-    comes before the ranks agree to start (distributed/agreement.py), so it ends all ranks.
+    Raises ConfigError if the folder cannot be written or another run holds the lock. The other ranks
+    then end too, since all ranks must agree before they start (distributed/agreement.py).
     """
     check_run_folder(folder)
     if this_job(deadline_s=deadline_s).rank:
@@ -106,7 +106,7 @@ def unwritable(folder: pathlib.Path, error: OSError) -> str:
 
 @contextlib.contextmanager
 def on_every_rank(folder: pathlib.Path) -> Iterator[None]:
-    """Return a context that raises ConfigError on every rank if its block raised ConfigError or OSError on one.
+    """Return a context; if its ``with`` block raises ConfigError or OSError on one rank, all raise ConfigError.
 
     The context is a collective, which all ranks enter; the block must hold no collective.
 
@@ -170,9 +170,9 @@ def refuse_finished(
     folder: pathlib.Path,
     state: Mapping,
 ) -> None:
-    """Raise ConfigError if a command gives new settings to a run that has ended, which would train nothing.
+    """Raise ConfigError if a run has ended and the command to resume it changes settings.
 
-    Not a collective.
+    Such a command would train nothing. Not a collective.
 
     run_folder: the run's folder, which the error names.
     settings: the command's settings, as ``config_to_dict`` gives them.

@@ -55,7 +55,7 @@ class QueueRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallRecord(Record):
-    """Warns if many optimizer steps in a row train nothing.
+    """Warns if many optimizer steps in a row move no weight (observability/stall_warning.py).
 
     folder:  the run's folder.
     is_main: whether this is the main rank. It alone has metrics.jsonl, so it alone counts the steps
@@ -72,11 +72,11 @@ class StallRecord(Record):
             self.watch.resume(read_metrics(self.folder / METRICS_FILE))
 
     def row(self, row: Row) -> None:
-        """Count one optimizer step, and warn if too many in a row trained nothing."""
+        """Count one optimizer step, and warn if too many in a row moved no weight."""
         self.watch.observe(row)
 
     def end(self) -> None:
-        """Warn, unless ``row`` has warned, if none of the run's steps trained anything."""
+        """Warn if none of the run's steps moved a weight, unless ``row`` has warned already."""
         self.watch.end()
 
 

@@ -54,14 +54,17 @@ class StandingParts:
 
     @property
     def supervised_steps_done(self) -> int:
-        """Return the supervised steps taken before the checkpoint; 0 unless it was saved in the supervised start."""
+        """Return the number of supervised steps taken before the checkpoint that the run resumes from.
+
+        0 without such a checkpoint, and if it was saved after the supervised start.
+        """
         return self.resume_point.supervised_steps or 0 if self.resume_point is not None else 0
 
     @property
     def rollouts_done(self) -> int | None:
-        """Return the number of rollouts trained before the checkpoint.
+        """Return the number of rollouts trained before the checkpoint that the run resumes from.
 
-        None without a checkpoint, and if it was saved before RL began.
+        None without such a checkpoint, and if it was saved before RL began.
         """
         point = self.resume_point
         return None if point is None or point.supervised_steps is not None else point.rollouts
@@ -207,7 +210,7 @@ class StandingParts:
 def saved_rollouts(
     metrics: MetricsConfig, functions: Sequence[str], folder: pathlib.Path, tokenizer: object, rank: int
 ) -> list[Record]:
-    """Return the record that saves whole rollouts in the run's folder; [] unless ``metrics.save_rollouts`` is set."""
+    """Return [the record that saves whole rollouts in the run's folder]; [] without ``metrics.save_rollouts``."""
     if not metrics.save_rollouts:
         return []
     from megatron_rl.trainer.saved_rollouts import SavedRollouts

@@ -44,7 +44,8 @@ class ResponseUpdate:
     step: the plan of the optimizer step.
     fingerprint: a digest of the plan, which all ranks compare.
     signal: bool [S], the responses that add to the gradient.
-    inputs: the inputs of the linear loss −Σ_i w_i Σ_t log π(t). Its weights w are [S], of any sign.
+    inputs: the inputs of the loss −Σ_i w_i Σ_t log π(t), over responses i and their loss tokens t. The
+        weights w are [S], of any sign.
     """
 
     batch: Batch

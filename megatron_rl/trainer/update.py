@@ -1,9 +1,10 @@
 """The preparation of a rollout's update: signal, log-probs, importance weights and the plan of optimizer steps.
 
-This file alone decides them, in this order. A sample has signal if its advantage is not 0. The
-log-prob pass runs the samples with signal. The log-probs give the importance weights. Weights of 0
-take a sample's signal away; no weight gives signal. If a sample lost its signal, the steps are
-planned again without it. Every rank decides from the same numbers.
+This file alone decides them, in this order. A sample has signal if it has a loss token whose
+|advantage| is larger than ``skip.advantage_epsilon`` (0 by default). The log-prob pass runs the
+samples with signal. The log-probs give the importance weights. Weights of 0 take a sample's signal
+away; no weight gives signal. If a sample lost its signal, the steps are planned again without it.
+Every rank decides from the same numbers.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Update:
     def inputs(self, step: UpdateStep) -> LossInputs:
         """Return the inputs of the loss in one optimizer step.
 
-        Each advantage is multiplied by its sample's weight in ``loss.reduction`` over the step's
+        Each advantage is multiplied by the weight that ``loss.reduction`` gives its sample in the step's
         mini-batch.
         """
         inputs = loss_inputs(
@@ -205,7 +206,10 @@ class UpdatePlanner:
         )
 
     def _signal(self, advantages: Advantages, taken: TrainingBatch) -> np.ndarray:
-        """Return bool [S], the samples whose advantages are not all 0 and that carry loss. Not a collective."""
+        """Return bool [S]: whether a sample has a loss token and an |advantage| above ``skip.advantage_epsilon``.
+
+        Not a collective.
+        """
         facts = taken.facts
         return has_signal(
             advantages.largest(facts.response_tokens),
@@ -219,7 +223,7 @@ class UpdatePlanner:
         return decide(self.backend, batch, signal, kind, drops=self.rules.signal.drops)
 
     def gap_metrics(self, update: Update, step: UpdateStep, result: StepResult) -> dict[str, float]:
-        """Return the metrics of the gap to the engine for an optimizer step's row; {} if it has none. Not a collective.
+        """Return an optimizer step's metrics of the gap to the engine; {} if the step measures none. Not a collective.
 
         The gap is the difference between the trainer's and the engine's log-probs.
         """

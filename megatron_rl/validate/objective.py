@@ -40,9 +40,9 @@ def own_parts(advantage: AdvantageConfig, loss: LossConfig) -> None:
 
 
 def exact_skip(config: Config) -> None:
-    """Raise ConfigError if ``skip.mode=exact`` could change the result.
+    """Raise ConfigError if under ``skip.mode=exact`` a dropped sample could have changed the weights.
 
-    It is raised also if Megatron-Core adds a loss that is no sum over tokens.
+    Raises it in every ``skip.mode`` if Megatron-Core is to add a loss that is no sum over tokens.
     """
     signal_rule(config)
 

@@ -130,12 +130,13 @@ def stragglers(
     train: TrainConfig,
     skip: SkipConfig,
 ) -> str | None:
-    """Return an error message if a rollout cannot be trained before its slowest groups (stragglers) end, else None.
+    """Return an error message if ``rollout.producer.straggler_share`` clashes with other settings, else None.
 
-    That needs ``weight_sync.in_flight``: otherwise the next weight sync would wait for the stragglers. Three
-    settings exclude it: ``rollout.producer.min_groups`` scores groups in fixed parts, dynamic sampling
-    waits for all prompts, and an environment's engine runs one call at a time. A staleness limit
-    excludes it if the stragglers exceed that limit when they are trained.
+    Under it a rollout is trained before its slowest groups (stragglers) end; these are trained one
+    rollout later. That needs ``weight_sync.in_flight``: otherwise the next weight sync would wait for
+    the stragglers. Three settings exclude it. ``rollout.producer.min_groups`` scores a fixed number of
+    groups at a time, dynamic sampling waits for all prompts, and an environment's engine runs one call
+    at a time. A staleness limit must allow for one rollout's optimizer steps.
     """
     # A share that is no group, settings that exclude stragglers, then their age.
     producer = rollout.producer
@@ -308,7 +309,7 @@ def delta(weight_sync: WeightSyncConfig, engine: str) -> str | None:
 def environment(
     environment: EnvironmentConfig, functions: tuple[str, ...], plays_episodes: bool, deadline_s: float
 ) -> str | None:
-    """Return an error message if a reward needs a missing environment, or the environment may be late, else None.
+    """Return an error message if a reward lacks its environment, or the environment has too long a deadline, else None.
 
     functions: ``reward.functions``.
     plays_episodes: whether an environment or an agent makes the samples.
@@ -323,7 +324,10 @@ def environment(
 
 
 def agents(endpoint: EndpointConfig, environment: str | None, deadline_s: float, routing_replay: str) -> str | None:
-    """Return an error message if an agent is used with an environment or routing replay, or may be late, else None.
+    """Return an error message if an agent's settings cannot work, else None.
+
+    They cannot work with an environment, with the engine's routing replay, or with too long a
+    deadline.
 
     deadline_s: the seconds that the other ranks wait; ``rollout.endpoint.deadline_s`` must be below
         it.

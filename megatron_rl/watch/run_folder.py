@@ -50,9 +50,9 @@ class RunFolder:
             "failed" as the run's status file says. "silent" if the run was killed. "unknown" if the
             folder has no readable status, as the folder of a Tinker model.
         total_steps: the number of optimizer steps of the whole run; None if unknown.
-        at: a time in seconds since 1970; None if unknown. While the run is running, when it last
-            touched its lock. After a status of its end, when the status was written. Otherwise the
-            last sign of the run, such as the time of the last metrics row.
+        at: a time in seconds since 1970; None if unknown. For "running" it is when the run last
+            touched its lock. For "silent" and "unknown" it is the run's last sign, such as the time
+            of the last metrics row. For the other states it is when the status was written.
         fault: what is malformed in the status file; None if nothing is.
         """
         status, fault = None, None

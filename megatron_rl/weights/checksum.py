@@ -33,8 +33,8 @@ def checksum(tensor: torch.Tensor) -> int:
     """Return the checksum, 0 ≤ checksum < 2⁶⁴, of a tensor's bytes in the order of its elements.
 
     The checksum does not depend on the tensor's strides, dtype and shape. The call waits for the
-    device. It copies at most two slabs (SLAB_BYTES) of the tensor at a time, and copies nothing if
-    the tensor is contiguous and aligned to 8 bytes.
+    device. It copies nothing if the tensor is contiguous and aligned to 8 bytes. Otherwise it holds
+    copies of at most two slabs of SLAB_BYTES (4 MiB on a CPU, 32 MiB on a GPU) at a time.
     """
     return int(_digest(tensor)) & (2**64 - 1)
 

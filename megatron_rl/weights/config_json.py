@@ -156,10 +156,10 @@ def parse_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> A
 
 
 def read_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, provider: str = "native") -> Any:
-    """Return transformers' config of a model folder, after a check of its family and of the numbers in it.
+    """Return transformers' config of a model folder, after a check of its family and of its numeric fields.
 
-    provider: ``model.provider``, which builds the model; with "bridge" (Megatron-Bridge) any family
-        is accepted.
+    provider: ``model.provider``: "native" accepts only the families built here, "bridge"
+        (Megatron-Bridge) any family.
 
     Raises ConfigError, naming the file and the field, for a family that is not built here, or a
     number out of range.
@@ -178,10 +178,10 @@ def read_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, pr
 
 
 def _check_own(fields: Mapping[str, object], where: str) -> None:
-    """Raise ConfigError if a config.json lacks a size, holds another model's config, or names code to load.
+    """Raise ConfigError if a config.json lacks a size, has a second model's config in a field, or names code to load.
 
-    The sizes are the fields in SIZES. The error is also raised for a field that would replace a
-    method of transformers' config class.
+    The sizes are the fields in SIZES (``hidden_size``, say) and the family's ``ffn_field``. The
+    error is also raised for a field that would replace a method of transformers' config class.
 
     fields: the fields of config.json; ``model_type`` names a family that is built here.
     where: the file's name, for messages.
@@ -206,7 +206,7 @@ def _check_own(fields: Mapping[str, object], where: str) -> None:
 
 
 def load_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, provider: str = "native") -> Any:
-    """Return ``read_hf_config``'s config, with LM head and embedding tied only if the files hold equal ones."""
+    """Return the config of ``read_hf_config``, with ``tie_word_embeddings`` false if LM head and embedding differ."""
     config = read_hf_config(folder, key, provider=provider)
     settle_tying(config, folder)
     return config
@@ -240,8 +240,8 @@ def random_state(
     """Return {tensor name: weights} of transformers' model of a config, with random weights drawn from ``seed``.
 
     shape: the sizes of this model, from which its weights are counted.
-    device: the torch.device that draws the weights. The CPU draws a model of more than 2³¹ weights.
-        A GPU takes a tenth of the CPU's time, and draws other numbers.
+    device: the torch.device that draws the weights if there are at most 2³¹; the CPU draws more. A
+        GPU takes a tenth of the CPU's time, and draws other numbers.
 
     Raises ConfigError if transformers cannot make a model of the config, or if the weights would
     not fit in the host's memory.

@@ -41,7 +41,7 @@ class Difference:
     word_bytes: bytes of a word, 2 or 4.
     code_bytes: 0 if the codes are a bit for each word. Else 1 or 2, the bytes of a code, which
         counts the unchanged words before a changed one (the gap).
-    num_codes: the number of codes of gaps; for ``code_bytes=0`` the number of bytes of the bits.
+    num_codes: the number of codes; if ``code_bytes`` is 0, the number of bytes that hold the bits.
     num_changed: the number of changed words.
 
     Example: 3 of 1,000 bfloat16 words changed; two gaps are above 254 and take two codes each →

@@ -11,8 +11,8 @@ tensor-parallel ranks:
                   …], groups split over ranks (source: megatron-core 0.16.1
                   ``transformer/attention.py`` SelfAttention.get_query_key_value_tensors).
 - ``GATE_UP``: a rank holds its rows of gate, then its rows of up (0.16.1
-               ``transformer/mlp.py``). A parameter of one Hugging Face tensor that does not hold
-               both gate and up, such as LoRA's B, is split by rows.
+               ``transformer/mlp.py``). A single Hugging Face tensor other than gate and up together
+               (LoRA's B, say) is split by rows.
 - ``SPLIT``:      one vector, split in equal slices (a norm over all heads of q or k, the logits
                   of attention sinks).
 - ``INTERLEAVED``: as ``GATE_UP`` in Megatron-Core. The one Hugging Face tensor is the transpose,
@@ -79,7 +79,7 @@ class Entry:
     joined: bool = False
 
     def held_by(self, expert_rank: int, shape: ModelShape, expert_size: int) -> Entry:
-        """Return the entry with ``{expert}`` in its Hugging Face names replaced by the expert's number among all.
+        """Return the entry with ``{expert}`` in Hugging Face names replaced by the expert's number among all experts.
 
         ``self.expert`` is the expert's number among the experts of rank ``expert_rank``. Of E experts,
         rank e of n holds experts e·E/n to (e + 1)·E/n - 1 (``moe/moe_layer.py``). An entry outside the

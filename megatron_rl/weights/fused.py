@@ -22,8 +22,8 @@ def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, 
 
     tensors: the tensors by their names in memory.
     family: the config's ``model_type``. The names change only for a mixture of experts of a family
-        that is built here. A stack, a tensor of all experts in such a family's files, is replaced
-        by one tensor per expert (weights/stacked.py).
+        that is built here. Each expert gets names of its own, even if the files hold all experts in
+        one tensor (weights/stacked.py).
 
     Example: ``model.layers.0.mlp.experts.down_proj`` of a mixtral →
     ``model.layers.0.block_sparse_moe.experts.0.w2.weight``, and so on for each expert.

@@ -134,7 +134,7 @@ def pair_entries(weight: Entry) -> Iterator[Entry]:
 
     Rows are outputs and columns inputs of a matrix. If the weight is split by rows over tensor
     ranks, A is whole on every rank and B is split by rows. If the weight is split by columns, A is
-    split by columns and B is whole. B's rows are in the order of its Hugging Face tensor.
+    split by columns and B is whole. B's rows have the order of the rows in the Hugging Face tensor.
 
     weight: the ``Entry`` of the adapted weight.
     """

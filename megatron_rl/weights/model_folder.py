@@ -50,8 +50,8 @@ class Parameters:
     """Holds the parameters to write, with the model's shape and the run's topology.
 
     chunks: for each model chunk of this rank, {Megatron name: this rank's shard}. Shards must be
-        gathered over data-parallel replicas before. A mapping may make each tensor on request
-        (adapters merged into their weights).
+        gathered over data-parallel replicas before. A mapping may compute a tensor when it is asked
+        for (a weight with its LoRA adapter merged in, say).
     """
 
     chunks: Chunks

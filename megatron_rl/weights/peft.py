@@ -75,9 +75,10 @@ def lost_by_peft(shape: ModelShape) -> str:
 
 
 def _targets(shape: ModelShape) -> list[Entry]:
-    """Return the ``Entry`` objects of the adapted weights in the first and the last layer, of one expert only.
+    """Return the ``Entry`` objects of the adapted weights in the first and the last layer.
 
-    These two layers stand for both kinds of layers (dense or mixture).
+    These two layers stand for both kinds of layers (dense or mixture). Of a mixture's routed experts
+    one is included, which stands for all.
     """
     return [x for layer in (0, shape.num_layers - 1) for x in target_entries(shape, layer, shape.num_experts or 1)]
 

@@ -89,7 +89,10 @@ def block_size(fields: Mapping[str, object], where: str) -> tuple[int, int] | No
 
 
 def trace_of(names: Iterable[str]) -> str | None:
-    """Return the kind of quantisation that the ends of tensors' names reveal; None for names of full weights."""
+    """Return the kind of quantisation that the ends of names reveal, such as "GPTQ"; None for full weights.
+
+    names: the names of tensors.
+    """
     for name in names:
         for end, kind in _TRACES.items():
             if name.endswith(end):

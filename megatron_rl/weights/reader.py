@@ -250,7 +250,7 @@ def heads_differ(reader: HuggingFaceReader) -> bool:
 
 
 def check_tensors(reader: HuggingFaceReader, shape: ModelShape, *, allow_unread: bool = False) -> None:
-    """Raise ConfigError unless the files hold the tensors of a model of this shape, in shapes and dtypes that are read.
+    """Raise ConfigError unless the files hold each tensor of a model of this shape, in its shape and a readable dtype.
 
     Multi-token-prediction layers (``num_extra_layers``) are named in a warning and not loaded, as
     in transformers.
@@ -299,13 +299,15 @@ def check_tensors(reader: HuggingFaceReader, shape: ModelShape, *, allow_unread:
 
 
 def check_finite(values: torch.Tensor, sources: Callable[[], Iterable[tuple[str, torch.Tensor]]], way_out: str) -> None:
-    """Raise ConfigError if some of ``values`` are NaN or infinite, with the tensor's name and their number.
+    """Raise ConfigError if some of ``values`` are NaN or infinite.
+
+    The message names the tensors that the values come from.
 
     values: weights in the dtype in which they will be used.
     sources: a callable without arguments that returns (name, tensor) of the tensors that the values
         come from, in their own dtype; called only for the error message.
     way_out: advice that names the setting of a wider dtype. It ends the message if all sources are
-        finite, so that only the dtype of ``values`` is too narrow.
+        finite: then the dtype of ``values`` is too narrow for them.
     """
     if torch.stack(torch.aminmax(values.detach())).isfinite().all():  # one pass, without a copy
         return

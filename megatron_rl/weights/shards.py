@@ -28,7 +28,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """Describes a tensor to write to a file, and the names of the tensors that its content comes in.
+    """Describes a tensor to write to a file, and under which names the writer is given its content.
 
     Example: ``Planned(name="norm.weight", shape=(64,), dtype=torch.bfloat16)`` has 128 bytes.
 

@@ -1,9 +1,9 @@
 """The mapping between a stack, one tensor of all experts of a layer in a file, and one tensor per expert.
 
 gpt_oss has four stacks in a layer, ``…mlp.experts.gate_up_proj`` [experts, hidden, 2 · ffn] among
-them. An expert's slice is called ``…mlp.experts.<expert>.gate_up_proj``. vLLM reads this name too
-(0.32 ``models/gpt_oss.py``, ``_try_load_streamed_expert``). So no process holds a whole stack to
-load, send or convert an expert.
+them. An expert's slice is called ``…mlp.experts.<expert>.gate_up_proj``, so that no process needs a
+whole stack to load, send or convert an expert. vLLM reads this name too (0.32
+``models/gpt_oss.py``, ``_try_load_streamed_expert``).
 
 llama4_text has two stacks, and stores an expert's matrices in them transposed: gate's columns and
 then up's, or down's. An expert's tensors are called
@@ -175,7 +175,7 @@ class ExpertOfStack:
     """Reads slices of one expert's tensor from a stack in a file.
 
     stack: safetensors' slice object (``get_slice``) of the stack.
-    place: where the expert's tensor lies in the stack.
+    place: the ``Slice`` that says where the expert's tensor lies in the stack.
     """
 
     def __init__(self, stack, place: Slice):
@@ -203,10 +203,11 @@ def unstacked(
     names: ExpertNames,
     folder: pathlib.Path,
 ) -> tuple[dict[str, pathlib.Path], dict[str, Callable[[], ExpertOfStack | PackedExpert]]]:
-    """Return ({tensor name: file}, {expert's tensor name: function}), with experts' names for stacks' names.
+    """Return ({tensor name: file}, {expert's tensor name: function}) of files that hold stacks of experts.
 
-    The first mapping has all tensors, the second only those within stacks. Each function takes
-    nothing and returns the reader of the expert's tensor.
+    The first mapping names each expert's tensors in place of the stacks, beside all other tensors.
+    The second has the experts' tensors alone. Each function takes nothing and returns the reader of
+    the expert's tensor.
 
     files: {tensor name: file}, with the names in the files.
     opened: called with a file; returns safetensors' handle of the file.

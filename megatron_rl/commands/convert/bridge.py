@@ -38,7 +38,9 @@ def needs_bridge(options: argparse.Namespace) -> bool:
 
 
 def bridge_command(options: argparse.Namespace) -> tuple[int, dict]:
-    """Import or export a model by megatron-bridge; return the exit code 0 and {"wrote", "family", "by": texts}.
+    """Import or export a model by megatron-bridge; return (exit code 0, report for the user).
+
+    The report is a dict of texts with the keys "wrote", "family" and "by".
 
     options: the parsed command line of `megatron-rl convert`.
 

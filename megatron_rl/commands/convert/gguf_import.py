@@ -194,6 +194,7 @@ def read_tensor(file: GgufFile, stored: str, shape: ModelShape, dtype: torch.dty
     """Return a tensor in Hugging Face's layout, in ``dtype``; raise ConfigError if it has a number that is not finite.
 
     stored: the tensor's name in the file.
+    shape: the sizes of the model.
     """
     numbers = file.read(stored)
     heads = {"attn_q": shape.num_heads, "attn_k": shape.num_kv_heads}.get(stored.split(".")[-2])
@@ -221,8 +222,8 @@ def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
 def write_tokenizer(file: GgufFile, folder: pathlib.Path, vocab_size: int) -> None:
     """Write the tokenizer's files and the chat template to ``folder``, built by transformers from the GGUF file.
 
-    Raises ConfigError if no tokenizer of ``vocab_size`` tokens can be made, or if its way of
-    splitting text is unknown.
+    Raises ConfigError if no tokenizer of ``vocab_size`` tokens can be made, or if the file names an
+    unknown way of splitting text into words.
     """
     from tokenizers import Tokenizer, pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast

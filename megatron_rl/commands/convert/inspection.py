@@ -30,7 +30,7 @@ def inspect(source: pathlib.Path | RemotePath, hf: pathlib.Path | RemotePath | N
 
     source: a Hugging Face directory or the folder of a Megatron checkpoint.
     hf: the directory of the checkpoint's config; None to look for it in the checkpoint's folder.
-    iteration: the checkpoint to describe; None for the latest.
+    iteration: the number of the checkpoint to describe; None for the latest.
 
     Raises DamagedCheckpoint if a file of a checkpoint is missing, truncated or damaged.
     """

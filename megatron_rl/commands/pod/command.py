@@ -97,7 +97,7 @@ class Pod:
     """Runs this pod's ranks once, from the meeting of the pods to the exit code.
 
     place: this pod's position in the job.
-    config: the run's settings, as the command line gives them.
+    config: the run's settings, from the command line and its configuration file.
     """
 
     def __init__(self, place: Place, config: Config) -> None:
@@ -175,7 +175,10 @@ class Pod:
         return code
 
     def _newest(self) -> tuple[int, int]:
-        """Return (iteration of the newest whole RL checkpoint, that of the newest of supervised steps); -1 for none."""
+        """Return the iterations of the newest checkpoints, as (of RL, of supervised steps); -1 for none.
+
+        A checkpoint that was not written to its end does not count.
+        """
         return (_newest(self._root), _newest(self._root / "supervised"))
 
     def _checkpoint(self, newest: tuple[int, int]) -> str:

@@ -13,7 +13,7 @@ _told: list[signal.Signals] = []
 
 
 def listen() -> None:
-    """Install handlers that record each SIGTERM, SIGUSR1 and SIGINT (TOLD_BY) from now on."""
+    """Install handlers that record each SIGTERM, SIGUSR1 and SIGINT from now on."""
     for number in TOLD_BY:
         signal.signal(number, note)
 

@@ -63,7 +63,7 @@ def translate(
 
     trainer: the result of ``trainer_of``.
     given: the settings in the file.
-    unknown: {name: what its value depends on} of settings whose value is not known.
+    unknown: {name: reason} of settings whose value is not known, such as ``lr=$LR``.
     processes: the number of training processes, if no setting gives it; axolotl's batch is per
         process.
 

@@ -105,7 +105,8 @@ def _stand_ins(
     folder: a folder with an empty config.json, the temporary value for a missing model.
     open_keys: the keys that the user still has to fill in.
     rewards: whether the user still has to name reward functions.
-    not_done: a list of sentences, to which one is added for each missing model or reward.
+    not_done: a list of sentences, to which one is added for each missing model, and one if rewards
+        are missing.
     """
     stand_ins: dict[str, Any] = {}
     for key, path in models.items():
@@ -126,7 +127,7 @@ def _faults(settings: dict[str, Any]) -> list[str]:
     """Return the reasons why a run with these settings would not start; [] if it would.
 
     Loading stops at the first fault. If that is a conflict with the default ``skip.mode=exact``, the
-    check is repeated with ``skip.mode=off`` to find others.
+    check is repeated with ``skip.mode=off`` to find other faults.
     """
     try:
         validate_config(load_config(settings))

@@ -1,7 +1,7 @@
 """The reader of another framework's settings: from a YAML file, or from a shell script that passes them to a program.
 
-A YAML's size and depth are limited as for our own configuration. A word of a script has at most
-8192 characters (MOST_WORD).
+A YAML that is too large or too deeply nested is refused. So is a script with a word of more than
+8192 characters.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _note(branch: Branch) -> str:
 def _named(call: Call, *, flags: bool) -> tuple[dict[str, Any], dict[str, str]]:
     """Return {name: value} of a command line's settings, and {name: reason} of settings whose value is not known.
 
-    flags: True if both ``--name value`` and ``name=value`` are settings, False if only the latter.
+    flags: True if ``--name value`` is a setting as well as ``name=value``; False if only the latter is.
         Flags of a launcher, such as ``accelerate launch``, are no settings, except
         ``--num_processes``.
     """

@@ -20,12 +20,12 @@ class Translation:
     given:   {their name: value} of the settings that the user wrote.
     assumed: {their name: default} of settings that the user did not write, if the default differs
         from ours.
-    unknown: {their name: what its value depends on} of settings whose value is not known.
+    unknown: {their name: reason} of settings that the user wrote and whose value is not known.
     ours:    {our ``section.key``: value}.
-    open:    {our key: reason} of keys that the user has to fill in. Their value is MISSING, with
-        which the configuration does not load.
+    open:    {our key: reason} of keys that the user has to fill in. In ``ours`` they have the value
+        ``???``, with which the configuration does not load.
     left:    {their name: reason} of settings that are not translated.
-    needless: their names of settings that need no counterpart, as we already behave as they say.
+    needless: their names of settings that need no translation: ours behaves that way anyway.
     """
 
     framework: str
@@ -39,10 +39,10 @@ class Translation:
     _read: set[str] = field(default_factory=set)
 
     def get(self, name: str) -> Any:
-        """Return the value that the user wrote for their setting ``name``, else its default; mark the setting as read.
+        """Return the value that the user wrote for their setting ``name``, else its default in ``assumed``, else None.
 
-        Without a default, None is returned. If the user's value is not known, the default is
-        returned and ``left`` gets a note.
+        The setting counts as read from now on. If the user's value is not known, the default is
+        returned, and ``left`` gets a note.
         """
         self._read.add(name)
         if name in self.unknown:
@@ -59,8 +59,8 @@ class Translation:
     def need(self, key: str, why: str) -> None:
         """Mark our ``key`` as one that the user has to fill in, for the reason ``why``.
 
-        A key that takes any value (FREE_NAMES), such as one of ``rollout.vllm``, is noted in
-        ``left`` instead. There the placeholder MISSING would not stop a run.
+        The key gets the value ``???``, which stops a run. A key that takes any value, such as one of
+        ``rollout.vllm``, would not stop it, and is noted in ``left`` instead.
         """
         if key.startswith(FREE_NAMES):
             self.left[key] = why
@@ -69,7 +69,7 @@ class Translation:
         self.open[key] = why
 
     def take(self, name: str, key: str, convert: Callable[[Any], Any] = lambda value: value) -> None:
-        """Set our ``key`` to the value of their setting ``name``, if it has one.
+        """Set our ``key`` to the value of their setting ``name``, if that setting has a value.
 
         convert: a function of the value. If it raises ValueError, the user has to fill in the key.
         """

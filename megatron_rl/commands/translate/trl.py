@@ -56,7 +56,7 @@ def translate(
     """Return the translation of settings of TRL's GRPOTrainer into ours.
 
     settings: {TRL's name: value}.
-    unknown: {TRL's name: what its value depends on} of settings whose value is not known.
+    unknown: {TRL's name: reason} of settings whose value is not known, such as ``lr=$LR``.
     processes: the number of training processes, if ``num_processes`` is not among the settings;
         TRL's batch is per process.
 

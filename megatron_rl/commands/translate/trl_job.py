@@ -118,11 +118,11 @@ def _adapters(translation: Translation) -> None:
 
 
 def targets(value: Any) -> list[str]:
-    """Return our names, for ``lora.targets``, of the layers that hold the Hugging Face projections in ``value``.
+    """Return the value for our ``lora.targets``: our names of the layers that hold Hugging Face's projections.
 
     value: the projections' names, such as ``["q_proj", "k_proj", "v_proj"]``; or ``all-linear``.
 
-    Raises ValueError if only some of the projections that we join into one layer are listed.
+    Raises ValueError if some, but not all, of the projections in one of our layers are listed.
     """
     names = set(paths(value))
     if names in ({"all-linear"}, {"all"}):

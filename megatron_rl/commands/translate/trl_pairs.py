@@ -35,7 +35,7 @@ def translate(
 
     trainer: ``sft``, ``dpo``, ``cpo`` or ``reward``.
     settings: {TRL's name: value}.
-    unknown: {TRL's name: what its value depends on} of settings whose value is not known.
+    unknown: {TRL's name: reason} of settings whose value is not known, such as ``lr=$LR``.
     processes: the number of training processes, if ``num_processes`` is not among the settings.
 
     Raises ConfigError if nothing gives the number of processes.

@@ -138,7 +138,7 @@ def translate(settings: Mapping[str, Any], unknown: Mapping[str, str] | None = N
     """Return the translation of verl's settings into ours.
 
     settings: {verl's name: value}.
-    unknown: {verl's name: what its value depends on} of settings whose value is not known.
+    unknown: {verl's name: reason} of settings whose value is not known, such as ``lr=$LR``.
     """
     translation = Translation(framework="verl", given=settings, assumed=DEFAULTS, unknown=unknown or {})
     translation.ours |= {"data.template": "chat"}

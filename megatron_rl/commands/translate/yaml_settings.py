@@ -1,4 +1,4 @@
-"""The reader of another framework's YAML; its size and depth are limited as for our own configuration."""
+"""The reader of another framework's YAML; a file that is too large or too deeply nested is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Settings:
 
     kind: the framework and trainer that the file is for; None if that cannot be seen.
     given: {name: value}.
-    unknown: {name: what its value depends on} of settings whose value is not known.
+    unknown: {name: reason} of settings whose value is not known, such as ``lr=$LR``.
     notes: sentences on parts of the file that were not read as settings.
     """
 

@@ -156,8 +156,8 @@ def prepare(options: argparse.Namespace) -> Thin:
 def measure(options: argparse.Namespace, thin: Thin) -> tuple[object, object]:
     """Return (measurements of the topology, measurements of one process), each a Measured.
 
-    The main rank first takes the measurements of one process, alone, and then joins the other ranks.
-    On those the second element is None.
+    First the main rank runs alone, as the one process. Then all ranks together run the topology. On
+    ranks other than the main rank, the second element is None.
     """
     import torch
     import torch.distributed as dist
@@ -227,7 +227,7 @@ def share_logprobs(bare, main_work):
 
 
 def report(options: argparse.Namespace, thin: Thin, measured, reference) -> bool:
-    """Compare the measurements, print the result, and write the JSON file if asked; return whether all checks pass.
+    """Compare the measurements, print the result, and write the file of ``--json``; return whether all checks pass.
 
     measured, reference: the Measured of the topology and of one process, on the main rank.
     """

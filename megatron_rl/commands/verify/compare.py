@@ -75,7 +75,7 @@ class Point:
 
     layer: the number of the layer, from 0 over the whole model, as in ``model.layers.0``; −1
         outside the layers.
-    name: one of POINTS, such as ``attention output``.
+    name: the name of the point, such as ``attention output`` (POINTS).
     """
 
     layer: int
@@ -151,7 +151,7 @@ def _ratio(difference: float, norm: float) -> float:
 
 
 def tensor_class(name: str) -> str:
-    """Return the class, one of CLASSES, of the tensor with a Hugging Face name; a bias has its weight's class.
+    """Return the class of a tensor by its Hugging Face name, such as "norms"; a bias has its weight's class.
 
     Example: ``model.layers.0.self_attn.k_proj.bias`` → "attention qkv".
     """
@@ -227,7 +227,7 @@ class ClassError:
 def class_errors(
     measured: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float
 ) -> dict[str, ClassError]:
-    """Compare tensors; return {class of tensors: ClassError} in the order of CLASSES.
+    """Compare tensors; return {class of tensors: ClassError}, from "embedding" to "lm head".
 
     measured, wanted: {name: tensor}.
     tolerance: the largest relative error that passes.
@@ -305,9 +305,10 @@ def explain_factor(factor: float, counts: Mapping[str, int]) -> str:
 
 
 def first_gradient(errors: Mapping[str, ClassError]) -> tuple[str, float] | None:
-    """Return (name, relative error) of the first tensor that differs; None if none does.
+    """Return (name, relative error) of the first tensor, in backward order, that differs; None if none does.
 
-    "First" is in the order of the backward pass.
+    A tensor differs if its error exceeds the tolerance and is not negligible within its class
+    (``ClassError.judged``).
     """
     tensors = {name: x for kind in errors.values() for name, x in kind.tensors.items()}
     judged = {name: x for kind in errors.values() for name, x in kind.judged.items()}
@@ -320,7 +321,7 @@ class ActivationError:
 
     replica: the number of the data-parallel replica.
     error: the largest error of the copies that ranks hold.
-    tokens: the indices of the tokens that differ.
+    tokens: the indices of the tokens whose own relative error exceeds the tolerance.
     num_tokens: the number of tokens of the sample.
     """
 

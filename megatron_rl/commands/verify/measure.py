@@ -40,9 +40,9 @@ class Bench:
     batch: Batch
 
     def mini_batch(self, *, drops: bool) -> tuple[StepPlan, bytes]:
-        """Plan the whole batch as one optimizer step; return (the plan, a digest of it, to compare between ranks).
+        """Plan the whole batch as one optimizer step; return (plan, its digest, which ranks compare).
 
-        The field ``batch`` is replaced by one with the tokens of the samples that this rank runs.
+        ``self.batch`` then also has the tokens of the samples that this rank runs.
 
         drops: whether samples without signal are dropped.
         """
@@ -81,7 +81,7 @@ class Bench:
         return dict(zip(self.batch.facts.sample_ids, parts, strict=True))
 
     def steps(self) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """Take NUM_STEPS optimizer steps on the same samples; return (gradient norm of each step, weights at the end).
+        """Take three optimizer steps on the same samples; return (gradient norm of each step, weights at the end).
 
         No sample is dropped. The weights are {Hugging Face name: float32 tensor on the host}.
         """
@@ -228,8 +228,8 @@ def trace_sample(backend: MegatronBackend, sample: Sample) -> list[dict[Point, l
 def run_tokens(backend: MegatronBackend, sample: Sample) -> int:
     """Return the number of a sample's tokens that run through the model.
 
-    They are the tokens before the last loss token. All tokens run if a setting makes activations
-    depend on the tokens of other samples (``token_coupling``).
+    They are the tokens before the last loss token. All tokens run if a setting makes a sample's
+    activations depend on the tokens of other samples.
     """
     if token_coupling(backend.config.megatron):
         return len(sample.token_ids)
@@ -272,7 +272,10 @@ class Record:
 
 @contextlib.contextmanager
 def record(backend: MegatronBackend) -> Iterator[Record]:
-    """Yield a Record that forward hooks fill with this rank's activations; remove the hooks at the end."""
+    """Yield a Record that forward hooks fill with this rank's activations; remove the hooks at the end.
+
+    The Record has the activations at each Point, and the positions of this rank's tokens in the sample.
+    """
     taken, handles = Record(), []
 
     # The hooks: of a module's output, of its argument, and of the token positions.
@@ -320,7 +323,7 @@ def record(backend: MegatronBackend) -> Iterator[Record]:
 def assemble(backend: MegatronBackend, taken: Record, num_tokens: int) -> list[dict[Point, list[torch.Tensor]]]:
     """Gather every rank's activations on the main rank, and join them to whole tensors.
 
-    taken: this rank's activations.
+    taken: this rank's activations, recorded in one forward pass.
     num_tokens: the tokens to keep; pads behind them are cut off.
 
     Returns, on the main rank, one dict per replica, {Point: list of [tokens, columns]}, as

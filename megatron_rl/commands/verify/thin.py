@@ -48,7 +48,8 @@ class Size:
     """Sets the size of the thin model.
 
     layers_per_stage: the number of layers of the smallest pipeline stage.
-    keep: the sizes that stay as in the real model; elements of KEEP, such as ``hidden``.
+    keep: the sizes that stay as in the real model, from ``hidden``, ``ffn``, ``vocabulary`` and
+        ``experts``.
     """
 
     layers_per_stage: int = 1
@@ -133,6 +134,9 @@ def check_real(real, parallel: ParallelConfig, hf_path: str) -> None:
     """Raise ConfigError if the topology does not divide the real model's widths or experts.
 
     The thin model would hide this, since its sizes are chosen so that the topology divides them.
+
+    real: the real model's Hugging Face config.
+    hf_path: the real model's folder, for error messages.
     """
     experts = num_experts(real)
     ffn = FAMILIES[real.model_type].ffn_field
@@ -206,8 +210,8 @@ class Work:
     def near_policy(self, flat: np.ndarray) -> Work:
         """Return a copy of the work whose samples have log-probs near the model's own.
 
-        To each of the model's log-probs a small constant (one of SHIFTS) is added, as if an engine
-        with slightly other weights had generated the samples.
+        To each of the model's log-probs −0.5, 0 or 0.5 is added, as if an engine with slightly other
+        weights had generated the samples.
 
         flat: [response tokens], the model's log-probs, sample after sample.
         """

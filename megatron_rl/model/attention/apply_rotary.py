@@ -2,9 +2,9 @@
 
 Megatron-Core (0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``) computes cosine and
 sine in every layer, for queries and again for keys. Its rotation launches 24 kernels forward and 24
-backward, half of all kernels of a layer (tests/latest counts them without a GPU). Here the rotation
-of the queries launches three kernels forward and three backward, and so does that of the keys.
-Cosine and sine are computed once per micro-batch.
+backward, half of all kernels of a layer. Here the rotation of the queries launches three kernels
+forward and three backward, and so does that of the keys. Cosine and sine are computed once per
+micro-batch.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int
 
 
 def turn(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return the heads [T, n, d] rotated by rotary angles.
-
-    The pairs of columns i and h + i, for i < h, are rotated. Columns from 2 h on stay as they are.
-    In bfloat16 the result is rounded twice.
+    """Return the heads [T, n, d] rotated by the rotary angles whose cosine and sine are ``cos`` and ``sin``.
 
     cos, sin: [T, 1, h] in the heads' dtype, h ≤ d / 2.
+
+    Column i is rotated with column h + i, for each i < h. Columns from 2 h on stay as they are. In
+    bfloat16 the result is rounded twice.
     """
     return _Turn.apply(heads, cos, sin)

@@ -2,9 +2,9 @@
 
 Megatron-Core 0.16.1 cannot compute it. It rotates pairs of neighbouring columns only in tensors of
 four dimensions (``models/common/embeddings/rope_utils.py`` _rotate_half), and packed input has
-three. It norms q and k before their rotation, in every layer. It has no attention within chunks,
-and no scale of q by position. So Megatron-Core is told to rotate in no layer (``no_rope_freq``).
-The core attention here rotates, norms and scales q and k as transformers does (5.19
+three. It norms q and k before their rotation, in every layer. It neither attends within chunks nor
+scales q by position. So Megatron-Core is told to rotate in no layer (``no_rope_freq``). The core
+attention here rotates, norms and scales q and k as transformers does (5.19
 ``Llama4TextAttention``).
 """
 

@@ -43,8 +43,9 @@ def chunked_spans(layout: Layout, context: ContextShard, chunk_tokens: int) -> l
 def _cut(first: int, stop: int, offset: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:
     """Split a segment's tokens [first, stop) wherever a chunk begins, and yield (begin, end) of each piece.
 
-    A segment is a run of tokens of one sequence. The four numbers count tokens from its begin.
+    A segment is a run of tokens of one sequence.
 
+    first, stop: token indices in the segment, as are ``begin`` and ``end``.
     offset: the sequence position of the segment's first token.
     """
     while first < stop:

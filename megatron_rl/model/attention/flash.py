@@ -35,7 +35,8 @@ def span_attention(
     """Return the attention output [T, h, d] of queries [T, h, d], each over the keys of the spans that contain it.
 
     key, value: [K, g, d]; g divides h.
-    batches: groups of spans. The first group contains every query once.
+    batches: the spans. No two spans of a batch have a query in common, and the first batch contains
+        every query.
     scale: multiplies the scores.
     forward: (query, key, value) → (output [T, h, d], log-sum-exp [h, T]), called in place of the
         kernels' forward; the gradient still comes from the kernels. None calls the kernels.
@@ -279,9 +280,9 @@ class _CudaMemoryEfficient:
 
 
 def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return key or value heads [1, g, n, d] as [1, heads, n, d].
+    """Return key or value heads [1, g, n, d] as [1, heads, n, d]: each head is repeated heads / g times.
 
-    Each head is repeated for the query heads of its group.
+    heads: the number of query heads.
     """
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 

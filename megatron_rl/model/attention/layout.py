@@ -82,13 +82,13 @@ class Layout:
         return max(length + offset for length, offset in zip(self.lengths, self.offsets, strict=True))
 
     def squares(self, windows: tuple[int, ...]) -> float:
-        """Return the sum of l² over sequences of l tokens, a measure of attention's cost (twice the query-key pairs).
+        """Return the sum of l² over sequences of l tokens, a measure of attention's cost.
 
-        A response of r tokens to a shared prompt of p tokens counts r² + 2·p·r.
+        It is twice the number of query-key pairs. A response of r tokens to a shared prompt of p
+        tokens counts r² + 2·p·r. If layers have windows, the result is the mean over all layers.
 
-        windows: each layer's attention window in tokens, 0 for none; () if no layer has one. Each
-            layer has a sum, lower with a window (planning/tokens.py ``window_squares``). The result
-            is the mean of the layers' sums.
+        windows: each layer's attention window in tokens, 0 for none; () if no layer has one. Fewer
+            pairs are counted in a layer with a window.
         """
         offsets = np.array(self.offsets)
         whole, prompts = (window_squares(x, windows) for x in (offsets + np.array(self.lengths), offsets))

@@ -37,10 +37,11 @@ SpansOf = Callable[[Layout, ContextShard, int], list[Span]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeySegments:
-    """Describes which keys each segment's queries see, for a kernel that aligns each segment's last query and last key.
+    """Describes which keys each segment's queries see, in the form that Transformer Engine's kernels take.
 
-    A segment is a run of tokens of one sequence (layout.py ``Layout``). The kernel takes gathered
-    keys: the keys that segment 0 sees, then those that segment 1 sees, and so on.
+    A segment is a run of tokens of one sequence (layout.py ``Layout``). The kernels take gathered
+    keys: the keys that segment 0 sees, then those that segment 1 sees, and so on. A segment's last
+    query sees all the segment's gathered keys, the query before it all but the last, and so on.
 
     pieces: the lengths of the pieces into which the micro-batch's keys are split. Each segment is
         one piece, but a padded shared prompt is two: the prompt, then its pads.
@@ -48,7 +49,8 @@ class KeySegments:
         segment sees only its own piece.
     query_bounds: int32 [segments + 1], the index of each segment's first query, then the number of
         all queries.
-    key_bounds: int32 [segments + 1], the same for the gathered keys.
+    key_bounds: int32 [segments + 1], the index of each segment's first gathered key, then the
+        number of all gathered keys.
     longest_query, longest_key: the largest number of queries, and of gathered keys, of one segment.
     """
 
@@ -165,11 +167,13 @@ class PackedSequences(PackedSeqParams):
     angles: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
     def spans_cut(self, spans_of: SpansOf | None, tokens: int | None) -> tuple[SpanBatch, ...]:
-        """Return the spans of a layer whose tokens see only a window or a chunk of ``tokens`` tokens.
+        """Return the spans of a layer whose tokens see only a window or a chunk of their sequence.
 
-        tokens: None if a token sees all earlier tokens of its sequence.
-        spans_of: ``windowed_spans`` or ``chunked_spans``, which computes the spans; None if tokens
-            is None. Layers with equal arguments get the same spans, computed once.
+        spans_of: ``windowed_spans`` or ``chunked_spans``, which computes the spans.
+        tokens: the length of the window or chunk.
+
+        Both are None if a token sees all earlier tokens of its sequence. Layers with equal arguments
+        get the same spans, computed once.
         """
         if tokens is None or tokens >= self.layout.longest:
             return self.spans
@@ -199,12 +203,8 @@ def pack(
     layout: where the sequences' tokens lie.
     for_transformer_engine: True gives sequence bounds (cu_seqlens), which Transformer Engine's
         kernels read; False gives spans.
-    share_prompts: whether samples may share one copy of their prompt. Then Transformer Engine gets
-        ``KeySegments``, since with bounds the positions of every segment would count from 0.
-
-    Given bounds, Megatron-Core asks the device for the lengths twice in every layer, unless it uses
-    its fused rotary kernel. Without bounds it applies rotary angles token by token
-    (model/rotary.py).
+    share_prompts: whether samples may share one copy of their prompt. If True, Transformer Engine
+        gets ``KeySegments`` in place of bounds, by which every segment's positions would begin at 0.
 
     Example: sequences of 2 and 3 tokens have the bounds [0, 2, 5], or one batch of two triangular
     spans.
@@ -235,10 +235,9 @@ def _key_order(lengths: tuple[int, ...], context: ContextShard, device: torch.de
 def _bounds(lengths: tuple[int, ...], device: torch.device, context: ContextShard) -> dict[str, object]:
     """Return {field: value} for Transformer Engine: the sequences' bounds, int32 [S + 1], and the longest length.
 
-    Under context parallelism Transformer Engine's FlashAttention demands padded bounds too;
-    FusedAttention makes them itself (2.3 to 2.20, context_parallel.py and backends.py). Here no pad
-    lies between sequences, so one tensor is given as both. Transformer Engine compares the two
-    without a read from the device, and so knows that there are no pads.
+    Under context parallelism Transformer Engine's FlashAttention also needs the bounds with the pads
+    between sequences (2.3 to 2.20, context_parallel.py and backends.py). Here no pad lies between
+    sequences, so one tensor is given as both.
     """
     cu_seqlens = send(_bounds_of(lengths), device)
     fields: dict[str, object] = dict(

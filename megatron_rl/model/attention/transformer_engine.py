@@ -1,11 +1,12 @@
 """Transformer Engine's attention for samples that share one copy of their prompt.
 
 A prompt's queries see the prompt's keys. A response's queries see the prompt's keys and then the
-response's. So the keys are gathered: each response gets a copy of the prompt's. The last query and
-the last key are the same token, so the causal mask is aligned bottom right. FlashAttention and
-FusedAttention both take ``padding_causal_bottom_right``, with different bounds for queries and keys
-(read in Transformer Engine 2.3 and 2.18, pytorch/attention/dot_product_attention/utils.py
-``get_attention_backend``). This module needs Transformer Engine.
+response's. So the keys are gathered: each response gets a copy of the prompt's keys. A response's
+last query and the last of its gathered keys are the same token, so the causal mask is aligned bottom
+right. FlashAttention and FusedAttention both take ``padding_causal_bottom_right``, with different
+bounds for queries and keys (read in Transformer Engine 2.3 and 2.18,
+pytorch/attention/dot_product_attention/utils.py ``get_attention_backend``). This module needs
+Transformer Engine.
 
 The rotary angles are applied here too, by the fused kernel. Over packed sequences (``thd``) the
 kernel counts positions from each sequence's begin, but a response's positions continue from its

@@ -44,14 +44,16 @@ def windowed_spans(layout: Layout, context: ContextShard, window: int) -> list[S
 
 
 def _seen_before(query: int, count: int, position: int, key: int, num_keys: int, window: int) -> Iterator[Span]:
-    """Yield the spans by which a block (neighbouring queries) sees keys of its sequence that lie before the block.
+    """Yield the spans by which a block of neighbouring queries sees a range of earlier keys of the same sequence.
 
-    query, count: the first query's index among this rank's tokens, and the number of queries.
-    position: the number of sequence positions from the first key to the first query.
+    query, count: the block's first query, as an index among this rank's tokens, and its number of
+        queries.
+    position: the first query's sequence position less the first key's.
     key, num_keys: the first key's index in the micro-batch, and the number of keys.
+    window: the number of tokens that a token sees, itself included.
 
-    Query i of the block sees the keys j > i + position − window; i counts from the block's first
-    query, and j from the first key.
+    Query i of the block sees the keys j > i + position − window. Here i counts from the block's
+    first query, and j from the first key.
     """
     below = position - window + 1  # the number of keys before the first query's window
     # the first queries see every key

@@ -174,6 +174,7 @@ def _family(provider: Any, registry: Any, model_type: str, layer_spec: str, *, t
     """Return the ``Family`` of a provider's model, with one entry per layer parameter from Megatron-Bridge's mapping.
 
     provider, registry: as ``read_provider`` returns them.
+    tied: whether the head shares the embedding's weight.
 
     Raises ConfigError if the mapping gives the embedding, the final norm or the head another
     Hugging Face name than this package reads.
@@ -205,9 +206,9 @@ def _family(provider: Any, registry: Any, model_type: str, layer_spec: str, *, t
 
 
 def _parameters(provider: Any, *, fused: bool) -> dict[str, str]:
-    """Return {parameter name: split} of a plain GPT layer.
+    """Return {parameter name: "rows", "columns" or "whole"} of a plain GPT layer.
 
-    A tensor rank holds some "rows" of a parameter, some "columns", or the "whole".
+    The value says what of the parameter a tensor rank holds: some rows, some columns, or all of it.
 
     fused: whether linears contain the norms before them, as Transformer Engine's do.
     """

@@ -3,9 +3,8 @@
 A query reads its keys in blocks of ``KEY_BLOCK`` positions, in order, from its sequence's first
 position. It keeps a running maximum and sum (the online softmax of Milakov and Gimelshein, 2018,
 arXiv:1805.02867). Every matrix product has the same shape: it computes ``ITEMS`` items at once. An
-item is ``QUERIES`` queries of one sequence with one block of keys. Dummy queries fill up an item
-with fewer. A block that a query does not see multiplies the query's sums by exactly 1 and adds
-exactly 0.
+item is ``QUERIES`` queries of one sequence with one block of keys; dummy queries fill it up. A block
+that a query does not see multiplies the query's sums by exactly 1 and adds exactly 0.
 Products are in float32. The flash kernel (model/attention/flash.py) computes the gradient, from the
 output and log-sum-exps of this forward.
 """
@@ -68,8 +67,8 @@ def _one_product(
     q: from ``_grouped``, so M is (h / g) · QUERIES for h query heads and g key heads.
     limit: int64 [ITEMS · g, M, 1], the number of keys that each query sees.
     key, value: [K, g, d], the whole tensors.
-    keys: int64 [ITEMS, blocks · KEY_BLOCK], the rows of ``key`` and ``value`` that each item may
-        see.
+    keys: int64 [ITEMS, n], the rows of ``key`` and ``value`` that each item may see; n is a
+        multiple of KEY_BLOCK.
     """
     groups = key.shape[1]
     highest = q.new_full(q.shape[:2], -torch.inf)
@@ -143,9 +142,9 @@ class CachedSequences(PackedSequences):
     def of(cls, cache: Cache, parts: Sequence[tuple[np.ndarray, int, np.ndarray]]) -> CachedSequences:
         """Return the ``CachedSequences`` of the next tokens of several sequences.
 
-        parts: a triple for each sequence: the new tokens' rows of the query tensor, the first one's
-            position, and the sequence's rows of the cache, position by position, new tokens
-            included.
+        parts: (rows, first, keys) for each sequence. ``rows``: its next tokens' rows of the query
+            tensor. ``first``: the position of the first of these tokens. ``keys``: the cache's rows
+            of all its tokens, the next ones included, in the order of positions.
         """
         positions = np.concatenate([first + np.arange(len(rows)) for rows, first, _ in parts])
         written = np.concatenate([keys[first : first + len(rows)] for rows, first, keys in parts])

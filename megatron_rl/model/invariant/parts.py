@@ -54,7 +54,7 @@ class InvariantParts:
 
 
 def require_shown(shape: ModelShape) -> None:
-    """Raise ConfigError if ``rollout.bitwise`` was not tested with this model, or not on this kind of host."""
+    """Raise ConfigError if ``rollout.bitwise`` was not tested with this model, or if this host has a GPU."""
     if shape.num_experts:
         raise ConfigError(
             f"rollout.bitwise=true is for dense models, and this one mixes {shape.num_experts} experts, whose "

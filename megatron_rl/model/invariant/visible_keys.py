@@ -46,8 +46,9 @@ class Sight:
     def of(cls, parts: Iterable[tuple[np.ndarray, int, np.ndarray]]) -> Sight:
         """Return the ``Sight`` of sequences in which the query at position p sees the keys of positions 0 to p.
 
-        parts: a triple for each sequence: its rows of the query tensor, the position of its first
-            query, and its rows of the key tensor, position by position.
+        parts: (rows, first, keys) for each sequence. ``rows``: its rows of the query tensor.
+            ``first``: the position of the first of these queries. ``keys``: its rows of the key
+            tensor, in the order of positions.
         """
         items: list[tuple[np.ndarray, np.ndarray, int]] = []
         sequences: list[np.ndarray] = []
@@ -71,9 +72,9 @@ class Sight:
     def key_rows(self, part: slice) -> torch.Tensor:
         """Return the rows of the key tensor that the items of the slice ``part`` may see, in the order of positions.
 
-        The result is int64 [items, blocks · KEY_BLOCK], with 0 after the last key that an item
-        sees. Call the method for the items of one product at a time: for all items the result would
-        be about as large as queries times keys.
+        The result is int64 [items, n], where n is a multiple of KEY_BLOCK, with zeros after the last
+        key that an item sees. Call the method for the items of one product at a time: for all items
+        the result would be about as large as queries times keys.
         """
         last = self.seen[part].amax(1, keepdim=True)
         width = -(-int(last.max()) // KEY_BLOCK) * KEY_BLOCK

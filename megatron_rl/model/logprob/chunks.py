@@ -50,7 +50,7 @@ def bytes_per_logit(kernel: Kernel, size: int) -> int:
 def default_chunk_tokens(device_type: str, columns: int, kernel: Kernel, size: int) -> int:
     """Return the number of tokens in one chunk of ``linear_logprob``, on a device of ``device_type``.
 
-    columns: V/TP, this tensor rank's columns.
+    columns: V/TP, the number of vocabulary entries of this tensor rank.
     size: the number of bytes of one element of the hidden states.
     """
     if device_type == "cpu":
@@ -110,7 +110,7 @@ class Head:
         return [slice(start, min(start + self.chunk_tokens, tokens)) for start in range(0, tokens, self.chunk_tokens)]
 
     def buffer(self, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor [chunk tokens, num_valid] in ``dtype``, which every chunk reuses.
+        """Return an uninitialised tensor [chunk tokens, num_valid] on hidden's device, which every chunk reuses.
 
         On a CPU new memory for each chunk would cost a page fault per 4 KiB, as much time as the
         exponential.
@@ -141,10 +141,10 @@ def own_columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int
 
 
 class Chunks:
-    """Merges the tensor ranks' softmax statistics: each row's maximum and sums over a rank's own columns.
+    """Merges the tensor ranks' softmax statistics: the maximum and sums over a token's logits.
 
-    Each kernel's subclass adds ``statistics`` and ``gradient``, which compute on one chunk of
-    logits.
+    Each tensor rank computes them over its own columns of the logits. Each kernel's subclass adds
+    ``statistics`` and ``gradient``, which compute on one chunk of logits.
     """
 
     head: Head
@@ -174,10 +174,10 @@ class Chunks:
 class TorchChunks(Chunks):
     """Computes on chunks of logits by torch's operations, in three buffers that every chunk reuses.
 
-    ``product`` holds the logits in the dtype of the hidden states. In float32, ``x`` holds the
-    logits divided by the temperature, and ``e`` their exponentials. If the hidden states are
-    float32, ``product`` and ``x`` are one tensor. In a backward without an entropy gradient, ``e``
-    and ``x`` are one.
+    ``product`` holds the logits in the dtype of the hidden states. ``x`` holds the logits divided by
+    the temperature, and ``e`` exponentials, both in float32. If the hidden states are float32,
+    ``product`` and ``x`` are one tensor. In a backward without an entropy gradient, ``e`` and ``x``
+    are one.
     """
 
     def __init__(self, head: Head, hidden: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> None:
@@ -230,7 +230,8 @@ class TorchChunks(Chunks):
 
         rows: the chunk's rows of the hidden states.
         column: int64 [r], the target's column; −1 if another tensor rank has it.
-        log_z, entropy: [r], in nats, over all tensor ranks.
+        log_z: [r], log Σ e^x over the whole vocabulary, with x = logits / temperature.
+        entropy: [r], each row's entropy in nats.
         at_logprob, at_entropy: [r], ∂loss/∂log-prob and ∂loss/∂entropy of each row, divided by the
             temperature.
         """
@@ -290,7 +291,8 @@ class TritonChunks(Chunks):
 
         rows: the chunk's rows of the hidden states.
         column: int64 [r], the target's column; −1 if another tensor rank has it.
-        log_z, entropy: [r], in nats, over all tensor ranks.
+        log_z: [r], log Σ e^x over the whole vocabulary, with x = logits / temperature.
+        entropy: [r], each row's entropy in nats.
         at_logprob, at_entropy: [r], ∂loss/∂log-prob and ∂loss/∂entropy of each row, divided by the
             temperature.
         """

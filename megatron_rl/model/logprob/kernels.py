@@ -161,7 +161,8 @@ def turn_into_gradient(
     """Replace a chunk's logits by the loss's gradient with respect to them, in place, by one read and one write.
 
     logits, own_column, temperature, underflow: as in ``statistics``.
-    log_z, entropy: [N], in nats, over all tensor ranks.
+    log_z: [N], log Σ e^x over the whole vocabulary, with x = logits / temperature.
+    entropy: [N], each row's entropy in nats.
     at_logprob: [N], ∂loss/∂log-prob of each row, divided by the temperature.
     at_entropy: [N], ∂loss/∂entropy of each row, divided by the temperature; None if it is 0.
     """

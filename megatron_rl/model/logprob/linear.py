@@ -1,4 +1,4 @@
-"""Log-probs and entropies over a vocabulary-parallel output, without a gather of a token's logits on any rank.
+"""Log-probs and entropies over a vocabulary-parallel output: each tensor rank computes only its part of the logits.
 
 With x = logits / temperature, Z = Σ_v e^{x_v} over all tensor ranks: logprob_t = x_{t, target} − log Z_t and
 H_t = log Z_t − Σ_v p_v x_v. Gradients: ∂logprob/∂x_v = 1[v = target] − p_v, ∂H/∂x_v = −p_v (log p_v + H).
@@ -6,9 +6,9 @@ Forward runs two all-reduces over tensor ranks: the maximum per token, then thre
 are float32.
 
 ``linear_logprob`` takes the output layer's input and computes the logits chunk by chunk, in forward and again in
-backward. The extra memory is O(chunk · V/TP). The second computation is a fourth matrix product beside the usual three.
-Tests compare it with tests/vocab_parallel.py, which computes whole logits. Between the products, torch's operations or
-Triton kernels compute on the logits (chunks.py).
+backward. So it needs O(chunk · V/TP) memory, and four matrix products in place of three. Torch's operations or Triton
+kernels compute on the logits (chunks.py). Tests compare the results with tests/vocab_parallel.py, which computes whole
+logits.
 """
 
 from __future__ import annotations
@@ -128,12 +128,12 @@ def _weight_gradient(
     parameter: the weight if its main_grad takes the gradient (``into_main_grad``), else None.
 
     DistributedDataParallel's hook (megatron-core 0.16.1 and 0.19.2 distributed/distributed_data_parallel.py
-    ``_make_backward_post_hook``) adds a gradient to main_grad unless ``grad_added_to_main_grad`` is set. Under
-    overlap_grad_reduce the hook asserts that there is a gradient. So it gets a tensor that it does not read, as in
-    LinearWithGradAccumulationAndAsyncCommunication (tensor_parallel/layers.py).
+    ``_make_backward_post_hook``) adds autograd's gradient to main_grad unless ``grad_added_to_main_grad`` is set. Under
+    overlap_grad_reduce the hook asserts that there is a gradient. So it gets a tensor, which the hook does not read, as
+    in LinearWithGradAccumulationAndAsyncCommunication (tensor_parallel/layers.py).
 
-    On a single stage with tied embeddings the weight has ``zero_out_wgrad``. Then the hook adds autograd's gradient
-    even so. That gradient must be the embedding's alone, so None is returned.
+    On a single stage with tied embeddings the weight has ``zero_out_wgrad``, and the hook always adds autograd's
+    gradient. That must then be the embedding's gradient alone, so None is returned.
     """
     if parameter is None or weight_sum is not parameter.main_grad:
         return weight_sum.to(weight.dtype)
@@ -193,12 +193,12 @@ def linear_logprob(
                 ``allreduce_dgrad`` does (megatron-core 0.16.1 tensor_parallel/layers.py). Pass False if the gather of a
                 sequence-parallel hidden sums the gradient in its own backward.
     into_main_grad: whether backward adds the weight's gradient to ``weight.main_grad``, the float32 buffer of
-                Megatron-Core's DistributedDataParallel. Autograd then gets an uninitialised tensor, which only DDP's
-                hook may take. Until ``zero_grad_buffer`` the weight may have one other use with a gradient, as a tied
-                embedding. If main_grad is not float32, autograd gets the gradient.
-    chunk_tokens: rows of logits that exist at a time; None takes ``default_chunk_tokens``. Memory beside the gradients:
-                two float32 buffers [chunk_tokens, V/TP] and, if hidden is not float32, one in its dtype. The Triton
-                kernels take only one in hidden's dtype.
+                Megatron-Core's DistributedDataParallel (DDP). Autograd then gets an uninitialised tensor, which only
+                DDP's hook may read. A tied embedding may add its own gradient. If main_grad is not float32, autograd
+                gets the gradient.
+    chunk_tokens: rows of logits that exist at a time; None takes ``default_chunk_tokens``. The chunk's buffers are
+                [chunk_tokens, V/TP]: two in float32, and one in hidden's dtype if that is narrower. With the Triton
+                kernels there is one buffer, in hidden's dtype.
     kernel:     the kernel that computes on the logits (chunks.py).
 
     Raises ValueError for chunk_tokens < 1, a rank with only pads, a missing main_grad, a kernel that cannot run here.

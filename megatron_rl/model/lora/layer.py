@@ -25,10 +25,10 @@ A routed expert's linear has its own pairs, which take the tokens that the dispa
 expert. A grouped linear of Transformer Engine has one module with all its experts' pairs
 (``GroupedAdapter``). The dispatcher gathers an expert's tokens over its tensor ranks. It sums their
 outputs, and in backward the gradients of their inputs (0.16.1 ``moe/token_dispatcher.py``). So the
-adapter's output needs no other sum. As above, A is whole if W is split by rows, and B if by columns.
-Backward here sums only the gradient of the whole one over expert tensor ranks. The whole one has the
-attribute ``tensor_model_parallel`` on the first of these ranks alone, so that the gradient norm
-counts it once.
+adapter's output needs no other sum. As above, A is whole if W is split by rows, and B is whole if W
+is split by columns. Backward here sums the gradient of this whole parameter over expert tensor ranks.
+The parameter has the attribute ``tensor_model_parallel`` on the first of these ranks alone, so that
+the gradient norm counts it once.
 
 Transformer Engine's fused layers contain the norm of their input. Their adapters compute that norm
 again, with the layer's frozen weight.

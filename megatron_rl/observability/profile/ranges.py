@@ -1,8 +1,8 @@
 """The named ranges around a run's passes and calls, which a profiler shows: put on for a recording, then taken off.
 
-A range is put around a public method by an attribute of the instance, which hides the class's
-method. Around the passes of a schedule, the schedule itself opens the ranges: it calls each PassWatch
-(backend/part.py) in its list. No range reads a tensor or draws a random number.
+A range around a public method is set by an attribute of the one object, which hides the class's
+method. The ranges around forward and backward passes are opened by the pipeline schedule itself,
+which calls a PassWatch (backend/part.py). No range reads a tensor or draws a random number.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class Timed:
     count: how many there are.
     total_s: their seconds.
     own_s: their seconds without the ranges or operations within them on the same thread.
-    peak_bytes: the most bytes allocated at once within one of them, counted from the recording's
-        start; None if no allocation was recorded.
+    peak_bytes: the most bytes allocated at once within one of them, without those allocated before
+        the recording; None if no allocation was recorded.
     """
 
     count: int
@@ -67,7 +67,7 @@ class Summary:
     passes_s: the seconds that the main thread spent in the pipeline schedule.
     in_passes_s: of these, the seconds in forward passes, losses and backward passes. The rest is
         bubbles, communication and the schedule itself.
-    waits: {pass: {name of the call: calls per micro-batch that waited for the device}}.
+    waits: {pass: {call's name: how often, per micro-batch, such a call waited for the device}}.
     ranges, collectives, operations: {name: times}; numbers of micro-batches and steps are removed
         from the names.
     kernels: the same for a GPU's kernels and copies, collectives included.
@@ -211,11 +211,10 @@ def _peaks(events: Sequence[dict]) -> _Peaks | None:
 
 
 def _waits(passes: Sequence[dict], calls: Sequence[dict], ranges: Sequence[dict]) -> dict[str, dict[str, float]]:
-    """Return {pass: {name of the call: count per micro-batch}} of calls that waited for the device within passes.
+    """Return {pass: {call's name: count per micro-batch}} of the calls in passes that waited for the device.
 
-    A call counts in a thread that has passes, and in a thread without any range, in which autograd
-    may run a backward pass. It does not count in a thread that has ranges but no pass, such as the
-    packing thread.
+    A call counts if its thread has passes, or has no range at all: there autograd may run a backward
+    pass. It does not count if its thread has ranges but no pass, such as the packing thread.
     """
     elsewhere = {event["tid"] for event in ranges} - {event["tid"] for event in passes}
     waiting = sorted((x["ts"], x["name"]) for x in calls if x["name"] in WAITS and x["tid"] not in elsewhere)

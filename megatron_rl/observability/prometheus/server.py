@@ -1,8 +1,8 @@
 """The HTTP server that Prometheus reads: GET /metrics, and GET /healthz, which answers "ok".
 
 One connection brings one request and ends. At most MOST_CONNECTIONS are open, each in its own
-thread. A further connection ends the oldest one. No connection lives longer than REQUEST_S, however
-slowly its client writes or reads. So no client can hold the run, its threads or its descriptors.
+thread. A further connection ends the oldest one. No connection lives longer than REQUEST_S seconds,
+however slowly its client writes or reads. So no client can exhaust the run's threads or descriptors.
 
 A server on the loopback address answers only requests whose Host header is a loopback name. So a
 web page whose domain name was pointed at this host cannot read the metrics.
@@ -81,7 +81,7 @@ class MetricsServer(http.server.ThreadingHTTPServer):
         return f"http://{host}:{self.server_port}/metrics"
 
     def get_request(self) -> tuple[socket.socket, object]:
-        """Accept a connection. If that fails, as without a free descriptor, wait LOOK_S before raising OSError.
+        """Accept a connection. If that fails, as without a free descriptor, wait LOOK_S seconds, then raise OSError.
 
         The server's loop then tries again; without the wait it would do so at once.
         """
@@ -101,7 +101,7 @@ class MetricsServer(http.server.ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """End connections that are older than REQUEST_S; the server's loop calls this every LOOK_S."""
+        """End connections older than REQUEST_S seconds; the server's loop calls this every LOOK_S seconds."""
         with self._guard:
             since = time.monotonic() - REQUEST_S
             for request in [each for each, begun in self._open.items() if begun < since]:
@@ -124,7 +124,7 @@ class MetricsServer(http.server.ThreadingHTTPServer):
             log.exception("an answer to a scrape of the metrics failed; the run goes on")
 
     def close(self) -> None:
-        """Stop the server and free the port; unfinished answers get GOODBYE_S to end."""
+        """Stop the server and free the port; unfinished answers get GOODBYE_S seconds to end."""
         if self._loop.is_alive():
             self.shutdown()
         self.server_close()

@@ -1,6 +1,6 @@
 """The table from names in metrics.jsonl to names of Prometheus metrics.
 
-A metric that is not in the table is not served, so that no row can increase the number of series.
+A metric that is not in the table is not served, so that no row can add a time series to Prometheus.
 Names follow Prometheus' practice (prometheus.io/docs/practices/naming): base units, ``_total`` for
 counters, ``_ratio`` for shares from 0 to 1.
 """

@@ -1,8 +1,8 @@
 """Rollouts that agents make: an engine that runs one agent per sample and records its requests to the endpoint.
 
 A session is the work of one agent on one sample. Agents run in threads and send HTTP requests. If
-the inner engine is in this process, it samples in the thread of ``generate`` alone, and takes all
-waiting requests together. If it is in other processes, it gets each request at once, while it
+the inner engine is in this process, only the thread of ``generate`` samples. It samples all waiting
+requests as one batch. If the engine is in other processes, it gets each request at once, while it
 samples others.
 
 A session ends once its agent has returned and its reward is known. The reward is a number that the
@@ -12,10 +12,10 @@ made no request, or if it has no reward ``rollout.endpoint.deadline_s`` after it
 refused because the session reached its maximum of tokens or requests. That ends its episode, and is
 no failure.
 
-No request of an agent can end the run. If the engine raises an error other than EngineLost, each
-request is tried alone. If one fails alone too, the engine gets a trial request: one token, after a
-prompt of one end-of-sequence token. If the trial works, the agent's request is refused. Otherwise
-the engine is broken, and its error ends the call of ``generate``.
+No request of an agent can end the run. If the engine raises an error other than EngineLost on
+several requests, each is sampled again alone. If a single request fails, the engine gets a trial
+request: one token, after a prompt of one end-of-sequence token. If the trial works, the agent's
+request is refused. Otherwise the engine is broken, and its error ends the call of ``generate``.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ class _Call:
             self.change.notify_all()
 
     def take(self) -> list[Pending]:
-        """Return and remove the waiting requests. If there are none, wait LOOK_S seconds. Raise a thread's error."""
+        """Return and remove the waiting requests. If there are none, first wait LOOK_S seconds at most for one.
+
+        Raises the error of a thread instead, if there is one.
+        """
         with self.change:
             if not self.waiting and self.error is None:
                 self.change.wait(LOOK_S)
@@ -109,8 +112,8 @@ class _Call:
 class _Episode:
     """Holds one session of a call of ``generate``.
 
-    said: the agent's call, which runs in a thread. After the call it holds the return value or
-        error.
+    said: the ticket of the agent's call, which runs in a thread. Once the call has ended, the
+        ticket holds its return value or error.
     rollout: the session's rollout; None until the session has ended.
     """
 
@@ -343,8 +346,8 @@ class AgentEngine(EngineAround):
     def _take_return(self, session: Session, value: object) -> tuple[str | None, str | None]:
         """Take an agent's return value as the session's reward, if it is a number.
 
-        Returns (outcome, reason): ("failed", the reason) if the value is no valid reward, or if the
-        session already has one. Otherwise, and for the value None, (None, None).
+        Returns ("failed", the reason) if the value is no valid reward, or if the session already
+        has one. Returns (None, None) if the value was taken, or is None.
         """
         if value is None:
             return None, None

@@ -1,8 +1,9 @@
 """The strict schemas of requests' bodies, and the conversion of checked bodies to requests.
 
-A value that does not fit the schema is answered with status 400, the field's name and advice. So is
-a field that would change what is sampled, such as top_p=0.9. NEUTRAL lists these fields, with the
-values that change nothing. Other fields are ignored.
+A request is refused if a value does not fit the schema, or if a field would change what is sampled,
+such as top_p=0.9. The answer is status 400 with the field's name and advice. NEUTRAL lists the
+fields that can change what is sampled, each with the values that change nothing and are accepted.
+All other fields are ignored.
 """
 
 from __future__ import annotations

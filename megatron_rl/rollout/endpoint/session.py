@@ -1,9 +1,9 @@
 """Sessions, one for each agent's episode from its first request to its reward, and counts of their outcomes.
 
-1. A session's requests and its reward are taken until it is closed. Later ones are refused and
+1. A session's requests and its reward are accepted until it is closed. Later ones are refused and
    counted.
-2. Slow work, such as tokenizing, is done outside a session's lock, for one request of a session at
-   a time. So the session's end never waits for slow work.
+2. Slow work, such as tokenizing, is done outside a session's lock, so that the session's end never
+   waits for it. It is done for one of the session's requests at a time.
 3. The seed of a request's sampling depends on the sample, the context, and how often the context
    was requested before. So the order in which requests arrive does not change what is sampled.
 """
@@ -132,7 +132,7 @@ class Session:
         self._closed = False
 
     def check_length(self, num_characters: int, rendering: Rendering) -> None:
-        """Raise Refused for a request that has more characters than the session's tokens can have.
+        """Raise Refused for a request with more characters than the session's maximum of tokens can stand for.
 
         Called before the request is tokenized.
         """
@@ -288,7 +288,7 @@ class Session:
             done.set_exception(Refused(f"session {self.key} has ended", status=410, code="session_ended"))
 
     def rollout(self, rendering: Rendering, why_excluded: str | None, *, version: int, filler: int) -> Rollout:
-        """Return the session's sample as a Rollout: the branch of the turn that was answered last.
+        """Return the session's sample as a Rollout: all turns that lead to the turn that was answered last.
 
         why_excluded: the session's failure, which takes the sample out of its group; None without
             one.

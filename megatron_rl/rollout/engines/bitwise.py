@@ -155,8 +155,8 @@ def run(
 ) -> torch.Tensor:
     """Return the hidden states [T, H] of the tokens ``tokens`` [T], which continue cached sequences.
 
-    parts: for each sequence (the indices of its tokens in ``tokens``, the first token's position,
-        for each position the row of the cache that has its keys and values).
+    parts: a triple for each sequence. Its elements are the indices of the sequence's tokens in
+        ``tokens``, the position of the first of them, and each position's row in the cache.
     """
     packed = CachedSequences.of(cache, parts)
     return model(tokens[None], None, None, packed_seq_params=packed)[0]

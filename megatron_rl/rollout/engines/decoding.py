@@ -1,8 +1,8 @@
 """Decoding by a Hugging Face model: a batch of samples (rows), each with its own settings and random numbers.
 
 Each row has its own random generator. So its tokens depend on the other rows of the batch only
-through float rounding of the logits. The rows of rollouts have equal settings, the rows of a
-server's requests may differ.
+through float rounding of the logits. The rows of a rollout's batch have equal settings. The rows of
+requests to a server may differ in them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Row:
     greedy: whether each token is the most likely token instead of a draw.
     top_k: only the top_k most likely tokens are drawn; 0: all.
     top_p: only the most likely tokens with this total probability are drawn; 1: all.
-    top: how many most likely tokens are reported at each step.
-    stop_ids, stop_texts: tokens and texts that end the sample before ``max_tokens`` (see
-        SampleRequest).
+    top: how many of the most likely tokens are reported at each step.
+    stop_ids, stop_texts: tokens and texts that end the sample before ``max_tokens``, and are part
+        of it.
     """
 
     prompt: int

@@ -26,9 +26,10 @@ class SyncReport:
     """Holds the result of one weight sync on this rank.
 
     num_tensors: the number of weight tensors.
-    num_bytes: the size of the weights.
+    num_bytes: the size of all weights in bytes.
     seconds: the duration of the sync.
-    sent_bytes: bytes of weights that one engine was sent; the largest number of all engines.
+    sent_bytes: how many bytes of weights were sent to an engine; the maximum over this rank's
+        engines.
     changed_share: the fraction of compared elements that changed since the sync before
         (docs/vllm.md). None if none were compared.
     failed: engine name → the reason of its failure. Empty if all engines now hold the version.
@@ -48,8 +49,8 @@ class SyncReport:
 class EngineLost(RuntimeError):
     """Raised if no engine is left for the rest of a call.
 
-    finished: the finished groups: a prompt's position in the call → its rollouts. The other groups
-        are requested again.
+    finished: a prompt's position in the call → its rollouts, for each finished group. The caller
+        requests the other groups again.
     """
 
     def __init__(self, message: str, *, finished: Mapping[int, list[Rollout]]) -> None:
@@ -97,7 +98,7 @@ class Engine(Protocol):
         ...
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
-        """Load every weight, as full tensors under their Hugging Face names, from any device and dtype.
+        """Load every weight of version ``version``: full tensors with Hugging Face names, of any device and dtype.
 
         Every parameter arrives exactly once. A tied alias (``lm_head.weight`` under tied
         embeddings) may be absent. Missing, doubled or unknown names and wrong shapes raise a
@@ -129,8 +130,8 @@ class Engine(Protocol):
         temperature: None for ``rollout.temperature``. 0 for greedy sampling; all samples of a
             prompt are then equal.
         max_tokens: for each prompt the maximum of tokens of a sample, from 1 to
-            ``rollout.max_response_tokens``. None: that maximum. The maximum only cuts samples; it
-            does not change the tokens before it.
+            ``rollout.max_response_tokens``. None: ``rollout.max_response_tokens`` for all. The
+            tokens before the maximum do not depend on it.
         on_finished: a callable, called in this thread once for each prompt as soon as its group is
             whole. If EngineLost is raised, it was called exactly for the groups in
             ``EngineLost.finished``. If ``on_finished`` raises, the call ends, and no request stays
@@ -193,8 +194,9 @@ def token_bounds(
     max_tokens: the maximum for each prompt; None: ``rollout.max_response_tokens`` for all.
     longest: the maximum of tokens of a prompt and its response together, in the model or engine.
 
-    Raises ConfigError for a request that no engine can sample. Raises ValueError unless
-    ``max_tokens`` has one number from 1 to ``rollout.max_response_tokens`` for each prompt.
+    Raises ConfigError for ``samples_per_prompt`` below 1, for an empty prompt, and for a prompt that
+    exceeds ``longest`` with its response. Raises ValueError unless ``max_tokens`` has one number
+    from 1 to ``rollout.max_response_tokens`` for each prompt.
     """
     if samples_per_prompt < 1:
         raise ConfigError(f"samples_per_prompt={samples_per_prompt} must be at least 1")

@@ -1,9 +1,8 @@
 """Multi-turn episodes: an engine around another engine; its samples are conversations of policy and environment.
 
-The first turn of all samples is one call of the inner engine, with a prompt's samples together.
-Then the environments step. Each episode that is not over continues as a prompt with one sample,
-turn after turn. A sample's response is all tokens after its prompt. The environment's tokens carry
-no loss.
+One call of the inner engine samples the first turns of all samples. Then the environments step.
+For each later turn, an episode's tokens so far are a prompt of their own, with one sample. A
+sample's response is all tokens after its prompt. The environment's tokens carry no loss.
 
 An episode ends in one of two ways:
 - With finish_reason "stop" if the environment ends it, or after ``environment.max_turns`` turns.
@@ -164,7 +163,9 @@ class MultiTurnEngine(EngineAround):
         max_tokens: Sequence[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Rollout]:
-        """Return rollouts (see ``Engine.generate``). ``max_tokens``: for a response of all turns together.
+        """Return rollouts (see ``Engine.generate``).
+
+        max_tokens: for each prompt, the limit on the response tokens of a sample's turns together.
 
         Under ``environment.on_error=fail`` an environment that fails, or takes too long, raises
         EpisodeError with the sample's id and the turn.
@@ -250,7 +251,9 @@ class MultiTurnEngine(EngineAround):
             episode.add_observation(token_ids)
 
     def _result(self, said: Ticket) -> Step | None:
-        """Return the result of an environment's call. If it failed, raise EpisodeError or exclude the sample.
+        """Return the result of an environment's call. If the call failed, raise EpisodeError or exclude the sample.
+
+        said: the call's ticket. None is returned for a sample that is excluded.
 
         Under ``environment.on_error=fail`` the wait also ends if the call of another episode fails.
         Then that failure is raised.

@@ -88,9 +88,9 @@ def shares_device(rollout: RolloutConfig, device: torch.device) -> bool:
 def refuse_sharing(rollout: RolloutConfig, weight_sync: WeightSyncConfig, shared: bool) -> None:
     """Raise ConfigError if trainer and engine take turns on one GPU, and other settings do not allow that.
 
-    Two kinds of settings do not allow it: a producer that generates while the trainer trains, and
-    ``weight_sync.adapters=alone``, which sends base weights once. A sleeping engine would drop the
-    base weights.
+    Two kinds of settings do not allow it. One is a producer that generates while the trainer trains.
+    The other is ``weight_sync.adapters=alone``: it sends the base weights only once, and a sleeping
+    engine drops them.
 
     shared: whether trainer and engine take turns on one GPU.
     """

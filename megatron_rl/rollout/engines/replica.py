@@ -53,8 +53,8 @@ class Completion:
     """Holds one sample as the engine returned it, not checked yet.
 
     token_ids: int64 [T], with the stop token.
-    logprobs: float32 [T'], of the sampled tokens at the sampling temperature (at 1 for greedy). T'
-        = T unless the engine made an error.
+    logprobs: float32, of the sampled tokens at the sampling temperature (at 1 for greedy). Its
+        length is T unless the engine made an error.
     finish_reason: "stop", "length", or the engine's word for an aborted sample ("abort", "error").
     weight_versions: (version, number of tokens) pairs in the order of the tokens. () if the engine
         reports no versions.
@@ -182,7 +182,7 @@ class Replica(Protocol):
         ...
 
     def submit(self, request: GenerateRequest) -> Future[list[Completion]]:
-        """Send a request without waiting. The future will hold ``n`` completions by sample index, or the error."""
+        """Send a request without waiting. The future gets ``n`` completions in the order of samples, or the error."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -195,16 +195,16 @@ class Replica(Protocol):
         The methods are init_weight_transfer, start_weight_update, update_weights,
         finish_weight_update, weights_received, use_adapter, reset_prefix_cache, sleep, wake, pause
         and resume. ``pause`` keeps the requests under way, and nothing is sampled until ``resume``.
-        If reset_prefix_cache has ``running`` set, the requests under way compute their keys and
-        values again.
+        If reset_prefix_cache gets the argument ``running`` as True, the requests under way compute
+        their keys and values again.
         """
         ...
 
     def give_up(self, cause: str) -> None:
         """End all requests under way with ReplicaLost, after an update in flight has failed. Raises nothing.
 
-        A server resumes its work. An engine that this run started does not, since it is restarted
-        next.
+        A server, which was paused for the update, is resumed. An engine that this run started is
+        not, since the caller restarts it.
 
         cause: the failure, for the error.
         """

@@ -59,6 +59,7 @@ class RouterRecords:
         """Keep the experts of the forward pass over the prompts. Set the experts of all response tokens to −1.
 
         num_rows: the number of samples.
+        max_steps: the maximum of response tokens of a sample.
         """
         self._prompts = self._pass(num_prompts)
         shape = (max_steps, num_rows, *self._prompts.shape[2:])

@@ -80,10 +80,10 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleResult:
-    """Holds the samples of one request. ``prompt_logprobs``: float32 [prompt tokens], NaN at the first.
+    """Holds the samples of one request.
 
-    prompt_top: the most likely tokens at each position of the prompt. It and ``prompt_logprobs``
-        are None if not requested.
+    prompt_logprobs: float32 [prompt tokens], NaN at the first; None if not requested.
+    prompt_top: the most likely tokens at each position of the prompt; None if not requested.
     """
 
     sequences: Sequence[SampledSequence]

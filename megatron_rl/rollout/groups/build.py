@@ -51,7 +51,7 @@ def build_parts(
 ) -> GroupParts:
     """Return the objects that choose the groups of a run's rollouts.
 
-    Their ``filters`` are dynamic sampling, then replay, each only if it is configured.
+    The field ``filters`` holds dynamic sampling, then replay, each only if it is configured.
     """
     order, reroll = _start_order(settings.start_order), _reroll(settings.reroll)
     filters: list[GroupFilter] = []

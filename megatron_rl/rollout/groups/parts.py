@@ -56,10 +56,10 @@ class Reroll(Protocol):
     def take(self, fraction: float, room: int) -> list[tuple[str, int]]:
         """Return (prompt_id, attempt) of the prompts that the next rollout samples again.
 
-        A prompt's attempt is the number of times that its group has failed.
+        A prompt's attempt is how many of its groups had no reward above ``reroll.fail_threshold``.
 
         fraction: the fraction of the training that is done, 0 to 1.
-        room: the maximum of prompts to return.
+        room: the maximum number of prompts to return.
         """
         ...
 
@@ -68,7 +68,8 @@ class Reroll(Protocol):
 
         prompts: a group's place (its number in the rollout) → its prompt, for the groups of all
             ranks.
-        fresh: the places of the groups that are not too old to be trained.
+        fresh: the places of the groups whose weights are at most
+            ``rollout.producer.max_staleness_steps`` steps old.
         """
         ...
 
@@ -116,9 +117,8 @@ class HandOut(Protocol):
     def num_to_start(self, jobs: Collection[RolloutJob], number: int, *, is_last: bool) -> int:
         """Return the number of groups that a rollout starts. Not a collective.
 
-        jobs: the jobs, one per rollout, that are started and not yet taken for training.
-        number: this rollout's position among the rollouts that are not yet taken for training, from
-            1.
+        jobs: the jobs of the rollouts that are started and not yet taken for training.
+        number: this rollout's position, from 1, among the rollouts not yet taken for training.
         is_last: whether this is the last rollout of the run.
         """
         ...
@@ -126,7 +126,7 @@ class HandOut(Protocol):
     def has_groups(self, jobs: Collection[RolloutJob], number: int) -> bool:
         """Return whether a rollout would have groups to train even if it started none. Not a collective.
 
-        True if more groups are started than the ``number`` − 1 rollouts before this one will train.
+        True if the ``number`` − 1 rollouts before this one will leave some started groups untrained.
 
         jobs, number: as for ``num_to_start``.
         """
@@ -211,7 +211,7 @@ class NoReplay:
 
 
 class WholeRollouts:
-    """Trains every group with its own rollout. It is the ``HandOut`` of a run without stragglers (stragglers.py)."""
+    """Trains every group with its own rollout: the ``HandOut`` of a run whose rollouts leave no group unfinished."""
 
     late, left = 0, None
 

@@ -19,8 +19,8 @@ def save(queue: RolloutQueue) -> tuple[dict, bytes]:
     second is this rank's own groups, as bytes.
 
     The call first waits until no rollout is being generated, because a run that resumes from the
-    checkpoint no longer has the weights of these rollouts. The next rollout is started with the
-    current weights.
+    checkpoint no longer has the weights that sample such a rollout. The next rollout is started
+    with the current weights.
     """
     queue.manager.settle()
     queue.resend_weights = True

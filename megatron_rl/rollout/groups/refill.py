@@ -26,7 +26,8 @@ class FurtherPrompts:
 
     epochs: the number of passes over the data; None: no limit.
     order: decides in which order the groups of one round of replacement are started.
-    reroll: records failed groups, so that their prompts are sampled again later.
+    reroll: records prompts whose group has no reward above ``reroll.fail_threshold``, so that they
+        are sampled again later.
     """
 
     prompts: PromptDataset
@@ -102,9 +103,9 @@ def kept_places(metric: str | None, reward: RewardConfig, scored: ScoredBatch) -
 
     metric: ``rollout.dynamic_sampling.metric``. The name of a reward function: the samples must
         differ in its values. ``reward``: they must differ in the weighted sum of all functions,
-        before the penalty. ``shaped``: they need not differ, so signal alone decides. None: the
-        first configured function that is built in (``arithmetic`` or ``math_verify``), else
-        ``reward``. A value that a function did not give counts as 0.
+        before a length penalty. ``shaped``: they need not differ, so signal alone decides. None:
+        the first configured function that is built in (``arithmetic`` or ``math_verify``), else
+        ``reward``. A missing value counts as 0.
 
     Example: a group has two wrong answers, and one loses 0.5 to the overlong penalty. With
     ``metric`` None the group is not kept. With ``shaped`` it is.

@@ -9,7 +9,8 @@ Invariants (``assert_invariants`` in tests/unit/rollout/test_replay_buffer.py):
 
 1. The buffer holds at most ``replay.capacity_groups`` entries, one per key, each with a finite
    score above 0. Entries are sorted by score (highest first), then by weight version (newest
-   first), then by key (ascending). ``add`` keeps the first of the held and the new entries.
+   first), then by key (ascending). Of the held and the new entries, ``add`` keeps the first in this
+   order.
 2. No key is lost or doubled. After a call, each key that was held or added is either held, or
    returned as removed, exactly once.
 3. A draw returns distinct keys that are held, not excluded and not used up. It returns as many as
@@ -125,7 +126,8 @@ class ReplayBuffer:
     seed: the run's seed. Draws are derived from it and the rollout's number.
 
     Example: with ``capacity_groups=2``, adding a (score 1), b (3) and c (2) returns ``["a"]``. Then
-    ``draw(1, rollout=5)`` returns ``["b"]`` for three of five seeds on average, else ``["c"]``.
+    ``draw(count=1, rollout=5)`` returns ``["b"]`` for three of five seeds on average, else
+    ``["c"]``.
     With ``max_uses=1``, ``retire()`` then returns the drawn key.
     """
 

@@ -25,8 +25,9 @@ class GroupReroll:
         """Put the prompts of failed groups, in which no reward is above the threshold, in the buffer.
 
         prompts: a group's place (its number in the rollout) → its prompt.
-        fresh: the places of the groups that are not too old to be trained. Other groups are
-            ignored, since their prompts are drawn again anyway.
+        fresh: the places of the groups whose weights are at most
+            ``rollout.producer.max_staleness_steps`` steps old. Other groups are ignored, since
+            their prompts are drawn again anyway.
         """
         failed = failed_groups(scored.rewards.totals, scored.facts.groups, self._threshold)
         failed = np.intersect1d(failed, list(fresh))

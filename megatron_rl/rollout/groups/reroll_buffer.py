@@ -50,7 +50,7 @@ class RerollBuffer:
     num_issued: total number of prompts that ``take`` returned.
 
     Example: with ``max_groups=1``, two prompts fail: ``note([("3@0", 0), ("8@0", 0)])``, as (prompt
-    id, attempt). Then ``take(0.7, room=4)`` returns ``[("3@0", 1)]``.
+    id, attempt). Then ``take(fraction=0.7, room=4)`` returns ``[("3@0", 1)]``.
     """
 
     def __init__(self, config: RerollConfig) -> None:
@@ -65,9 +65,9 @@ class RerollBuffer:
     def note(self, failed: Sequence[tuple[str, int]]) -> None:
         """Add the prompts of groups that just failed. ``failed``: (prompt_id, attempt) of each group.
 
-        A prompt that already waits keeps its position in the order and the higher attempt number. A
-        prompt whose last allowed attempt failed is not added, or leaves the buffer. Beyond
-        ``reroll.capacity_prompts`` the prompt that waited longest is dropped.
+        A prompt that already waits keeps its position in the order and the higher attempt number.
+        If its attempt has reached ``reroll.max_attempts``, a prompt is not added, and is removed if
+        it waits. Beyond ``reroll.capacity_prompts`` the prompt that waited longest is dropped.
         """
         for prompt_id, attempt in failed:
             latest = max(attempt, self._waiting.get(prompt_id, attempt))
@@ -86,7 +86,7 @@ class RerollBuffer:
 
         fraction: the fraction of the training that is done, 0 to 1. Below ``reroll.start_fraction``
             no prompt is taken.
-        room: the maximum of prompts to take. ``reroll.max_groups`` limits them too.
+        room: the maximum number of prompts to take; ``reroll.max_groups`` is a second maximum.
         """
         if fraction < self._config.start_fraction:
             return []

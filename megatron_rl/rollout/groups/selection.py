@@ -23,8 +23,8 @@ class Selection:
     replayed: places whose group was already trained in an earlier rollout.
     metrics: metric name → value, from the filters.
 
-    Example: in a selection of places 0 and 1, only 0 has signal: ``live == {0}``. After ``refill``
-    with a group with signal for place 1, ``live == {0, 1}`` and ``replaced == {1}``.
+    Example: in a selection of places 0 and 1, only 0 has signal: ``live == {0}``. Then ``refill``
+    puts a group that has signal at place 1: ``live == {0, 1}`` and ``replaced == {1}``.
     """
 
     prompts: Mapping[int, Prompt]

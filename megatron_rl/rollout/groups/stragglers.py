@@ -26,7 +26,7 @@ from megatron_rl.rollout.worker import RolloutJob
 
 
 class Stragglers:
-    """Trains a rollout before its last groups are finished, and these groups with the next rollout.
+    """Trains a rollout without its slowest groups, which are trained with the next rollout.
 
     It is a ``HandOut`` (parts.py).
 
@@ -100,7 +100,7 @@ def collect_most(
         and their generation goes on.
     left: the job of the stragglers of the previous rollout, all of which are waited for; None if
         there are none.
-    num_groups: the number of groups to return, of all ranks, the stragglers included.
+    num_groups: the number of groups to return, of all ranks, those of ``left`` included.
 
     Raises the same errors as ``RolloutManager.collect``.
     """

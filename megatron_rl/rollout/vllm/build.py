@@ -90,8 +90,8 @@ def vllm_engine(
 def bucket_encoder(settings: WeightSyncConfig, lora: LoraConfig) -> BucketEncoder:
     """Return the encoder that decides what a weight sync sends of each bucket (batch of tensors) to each engine.
 
-    It sends the whole bucket, only the changed words (``weight_sync.delta``), or LoRA adapters
-    apart from the weights (``weight_sync.adapters=alone``).
+    An engine gets the whole bucket, only the changed words (``weight_sync.delta``), or LoRA
+    adapters apart from the weights (``weight_sync.adapters=alone``).
     """
     match settings:
         case WeightSyncConfig(delta=True):

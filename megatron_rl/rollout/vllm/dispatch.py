@@ -3,7 +3,8 @@
 The replicas send the requests; this module only waits for their futures. Invariants
 (tests/unit/rollout/test_dispatch.py checks them under Hypothesis):
 
-1. Every request ends in exactly one of ``finished`` and ``lost``.
+1. Every request ends in exactly one of ``finished`` and ``lost``, fields of the returned
+   ``Dispatched``.
 2. An entry of ``finished`` is one attempt's whole answer, and that attempt was not given up before
    the answer arrived.
 3. A request is sent at most ``attempts`` times, and never while an earlier attempt is still waited
@@ -86,11 +87,11 @@ def dispatch(
     max_in_flight: the maximum of requests under way on one replica.
     attempts: the maximum of attempts at one request.
     rotation: the index of the replica that is preferred if several have equally few samples.
-        Clients that start together pass their rank, so that not all choose the first replica.
+        Each rank passes its own number, so that not all ranks choose the first replica.
     on_finished: called with a request's id and completions as soon as they arrive.
 
-    Raises RequestRefused as soon as a request is refused. Raises EngineError if a request is
-    answered wrongly twice. In both cases the other requests are aborted.
+    Raises RequestRefused as soon as a request is refused. Raises EngineError if a request gets two
+    invalid answers, as ``defect_of`` judges. In both cases the other requests are aborted.
     """
     ids = Counter(request.request_id for request in requests)
     doubled = sorted(name for name, count in ids.items() if count > 1)
@@ -175,8 +176,8 @@ class _Call:
     def _choose(self, request: GenerateRequest) -> int | None:
         """Return the index of the replica with the fewest samples under way; None if every replica is full or down.
 
-        A replica is full at ``max_in_flight`` requests. A replica that answered this request
-        wrongly is avoided if another replica can be used.
+        A replica is full at ``max_in_flight`` requests. A replica that gave this request an invalid
+        answer is avoided if another replica can be used.
         """
         usable = [index for index in self.order if self._usable(index)]
         wrong = self.defects[request.request_id]
@@ -283,7 +284,7 @@ class _Call:
 
 
 def defect_of(request: GenerateRequest, completions: Sequence[Completion]) -> str | None:
-    """Return what is wrong with the answer to a request, such as a wrong number of tokens; None if nothing is."""
+    """Return why the answer to a request is invalid, such as a wrong number of tokens; None if it is valid."""
     if len(completions) != request.n:
         return f"gave {len(completions)} completions where {request.n} were asked for"
     for index, completion in enumerate(completions):

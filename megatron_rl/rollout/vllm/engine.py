@@ -1,9 +1,9 @@
-"""The ``Engine`` (rollout/engines/engine.py) over vLLM, which spreads this rank's prompts over its replicas.
+"""The ``Engine`` (rollout/engines/engine.py) that spreads this rank's prompts over vLLM replicas.
 
 A replica is a vLLM engine in a process that the run starts, or a vLLM server. A request asks for
-all samples of one prompt, so that the samples share the prompt's keys and values. Its seed is the
-seed of sample 0. Log-probs of greedy samples are at temperature 1, while the Transformers engine
-gives them at ``rollout.temperature``. Nothing trains on greedy samples.
+all samples of one prompt, so that the samples share the prompt's keys and values. A request's seed
+is the seed of its sample 0. Log-probs of greedy samples are at temperature 1, while the
+Transformers engine gives them at ``rollout.temperature``. Nothing trains on greedy samples.
 """
 
 from __future__ import annotations
@@ -161,9 +161,9 @@ class VllmEngine:
         return max((x.progressed_at for x in self._replicas), default=-math.inf)
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
-        """Restart the lost engines that this run started, and return the names of servers that do not serve.
+        """Restart the lost replicas that this run started, and return the names of servers that do not serve.
 
-        The call waits until every engine that this run started serves. A lost server is restarted
+        The call waits until every replica that this run started serves. A lost server is restarted
         by its supervisor. The call waits for a lost server only if the rank has no other replica.
 
         lost: names of the replicas that any rank has lost.

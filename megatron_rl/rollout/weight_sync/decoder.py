@@ -34,7 +34,7 @@ class BucketDecoder(Protocol):
         ...
 
     def decode(self, tensors: list, difference: Mapping[str, int], sent: torch.Tensor) -> tuple[list, torch.Tensor]:
-        """Return the bucket that arrived: descriptions of its tensors, and its bytes, which the caller must not change.
+        """Return the whole bucket: descriptions of its tensors, and its bytes, which the caller must not change.
 
         tensors: [name, dtype, shape, first byte] of each tensor, as the message lists them.
         difference: the fields of the ``Difference`` that arrived; {} if the bucket is sent whole.
@@ -45,7 +45,7 @@ class BucketDecoder(Protocol):
         ...
 
     def end(self) -> None:
-        """Finish a sync that succeeded. A decoder with copies drops those of buckets that were not in this sync."""
+        """Finish a sync that succeeded. A decoder that keeps copies drops the copies of buckets not in this sync."""
         ...
 
 

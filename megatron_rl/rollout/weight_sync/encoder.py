@@ -22,8 +22,8 @@ class EncodedBucket:
     """Holds a bucket as it is sent to each replica.
 
     checksum: the checksum of the whole bucket, even if only its changes are sent.
-    parts: a replica's id → (message, bytes) to send to the replica. A replica without an entry is
-        dropped from the sync.
+    parts: a replica's id → (message, uint8 tensor of bytes) to send to the replica. A replica
+        without an entry is dropped from the sync.
     error: why some replicas have no entry; None if all replicas have one.
     """
 

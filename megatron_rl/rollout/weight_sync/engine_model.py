@@ -22,7 +22,7 @@ def plain(name: str) -> str:
 
 
 def count_values(model: torch.nn.Module, wanted: Collection[str]) -> int:
-    """Return the number of elements of the wanted parameters, without the padding rows of vocabularies.
+    """Return the number of elements of the wanted parameters; padding rows of a vocabulary are not counted.
 
     wanted: the parameters' names, as ``plain`` returns them.
     """
@@ -76,10 +76,10 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 def process_tied(model: torch.nn.Module) -> None:
-    """Run vLLM's processing after loading for an output layer that is tied to the embedding. vLLM (0.32.0) omits it.
+    """Process the new weights of an output layer that is tied to the embedding, as vLLM does for other layers.
 
-    The output layer receives no weights itself. Without the processing, its matrix product on a CPU
-    would still use the packed weights of the previous sync, with log-probs off by 4 nats.
+    vLLM (0.32.0) skips such a layer, which receives no weights itself. Its matrix product on a CPU
+    would then still use the packed weights of the previous sync, with log-probs off by 4 nats.
     """
     seen: set[int] = set()
     for module in model.modules():

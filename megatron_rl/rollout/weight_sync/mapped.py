@@ -22,7 +22,7 @@ _warned: set[str] = set()
 
 
 class Registration:
-    """Registers mapped memory with CUDA until ``release``. If CUDA refuses, a warning is logged; copies are slower."""
+    """Registers mapped memory with CUDA until ``release``. If CUDA refuses, log a warning; copies are then slower."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._address = 0

@@ -267,10 +267,10 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
 
     @property
     def _in_place(self) -> bool:
-        """Return whether tensors are loaded directly from the sender's memory, and each worker copies only its slices.
+        """Return whether each worker loads only its slices of the tensors, directly from the sender's memory.
 
-        True for several workers, unless a broadcast has already brought each a copy. A single
-        worker needs the tensors whole, and copies the bucket at once.
+        True if the engine has several workers, unless a broadcast has already brought each worker a
+        copy. A single worker needs the tensors whole, and copies the bucket at once.
         """
         return self._group is None and self.parallel_config.world_size > 1
 

@@ -41,9 +41,9 @@ class WeightSender:
     channel: ``shared_memory`` (one host), ``broadcast`` (a process group with all engines: NCCL on
         GPUs, gloo on CPUs), or ``cuda_ipc`` (an engine on this rank's GPU opens the bucket's
         memory).
-    bucket_bytes: memory of the two buffers, in bytes; one is filled while engines read the other. A
-        tensor larger than a buffer enlarges the buffer. Shared memory is kept between syncs. Memory
-        on a GPU is freed after each sync.
+    bucket_bytes: the size of two buffers together, of which one is filled while engines read the
+        other. A tensor larger than a buffer enlarges the buffer. Shared memory is kept between
+        syncs. Memory on a GPU is freed after each sync.
     deadline_s: seconds for each answer of a replica.
     encoder: decides which bytes of a bucket are sent to which engine; None: the whole bucket to
         each.

@@ -37,7 +37,7 @@ class AdvantageNoise:
     def __call__(self, plain: np.ndarray, facts: BatchFacts) -> np.ndarray:
         """Return the advantages ``plain`` ([S], one per sample) with noise added, float64 [S].
 
-        Once RL has taken ``steps`` optimizer steps, it returns ``plain`` itself. A collective while
+        Once RL has taken ``steps`` optimizer steps, the result is ``plain`` itself. A collective while
         noise is added.
 
         facts: the ids and loss-token counts of the S samples.

@@ -30,6 +30,8 @@ class BitwiseCheck(GapGuard):
 
         A collective. Raises EngineError on every rank alike if they differ. The error names the first
         sample and position that differ, or says that older weights sampled some tokens.
+
+        taken, old: the rollout's batch, and its log π_old.
         """
         if not taken.is_fresh:
             raise EngineError(

@@ -37,13 +37,15 @@ class GapCheck(Protocol):
         """Compare a rollout's log-probs token by token and return the metrics; {} if this check does not do so.
 
         A collective if the tokens are compared.
+
+        taken, old: the rollout's batch, and its log π_old.
         """
         ...
 
     def of_step(
         self, old: OldLogProbs, step: StepPlan, result: StepResult, *, number: int, fresh: bool
     ) -> dict[str, float]:
-        """Return the metrics of the gap to the engine for an optimizer step's row; {} if it has none. Not a collective.
+        """Return an optimizer step's metrics of the gap to the engine; {} if the step measures none. Not a collective.
 
         old: log π_old of the step's rollout.
         number: the step's number within its rollout, from 0.
@@ -53,7 +55,7 @@ class GapCheck(Protocol):
 
 
 class GapGuard:
-    """Checks the mean gap per token against two limits.
+    """Checks the mean |trainer's log-prob − engine's log-prob| of a token against two limits.
 
     Above ``rollout.max_logprob_gap`` it raises EngineError; above ``rollout.warn_logprob_gap`` it
     warns.
@@ -90,11 +92,14 @@ class GapGuard:
 def guard_logprob_gap(sums: Mapping[str, float], rollout: RolloutConfig, dtype: str, *, fresh: bool = True) -> None:
     """Warn, or raise EngineError, if trainer and engine give different log-probs to the same tokens.
 
+    The mean |gap| per token is compared with ``rollout.max_logprob_gap`` and
+    ``rollout.warn_logprob_gap``. Without tokens nothing happens.
+
     sums: the sums of a log-prob pass or of an optimizer step over all ranks, with the keys of
-        ``LogProbs.sums``. The mean |gap| per token is compared. Without tokens nothing is judged.
-    dtype: ``model.dtype``.
-    fresh: whether trainer and engine had the same weights. If not, a gap is expected: the mean is
-        compared with ``rollout.warn_logprob_gap`` alone, if that is set.
+        ``LogProbs.sums``.
+    dtype: ``model.dtype``, which decides the default of ``rollout.warn_logprob_gap``.
+    fresh: whether trainer and engine had the same weights. If not, a gap is expected: it only warns,
+        and only if ``rollout.warn_logprob_gap`` is set.
     """
     if not sums.get("tokens"):
         return

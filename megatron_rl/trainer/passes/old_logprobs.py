@@ -53,7 +53,9 @@ class OldLogProbPass:
         self.backend, self.rules, self.gap = backend, rules, gap
 
     def own_step(self, plan: BatchPlan, taken: TrainingBatch) -> StepPlan | None:
-        """Return the rollout's first optimizer step if its own log-probs, detached, can serve as π_old; else None.
+        """Return the first optimizer step of a rollout if its own log-probs, detached, can serve as π_old; else None.
+
+        plan, taken: the plan of the rollout's optimizer steps, and its batch.
 
         The weights do not change before the first step, so a forward pass before it would give the
         same log-probs. Not a collective.
@@ -70,6 +72,7 @@ class OldLogProbPass:
     def of(self, taken: TrainingBatch, trained: np.ndarray, index: int, *, own: StepPlan | None = None) -> OldLogProbs:
         """Return log π_old of a rollout, after a forward pass over the samples whose log-probs are not known yet.
 
+        taken: the rollout's batch.
         trained: bool [S], the samples that the training plan runs. If the rules do not drop
             samples, the pass covers all samples.
         index: the rollout's index, from 0.
@@ -111,6 +114,7 @@ class OldLogProbPass:
 class OldPass:
     """Computes log π_old of every sample before the advantages, and log π_ref too if the reward has a KL.
 
+    old: computes log π_old.
     of_reference: a function that returns log π_ref of chosen samples (``Reference.logprobs``); None
         if the reward has no KL.
     """
@@ -151,7 +155,7 @@ def needs_old_logprobs(config: Config) -> str | None:
 
 
 def passes_parts(correction: CorrectionConfig, routing_replay: str, needed: str | None, num_steps: int) -> bool:
-    """Return whether a rollout's samples get log-prob passes in parts, each part as soon as it is collected.
+    """Return whether each ``rollout.producer.min_groups`` scored groups of a rollout get a log-prob pass at once.
 
     routing_replay: ``rollout.routing_replay``.
     needed: the result of ``needs_old_logprobs``.

@@ -26,7 +26,8 @@ class ExpertNames:
     """Holds the Hugging Face names of a family's mixture of experts, below ``model.layers.<layer>.``.
 
     block: the name of the mixture's module, such as mlp.
-    gate, up, down: the names of an expert's three matrices.
+    gate, up, down: the names of an expert's three matrices, such as gate_proj (equal if one tensor
+        holds gate and up).
     stacked: the last components of the names of stacks. A stack is one tensor in a file that holds
         all experts of a layer (weights/stacked.py). () if each expert has tensors of its own.
     transposed: True if an expert's slice of ``gate_up_proj`` is [gateᵀ, upᵀ] (side by side), and its
@@ -59,9 +60,10 @@ class Family:
     Below, an arrow leads from a function's arguments to its result. "config" is a transformers
     config; "fields" are those of a config.json. "shape" is a ``ModelShape``.
 
-    ffn_field: the config's field with the width of the MLP, or of one expert.
+    ffn_field: the name of the config's field with the width of the MLP, or of one expert.
     experts: the names in the family's mixture of experts; None for a dense family.
-    reads: the fields of a config.json that are read although transformers' config class lacks them.
+    reads: the names of config.json's fields that are read although transformers' config class lacks
+        them.
     refuse: config → raises ConfigError if it asks for a feature that the model built here lacks.
     refuse_served: fields, path → raises ConfigError if vLLM would build another model from this
         config.json.
@@ -80,7 +82,8 @@ class Family:
         state. Names are relative as in ``layer``; an expert's begin with ``expert.``.
     first_layers: as ``layer``, for the layers without a mixture in a family of mixtures; None if
         there are no such layers.
-    last: further entries of the last pipeline stage, after the final norm's weight.
+    last: an ``Entry`` for each further parameter of the last pipeline stage, beside the final norm's
+        weight.
     layer_fields: shape → the fields of Megatron-Core's TransformerConfig that the layers need
         beside those of every family.
     turns_partly: whether the family's model in transformers reads ``partial_rotary_factor`` (rotary

@@ -20,7 +20,7 @@ from megatron_rl.weights.model_shape import ModelShape
 
 
 def refuse(hf_config: Any) -> None:
-    """Raise ConfigError for an unsupported router, an activation other than silu, or a layer without full attention."""
+    """Raise ConfigError unless Megatron-Core has the config's router, the activation is silu and attention is full."""
     refuse_other_layers(hf_config)
     refuse_other_routers(hf_config)
 

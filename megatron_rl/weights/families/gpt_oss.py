@@ -25,9 +25,10 @@ QUICK_GELU = 1.702  # the factor within the sigmoid
 
 
 def refuse(hf_config: Any) -> None:
-    """Raise ConfigError for a config without attention biases or clamp, or with an activation other than gpt-oss's.
+    """Raise ConfigError unless attention has biases, ``swiglu_limit`` is above 0, and the activation is gpt-oss's.
 
-    ``features`` refuses layers with neither full nor sliding attention.
+    The activation is gpt-oss's if ``hidden_act`` is silu and ``swiglu_alpha`` 1.702. ``features``
+    refuses layers with neither full nor sliding attention.
     """
     refuse_other_layers(hf_config, windows=True)
     if hf_config.attention_bias is not True:
@@ -54,7 +55,7 @@ def refuse_served(fields: Mapping[str, Any], path: str) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return keyword arguments of ModelShape for biases, sinks, windows, the activations' clamp and the mixture."""
+    """Return keyword arguments of ModelShape for biases, sinks, windows, ``swiglu_limit`` and the mixture's sizes."""
     return dict(
         qkv_bias=True,
         linear_bias=True,

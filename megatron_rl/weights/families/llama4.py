@@ -32,8 +32,8 @@ def refuse(hf_config: Any) -> None:
     """Raise ConfigError if a config of llama4_text has a feature that the model built here lacks.
 
     Refused are biases, several experts per token, noise on the router, and unknown activations,
-    rotary types or kinds of layers. A model without a chunk size or without a mixture is refused,
-    and so are lists of layers that are too short.
+    rotary types or kinds of layers. A model without a chunk size or without a mixture is refused.
+    So is one whose ``layer_types`` or ``no_rope_layers`` has fewer entries than the model has layers.
     """
     refuse_attention_bias(hf_config)
     if hf_config.hidden_act != "silu":
@@ -167,8 +167,8 @@ def layer_fields(shape: ModelShape) -> dict[str, Any]:
 def engine_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments of vLLM's engine that turn attn_temperature_tuning on or off, as config.json says.
 
-    attn_temperature_tuning scales the query by position. vLLM (0.32.0 ``models/llama4.py``) turns
-    it on only for a max_model_len above 32,768, unless the generation config says otherwise.
+    attn_temperature_tuning scales the query by position. By default vLLM (0.32.0
+    ``models/llama4.py``) turns it on only if max_model_len is above 32,768.
     """
     return {"override_generation_config": {"attn_temperature_tuning": fields.get("attn_temperature_tuning", True)}}
 

@@ -21,7 +21,10 @@ def refuse_other_layers(hf_config: Any, *, windows: bool = False) -> None:
 
 
 def refuse_other_masks(hf_config: Any) -> None:
-    """Raise ConfigError unless attention is causal (``is_causal``, which transformers' masks read in every family)."""
+    """Raise ConfigError if ``is_causal`` is set to anything but true; the model built here has causal attention only.
+
+    The field counts in every family, since transformers' masks read it.
+    """
     if (causal := hf_config.to_dict().get("is_causal", True)) is not True:
         raise ConfigError(
             f"is_causal={quoted(causal)} of {hf_config.model_type} is not supported; only causal attention is"
@@ -29,7 +32,7 @@ def refuse_other_masks(hf_config: Any) -> None:
 
 
 def refuse_attention_bias(hf_config: Any) -> None:
-    """Raise ConfigError if attention's projections, the output projection among them, have biases."""
+    """Raise ConfigError if ``attention_bias`` is set, which adds a bias to q, k, v and the output projection."""
     if hf_config.attention_bias:
         raise ConfigError(
             f"a {hf_config.model_type} model with attention_bias is not supported: its output projection carries a "

@@ -57,8 +57,8 @@ def import_family(model_type: str) -> Family:
 class Families(Mapping[str, Family]):
     """Maps each ``model_type`` to the family built here, which is imported on demand.
 
-    ``describe`` adds families that Megatron-Bridge builds. ``FAMILIES[name]`` finds them too, but
-    ``in``, ``len`` and iteration cover only the families built here.
+    ``describe`` adds families that Megatron-Bridge builds. A look-up by name (``[name]``) finds them
+    too, but ``in``, ``len`` and iteration cover only the families built here.
     """
 
     def __init__(self) -> None:

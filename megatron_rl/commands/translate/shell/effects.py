@@ -14,7 +14,10 @@ _CALCULATED = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)|(?:\+\+|-
 
 
 def effects_of(body: made.Body) -> list[str]:
-    """Return each assignment and setting in ``body`` and its nested statements, as it stands in the script."""
+    """Return each assignment and each setting in ``body``, nested statements included, as it stands in the script.
+
+    A setting is a word like ``a.b=value`` or ``--name=value`` in a command.
+    """
     settings: list[str] = []
     for statement in _all(body):
         if not isinstance(statement, made.Command):

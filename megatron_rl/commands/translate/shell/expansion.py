@@ -1,8 +1,8 @@
 """The expansion of words as bash does it: variables, defaults, arithmetic, arrays and word splitting.
 
 An expansion whose value is not known stays in the text as it stands in the script. A variable that
-the script never sets may come from the environment, so its value is not known. But then
-``${name:-default}`` is the default. HOME and PWD are known. No file is read.
+the script never sets may come from the environment, so its value is not known. Nevertheless
+``${name:-default}`` of such a variable is the default. HOME and PWD are known. No file is read.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Variables:
     def is_unset_here(self, name: str) -> bool:
         """Return True if a variable or argument surely has no value: the script unset it, or got fewer arguments.
 
-        A variable that the script never sets may come from the environment: False.
+        Returns False for a variable that the script never sets, since the environment may set it.
         """
         if name.isdigit() and name != "0":
             return self.num_positions is not None and name not in self.positions
@@ -316,7 +316,7 @@ def joined(values: Sequence[Value]) -> Value:
 def _split(current: Value | None, text: str) -> list[Value | None]:
     """Append ``text`` to the unfinished word ``current``, split at the white space of ``text``; return the words.
 
-    current: the word's beginning, directly before ``text``; None if no word has begun.
+    current: the unfinished word, which ends where ``text`` begins; None if no word has begun.
 
     The last element is again unfinished, or None if ``text`` ends in white space. Example: "a" and
     "b c" give ["ab", "c"], in which "c" may go on; "a" and "b " give ["ab", None].

@@ -1,9 +1,9 @@
 """The reading of a script statement by statement: it tracks variables and decides conditions, but runs no program.
 
 A branch is read if its condition is known to hold. If it is not known whether the condition holds,
-the branch's settings are recorded in a ``Branch``, and reading goes on as if the branch had not
-run. A variable that every branch would change is not known from then on. Every program is assumed
-to succeed.
+the branch is skipped, and its settings are recorded in a ``Branch``. If one of several skipped
+branches surely runs, a variable that all of them change is not known afterwards. Every program is
+assumed to succeed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Branch:
 
     condition: the condition, as it stands in the script.
     line: the line of the statement that has the branch.
-    holds: the settings and assignments in the branch, as they stand in the script.
+    holds: the settings (``a.b=value``, ``--name=value``) and assignments in the branch, as they
+        stand in the script.
     """
 
     condition: str
@@ -223,8 +224,8 @@ class _Reader:
         bodies: the statements of each branch.
         exhaustive: True if one of the branches surely runs, as with ``else``. Then each variable
             that all of them change becomes unknown, since its old value is surely gone. If False,
-            a variable keeps the value that it has. One without a value becomes unknown if a branch
-            changes it.
+            known variables keep their values. If a branch changes a variable without a known value,
+            that variable is marked as depending on ``condition``.
         """
         holds = tuple(dict.fromkeys(each for body in bodies for each in effects_of(body)))
         if holds:

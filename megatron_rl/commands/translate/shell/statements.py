@@ -111,7 +111,7 @@ class Case:
 class Loop:
     """Holds a loop.
 
-    name: the loop variable of a ``for`` loop.
+    name: the variable of a loop ``for name``; "" for any other loop.
     words: the words after ``in``; None for any other loop.
     source: the head of the loop, as it stands in the script.
     """
@@ -144,7 +144,10 @@ def statements_of(script: str) -> Body:
 
 
 def declared(token: Token) -> Assignment | None:
-    """Return the assignment in an argument of ``export`` or ``declare``; None for a name without ``=`` or an option."""
+    """Return the assignment in an argument of ``export`` or ``declare``.
+
+    Returns None if the argument is an option or a name without ``=``.
+    """
     found = _ASSIGNMENT.match(token.text) if token.kind in ("word", "array") else None
     return _assignment(token, found) if found else None
 

@@ -1,7 +1,7 @@
 """The tokenizer of a script: words with their quotes and expansions, operators, and arrays. Nothing is expanded here.
 
 The grammar is bash's, as launch scripts use it. The text of a here-document is skipped. An unclosed
-construct raises ScriptError with its line, and a word longer than MOST_WORD raises TooLong.
+construct raises ScriptError with its line, and a word of more than 8192 characters raises TooLong.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Piece:
 
     @property
     def source(self) -> str:
-        """Return the piece as it stands in the script."""
+        """Return this piece of a word as it stands in the script, such as ``${name:-default}``."""
         match self.kind:
             case "parameter":
                 return f"${self.text}" if _PARAMETER.fullmatch(self.text) else f"${{{self.text}}}"
@@ -188,7 +188,7 @@ class _Lexer:
     def next(self, last: Token | None) -> Token | None:
         """Return the next token; None at the end of the script.
 
-        last: the token before the next one. From it follows whether ``((`` can begin an arithmetic
+        last: the token before the next one; it decides whether ``((`` can begin an arithmetic
             statement.
         """
         self.skip_blanks()
