@@ -191,7 +191,7 @@ def _read_object_bytes(path: RemotePath, most_bytes: int, error: type[Exception]
 def read_object(
     path: str | pathlib.Path | RemotePath, *, most_bytes: int = MOST_BYTES, error: type[Exception] = ConfigError
 ) -> dict[str, object]:
-    """Return the JSON object of a file as a dict. Raises ``error`` if ``read_json`` does, or for another value."""
+    """Return the JSON object of a file as a dict. Raises ``error`` where ``read_json`` does, and if it is no object."""
     value = read_json(path, most_bytes=most_bytes, error=error)
     return check(value, str(path), dict, error=error)
 

@@ -363,7 +363,7 @@ class StepPlan:
 
     @property
     def ran(self) -> np.ndarray:
-        """Return int64 indices of the mini-batch's samples that are not dropped; each of them runs with a loss."""
+        """Return int64 indices of the mini-batch's samples that are not dropped: those that run and add to the loss."""
         return np.setdiff1d(self.members, self.dropped)
 
     @property

@@ -232,9 +232,9 @@ def gdpo(
 def whitened(
     values: np.ndarray, included: np.ndarray, tokens: np.ndarray | None, mode: str, epsilon: float
 ) -> np.ndarray:
-    """Return float64 [S], ``values`` [S] whitened over the batch's loss tokens, each with its sample's value.
+    """Return float64 [S], ``values`` [S] whitened by mean and standard deviation σ over the batch's loss tokens.
 
-    Let σ be the standard deviation of the values over the loss tokens.
+    For mean and σ, each loss token has the value of its sample.
 
     included: bool [S], False for a sample that does not count in mean and σ.
     tokens: [S], the number of loss tokens of each sample. None: each sample counts as one token.

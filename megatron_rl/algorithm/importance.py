@@ -2,9 +2,10 @@
 
 π_old (trainer) and μ (rollout engine) are one model at equal parameters, computed by different
 kernels. Let d_t = log π_old(t) − log μ(t) at a sample's loss tokens. The raw weight ρ is e^{d_t}
-(``token_*``), e^{Σ d_t} (``sequence_*``) or e^{mean d_t} (``geometric_*``). The last two are equal
-for all tokens of a sample. A weight within [``correction.floor``, ``correction.cap``] is kept. What
-happens to a weight outside depends on the mode (here for the cap C; the floor is treated alike):
+(``token_*``), e^{Σ d_t} (``sequence_*``) or e^{mean d_t} (``geometric_*``). The last two give all
+tokens of a sample the same weight. A weight within [``correction.floor``, ``correction.cap``] is
+kept. What happens to a weight outside depends on the mode (here for the cap C; the floor is treated
+alike):
 
 - ``*_truncate`` moves ρ to the bound, min(ρ, C): truncated importance sampling. Yao et al. 2025,
   "Your efficient RL framework secretly brings you off-policy RL training"; Espeholt et al.,
@@ -72,7 +73,7 @@ def importance_weights(
         be trained.
     sample_ids: S names, for messages alone; empty: the index.
 
-    Raises NonFiniteAdvantage, naming a sample, if a sum Σ d_t is NaN.
+    Raises NonFiniteAdvantage, naming a sample, if the sum of log π_old − log μ over its loss tokens is NaN.
     """
     # d_t of each loss token, its sum and its mean per sample.
     owner = token_owner(response_tokens)

@@ -26,7 +26,7 @@ from megatron_rl.algorithm.finite import require_finite
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LinearLoss:
-    """Holds the terms of a loss, and the coefficients of a loss linear in log-probs with the same gradient.
+    """Holds a loss's terms, and coefficients c_i with which the linear loss −Σ_i c_i · s_i has the same gradient.
 
     terms: float64 [P], the addends of the loss, such as one per pair.
     coefficients: float64 [S], c_i = −∂(Σ terms)/∂s_i. s_i is sample i's summed log-probs, or its
@@ -46,7 +46,7 @@ def linearised(
     sample_ids: tuple[str, ...] = (),
     way_out: str = "look for non-finite log-probs, and at the loss's settings",
 ) -> LinearLoss:
-    """Return the terms of a loss at ``sums``, and the coefficients c [S] of its linear loss −Σ_i c_i · s_i.
+    """Return a loss's terms at ``sums``, and the c [S] with which −Σ_i c_i · s_i has the loss's gradient there.
 
     terms: a function from the sums, float64 [S] with gradient, to [P], the addends of the loss.
     sums: [S], s_i: each sample's summed log-probs or value-head score, from a forward-only pass.

@@ -38,7 +38,10 @@ class Objective:
     """
 
     def __init__(self, config: LossConfig, whole: CompleteSums = identity, *, term: OwnPolicy | None = None) -> None:
-        """Use ``term``, a user's policy loss, as the policy term; None: the term that ``loss.policy`` names."""
+        """Use ``term``, a user's policy loss, as the policy term; None: the term that ``loss.policy`` names.
+
+        whole: completes per-sequence sums over context-parallel ranks (see the class).
+        """
         self.config = config
         self.whole = whole
         self.enter_own: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -118,9 +121,9 @@ def _sums(
 ) -> torch.Tensor:
     """Return the nine numbers for metrics that ``Objective`` lists, float64 [9] without gradient.
 
-    measured: [N], above 0 at tokens that are measured; None: all are.
-    per_token: entropy, kl, clipped and ratio, each [N] or a scalar; each gives its sum.
-    gap: [N] or a scalar, g = log π − log μ in nats. It gives the sums of |g| and of e^−g + g − 1, a
+    measured: [N], above 0 at tokens that the sums count; None: they count all.
+    per_token: entropy, kl, clipped and ratio, each [N] or a scalar 0. Each is summed over tokens.
+    gap: [N] or a scalar 0, g = log π − log μ in nats. It gives the sums of |g| and of e^−g + g − 1, a
         KL estimate, and the largest |g|.
     """
     tokens = torch.full((), logprobs.shape[0], device=logprobs.device)

@@ -45,7 +45,10 @@ def resolve(estimator: str, arguments: Mapping[str, object]) -> Callable[[GroupR
 def own_advantages(
     rewards: GroupRewards, estimator: str, arguments: Mapping[str, object], *, moves_equal_rewards: bool
 ) -> np.ndarray:
-    """Return float64 [S], the advantages by the user's function; raise ConfigError if they break its contract."""
+    """Return float64 [S], the advantages by the user's function; raise ConfigError if they break its contract.
+
+    moves_equal_rewards: whether samples of a group of equal rewards may have advantages other than 0.
+    """
     returned = resolve(estimator, arguments)(rewards)
     key, wanted = f"advantage.estimator={estimator!r}", len(rewards.totals)
     try:

@@ -14,7 +14,7 @@ Invariants (``assert_invariants`` in tests/unit/algorithm/test_signal.py):
    change nothing.
 6. An advantage that is not finite is an error, whether its sample has a loss token or not.
 
-Some losses of Megatron-Core are no sum over tokens. Their size depends on how samples are divided
+Some losses of Megatron-Core are not sums over tokens. Their size depends on how samples are divided
 into micro-batches, even if none is dropped. ``refuse_uncounted_losses`` refuses them in every mode.
 """
 
@@ -93,9 +93,9 @@ class SignalRule:
 
 
 def refuse_uncounted_losses(megatron: MegatronConfig, skip: SkipConfig) -> None:
-    """Raise ConfigError if a loss or update that is no sum over loss tokens is switched on, whatever ``skip.mode`` is.
+    """Raise ConfigError, in every ``skip.mode``, if a loss or update that is not a sum over tokens is switched on.
 
-    UNCOUNTED_FIELDS lists the fields of Megatron-Core that switch them on.
+    UNCOUNTED_FIELDS lists Megatron-Core's fields for them, such as a router's load-balancing loss.
     """
     for field, reason in UNCOUNTED_FIELDS.items():
         value = megatron.transformer.get(field)
@@ -138,7 +138,9 @@ def _trains_without_advantage(loss: LossConfig) -> bool:
 
 
 def _neutral(term: str) -> str:
-    """Return the advice for a ``key=value`` of ``coupling_terms``: what to set instead.
+    """Return what a message advises to set instead of ``term``, a ``key=value`` that ``coupling_terms`` returns.
+
+    Under ``term`` a sample of zero advantage may change the result.
 
     Example: ``loss.denominator=kept`` → ``loss.denominator=original``.
     """

@@ -219,8 +219,8 @@ class MegatronBackend(TrainableModel):
             (algorithm/linear_loss.py).
         objective: the loss of this call; None takes the run's loss.
 
-        Raises ValueError within ``reference_weights`` if ``reference.placement=device``: there the
-        reference policy is a model of its own, without gradients.
+        Raises ValueError if called within ``reference_weights`` under ``reference.placement=device``:
+        it would run the reference policy, a separate model without gradients.
         """
         chosen = objective or self.objective
         self._add_gradient(batch, mini_batch, inputs, fingerprint, chosen, supervised=supervised, reads=False)

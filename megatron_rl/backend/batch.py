@@ -46,8 +46,8 @@ class TargetSample(Sample):
 class TargetFacts(BatchFacts):
     """Holds the BatchFacts (lengths, groups, owners) of a batch in which some samples are TargetSamples.
 
-    targets_per_token: int64 [S], each sample's K. In arrays over all response tokens, a token's K
-        targets are adjacent.
+    targets_per_token: int64 [S], the number K of targets at each of a sample's response tokens; 1 for
+        a plain Sample. In arrays over all response tokens, a token's K targets are adjacent.
     """
 
     targets_per_token: np.ndarray

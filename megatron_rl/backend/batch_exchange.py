@@ -286,14 +286,14 @@ def gather_scores(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (total rewards, float64 [S]; rewards by function, float64 [S, F]) of all samples. A collective.
 
-    The samples are ordered by ``places``. NaN stands for a missing reward.
+    The samples are ordered by ``places``. In the result, NaN stands for a reward that a score lacks.
 
     places: the positions of this rank's samples among all samples.
     sample_ids: the ids of this rank's samples, for messages; without ids, messages give the
         position.
 
-    Raises NonFiniteAdvantage on every rank for a reward that is NaN or infinite: NaN would be taken
-    for a missing reward.
+    Raises NonFiniteAdvantage on every rank if a score itself holds NaN or infinity: such a NaN would
+    be taken for a missing reward.
     """
     called = sample_ids or [f"at place {place}" for place in places]
     local = [

@@ -80,7 +80,7 @@ REFUSED_OPTIMIZER_FIELDS = Refusals.of(OptimizerConfig, owned=_OWNED_FIELDS, uns
 class StepOutcome:
     """Holds the outcome of one optimizer step.
 
-    grad_norm: the global gradient norm before clipping; 0.0 for a ghost step.
+    grad_norm: the global gradient norm before clipping; 0.0 for a ghost step (all samples dropped).
     learning_rate: the rate of this step.
     applied: False for a ghost step under ``skip.ghost=freeze``, and for a step that was skipped
         because its gradient was not finite.
@@ -264,7 +264,7 @@ class Optimizer:
         self.megatron.zero_grad()
 
     def step(self, kind: StepKind, adam: AdamStep | None = None) -> StepOutcome:
-        """Take a REAL or a GHOST optimizer step, then set the gradients to zero.
+        """Take an optimizer step with a gradient (REAL) or without one (GHOST), then set the gradients to zero.
 
         A REAL step reduces, clips and applies the accumulated gradient. A GHOST step has no
         gradient: under ``skip.ghost=dense`` it acts as if the gradient were zero, else it changes

@@ -76,10 +76,11 @@ class PackedMicroBatch:
 
 
 class FlatInputs(Protocol):
-    """Gives the inputs of the loss at N loss tokens; LossInputs and ValueInputs implement it.
+    """Looks up the inputs of the loss for given loss tokens; LossInputs and ValueInputs implement it.
 
-    ``gather`` takes the sample index of each token [N], and its index among the batch's response
-    tokens [N]. It returns {field of PackedMicroBatch: array [N], or one float for all tokens}.
+    ``gather`` takes two arrays [N], for N loss tokens: the index of each token's sample, and its
+    index among the batch's response tokens. It returns values for some fields of PackedMicroBatch,
+    by the field's name: an array [N], or one float for all tokens.
     """
 
     def gather(self, samples: np.ndarray, flat: np.ndarray) -> Mapping[str, np.ndarray | float]: ...
@@ -102,7 +103,7 @@ class LaidMicroBatch:
 
 
 class PackingPart(Protocol):
-    """Packs an object of its own with every micro-batch, which ``PackedMicroBatch.of_parts`` holds under ``name``."""
+    """Makes one object for every packed micro-batch, which becomes its ``PackedMicroBatch.of_parts[name]``."""
 
     name: str
 
@@ -155,7 +156,7 @@ class Packer:
         inputs: the inputs of the loss; None in a log-prob pass.
         rules: the rules of the plan: padding, and whether samples share a prompt.
         """
-        # places of the micro-batch's tokens, and this rank's share of the places
+        # positions of the micro-batch's tokens, and this rank's share of the positions
         facts, samples = batch.facts, microbatch.samples
         read = read_tokens(facts)[samples]
         layout = lay_out(
@@ -235,7 +236,7 @@ def _loss_fields(
         # a filler has no loss token: it trains nothing and counts in no metric, and its graph gives
         # a gradient of zero
         chosen = np.flatnonzero(row.loss_mask if not microbatch.filler else np.zeros_like(row.loss_mask))
-        # a token is predicted at the place before it, a response's first token at the prompt's end
+        # a token is predicted at the position before it, a response's first token at the prompt's end
         own = np.where(chosen == 0, layout.prompts[slot] + row.prompt_tokens, layout.responses[slot] + chosen)
         places = local[own - 1]
         chosen, places = chosen[places >= 0], places[places >= 0]

@@ -115,7 +115,7 @@ class DeviceCopy:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Return a context within which the model's forward passes run the second model; it takes no gradient."""
+        """Return a context in which forward passes run the second model, the reference; it takes no gradient."""
         model = self.model
         own = model.chunks, model.schedule
         model.chunks, model.schedule = self.chunks, self.schedule

@@ -140,9 +140,9 @@ class RecordedExperts:
 def gather_recorded(
     batch: Batch, parts: Mapping[int, np.ndarray], passed: np.ndarray, rows: RouterRows, rank: int
 ) -> RecordedExperts:
-    """Exchange the experts that ranks recorded; return those of the samples that this rank owns. A collective.
+    """Exchange the tokens' recorded expert numbers; return those of the samples that this rank owns. A collective.
 
-    parts: sample index → the experts that this rank recorded (``read_experts``).
+    parts: sample index → the expert numbers that this rank recorded (``read_experts``).
     passed: bool [S], the batch's samples that were in the log-prob pass.
     rows: this rank's routers.
     rank: this rank's global number.

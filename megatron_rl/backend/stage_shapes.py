@@ -52,7 +52,8 @@ def _from_plan(communicator, tensor_send_next, tensor_send_prev, recv_prev, recv
     """Return (shape to receive from the previous pipeline stage, shape to receive from the next).
 
     A shape is [0, 0, 0] if nothing is to be received from that stage. This function replaces
-    Megatron-Core's ``_communicate_shapes`` and has its parameters. Outside of ``planned`` it calls it.
+    Megatron-Core's ``_communicate_shapes`` and has its parameters. Outside of a ``planned`` context it
+    calls the original.
     """
     if not _under_way:
         return _exchange(communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next)

@@ -54,7 +54,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 if TYPE_CHECKING:
     from megatron_rl.backend.offload import OffloadedBytes
 
-REMEMBERED_STEPS = 50  # REAL optimizer steps whose seconds are kept
+REMEMBERED_STEPS = 50  # optimizer steps with a gradient (StepKind.REAL) whose seconds are kept
 
 
 class TrainableModel:
@@ -206,7 +206,7 @@ class TrainableModel:
     def plan_pass(self, batch: Batch, chosen: np.ndarray, *, drops: bool = True) -> BatchPlan:
         """Return the plan of one forward pass over the samples ``chosen`` (bool [S]). Not a collective.
 
-        drops: False plans all samples.
+        drops: whether all other samples are left out; False plans a pass over the whole batch.
         """
         members = np.arange(batch.facts.num_samples)
         return self._plan(self.reading, [members], batch, chosen, drops=drops)
@@ -318,7 +318,7 @@ class TrainableModel:
         self._accumulated = False
 
     def optim_step(self, kind: StepKind, adam: AdamStep | None = None) -> StepResult:
-        """Take an optimizer step; a REAL step first reduces the accumulated gradient, once.
+        """Take an optimizer step; a step with a gradient (REAL) first reduces the accumulated gradient, once.
 
         A GHOST step has no gradient. A HELD step is counted and changes nothing: neither weights
         nor moments, schedule or weight version.
@@ -363,7 +363,7 @@ class TrainableModel:
         return sums
 
     def _time_step(self, started: float) -> None:
-        """Record an optimizer step's seconds on the fastest rank, which waited least for the others.
+        """Record how long an optimizer step took: the least time of any rank, since that rank waited least for others.
 
         started: the value of ``time.perf_counter`` at the step's start.
         """

@@ -110,7 +110,7 @@ def load(
 
     Raises CheckpointError if the models differ.
 
-    saved: the result of ``numbers`` at the time of saving.
+    saved: what the function ``numbers`` returned when the checkpoint was saved.
     model: the saved model's ``identity``.
     """
     check_model(backend, folder, model)

@@ -71,7 +71,7 @@ ATOM = _Value()
 class _Machine:
     """Runs a pickle's opcodes on the sizes of values (_Value), so that no value is built.
 
-    most_parts: the largest number of parts of one value (rule 4).
+    most_parts: the limit on the parts of one value, at all levels (rule 4 in the module's docstring).
     """
 
     def __init__(self, most_parts: int) -> None:

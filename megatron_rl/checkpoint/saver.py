@@ -152,9 +152,9 @@ class CheckpointSaver:
             )
 
     def _prune(self) -> None:
-        """Remove all but the newest ``checkpoint.keep_last`` checkpoints, the supervised start's first.
+        """Remove all but the newest ``checkpoint.keep_last`` checkpoints.
 
-        Only the main rank calls it.
+        Those of the supervised start are older than all others. Only the main rank calls it.
         """
         keep_last = self.settings.keep_last
         prune(self.root, keep_last)

@@ -175,10 +175,10 @@ def adam_to_save(entries: Sequence[ShardedBase], states: AdamStates) -> list[Sha
 def _gathered(
     entry: ShardedBase, state: ParameterState, kind: str, number: int
 ) -> tuple[torch.Tensor | None, tuple | int]:
-    """Return (whole state, its replica id) on the rank that will write the state, and (None, ()) on the others.
+    """Return (the whole tensor of one AdamW state of a parameter, its replica id).
 
-    A replica id is Megatron-Core's mark of which ranks hold the same tensor. Without a distributed
-    optimizer every rank gets the state.
+    With a distributed optimizer, only the rank that will write the state gets it; the others get
+    (None, ()). A replica id is Megatron-Core's mark of which ranks hold the same tensor.
 
     entry, state: the parameter's sharded tensor and its AdamW states.
     kind: the kind of AdamW's state, such as "exp_avg".

@@ -38,7 +38,7 @@ class CorrectionConfig:
     old_logprobs: str = "auto"
     """π_old: `recompute`: by a forward pass; `auto`: no pass for a rollout's first step; `rollout`: the engine's."""
     mode: str = "none"
-    """`none`, or kind of weight and treatment out of bounds: `{token,sequence,geometric}_{truncate,mask}`."""
+    """`none`, or kind of importance weight, and action out of bounds: `{token,sequence,geometric}_{truncate,mask}`."""
     cap: Annotated[float, Range(1)] = 2.0
     """Upper bound of the weight; a token on which engine and trainer agree has weight 1."""
     floor: Annotated[float, Range(0, 1, open_low=True)] | None = None
@@ -72,5 +72,5 @@ class CorrectionConfig:
 
     @property
     def is_on(self) -> bool:
-        """Return whether importance weights or off-policy masking are on, so that log-probs can drop samples."""
+        """Return whether importance weights or off-policy masking are on, which can drop a sample for its log-probs."""
         return self.mode != "none" or self.off_policy_delta is not None

@@ -1,4 +1,4 @@
-"""The sections ``data`` (training data), ``replay`` (groups trained again) and ``reroll`` (prompts asked again)."""
+"""The sections ``data`` (training data), ``replay`` (groups trained again) and ``reroll`` (prompts sampled again)."""
 
 from __future__ import annotations
 
@@ -109,15 +109,15 @@ class ReplayConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RerollConfig:
-    """Asks a prompt again if its whole group failed: every reward was at most `reroll.fail_threshold`."""
+    """Samples a prompt again if its whole group failed: every reward was at most `reroll.fail_threshold`."""
 
     max_groups: Annotated[int, Range(0, 10**6)] = 0
-    """Largest number of prompts that are asked again in one rollout; 0: none."""
+    """Largest number of prompts that are sampled again in one rollout; 0: none."""
     start_fraction: Annotated[float, Range(0, 1)] = 0.5
-    """Fraction of the run, from its start, in which no prompt is asked again."""
+    """Fraction of the run, from its start, in which no prompt is sampled again."""
     fail_threshold: Annotated[float, Range(-(10**9))] = 0.0
     """A group failed if every reward of it is at most this number."""
     capacity_prompts: Annotated[int, Range(1)] = 1024
-    """Largest number of prompts that wait to be asked again; if more fail, the longest waiting prompt is removed."""
+    """Largest number of prompts that wait to be sampled again; of more, the one that waited longest is removed."""
     max_attempts: Annotated[int, Range(1)] = 1
-    """Largest number of times that a prompt is asked again."""
+    """Largest number of times that a prompt is sampled again."""

@@ -211,7 +211,7 @@ def _holds(tree: Tree, key: str) -> bool:
 
 
 def _keys(tree: Tree, prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key of an override's tree: the keys of its sections, then the key of its value."""
+    """Yield every dotted key of an override's tree, outer keys first. Example: a.b=1 gives a, a.b."""
     for name, part in tree.items():
         yield f"{prefix}{name}"
         if isinstance(part, dict):

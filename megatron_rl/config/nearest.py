@@ -84,7 +84,8 @@ def meant(root: type, cls: type, key: str, prefix: str = "") -> tuple[list[str],
 def advice(root: type, cls: type, key: str, prefix: str = "") -> str:
     """Return the part of an error message that names known keys to write in place of an unknown key.
 
-    root, cls, prefix: see ``meant``.
+    root: the class of the whole configuration.
+    cls, prefix: the class of the section that lacks the key, and the section's name with a final dot.
 
     Example: ``the nearest known key is train.epochs``.
     """
@@ -100,7 +101,8 @@ def advice(root: type, cls: type, key: str, prefix: str = "") -> str:
 def nearest(root: type, cls: type, key: str, prefix: str) -> list[str]:
     """Return the known keys whose spelling is nearest to an unknown key; [] if none is near.
 
-    root, cls, prefix: see ``meant``.
+    root: the class of the whole configuration.
+    cls, prefix: the class of the section that lacks the key, and the section's name with a final dot.
     """
     own, last = key.removeprefix(prefix)[:MOST_CHARACTERS], key.rpartition(".")[2][:MOST_CHARACTERS]
     names = [field.name for field in dataclasses.fields(cls)] if prefix else []

@@ -33,7 +33,7 @@ class AdvantageConfig:
     epsilon: Annotated[float, Range(0, 1)] = 1e-6
     """ε, added to a standard deviation (unbiased, n − 1) before a division by it."""
     whiten: str = "scale"
-    """Whitening: `scale`: zeros stay 0; `center_and_scale`: the published form, which moves zeros too; `none`."""
+    """Whitening: `scale`: divide by σ, zeros stay 0; `center_and_scale`: as published, less the mean first; `none`."""
     gamma: Annotated[float, Range(0, 1)] = 1.0
     """`gae`: discount γ over loss tokens; 1: no discount."""
     lam: Annotated[float, Range(0, 1)] = 1.0
@@ -41,7 +41,7 @@ class AdvantageConfig:
     noise_std: Annotated[float, Range(0, 10**6)] = 0.0
     """Standard deviation of the noise on advantages; 0: no noise."""
     noise_steps: Annotated[int, Range(0)] = 0
-    """Number of RL's first optimizer steps with noise; a rollout has noise if its first step is one of them."""
+    """Number of RL's first optimizer steps with noise on advantages; a rollout's first step decides for all of it."""
 
     def __post_init__(self) -> None:
         choose_or_own("advantage.estimator", self.estimator, ESTIMATORS)
@@ -63,16 +63,16 @@ class AdvantageConfig:
 class SkipConfig:
     """Decides which samples are dropped, and what an optimizer step does if all its samples are dropped.
 
-    Such a step is called a ghost step. The dense run is the same run without drops
-    (docs/skip.md#what-is-lossless-when).
+    Such a step is called a ghost step. docs/skip.md#what-is-lossless-when tells when a run equals the
+    same run without drops.
     """
 
     mode: str = "exact"
     """Drops: `exact`: samples whose gradient is provably 0; `approximate`: samples of zero advantage; `off`: none."""
     steps: str = "match"
-    """`match`: the same optimizer steps as the dense run; `merge`: one step per rollout, over samples not dropped."""
+    """`match`: as many optimizer steps as without drops; `merge`: one step per rollout, over samples not dropped."""
     ghost: str = "dense"
-    """If all samples of a step are dropped: `dense`: step on a zero gradient, as the dense run; `freeze`: no step."""
+    """If all samples of a step are dropped: `dense`: step on a zero gradient, as without drops; `freeze`: no step."""
     advantage_epsilon: Annotated[float, Range(0, 10**6)] = 0.0
     """`approximate`: an advantage of at most this size counts as zero."""
     logprob_passes: bool = True
@@ -98,7 +98,7 @@ class LossConfig:
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of a policy term of your own, by name (docs/your-own.md)."""
     reduction: str = "token_mean"
-    """`token_mean`, `token_sum`, `sequence_mean`, `sequence_sum_mean`, `sequence_sum_norm` or `prompt_mean`."""
+    """A token's weight in the sum: `token_mean`, `token_sum`, `prompt_mean`, `sequence_{mean,sum_mean,sum_norm}`."""
     denominator: str = "original"
     """Samples that count in the reduction's divisor: `original`: all before the drop; `kept`: those not dropped."""
     clip_low: Annotated[float, Range(0, 1000)] = 0.2

@@ -35,7 +35,7 @@ class PreferenceConfig:
     chosen_key: str = "chosen"
     """Column of the chosen response: a text, or messages, which may begin with the prompt's messages."""
     rejected_key: str = "rejected"
-    """Column of the rejected response, in the forms of the chosen response."""
+    """Column of the rejected response: a text or messages, as in `preference.chosen_key`."""
 
     def __post_init__(self) -> None:
         choose("preference.loss", self.loss, ("none", *PAIR_LOSSES))

@@ -24,7 +24,7 @@ class RewardConfig:
     functions: tuple[str, ...] = ()
     """Any of `arithmetic`, `math_verify`, `reward_model`, `environment`, `module:function`, `./file.py:function`."""
     completions: str = "text"
-    """Form of the argument `completions` of your own functions of lists: `text` or `messages` (docs/coming-from.md)."""
+    """What your own functions get as `completions` if they take lists: `text` or `messages` (docs/coming-from.md)."""
     model_path: str | None = None
     """For `reward_model`: folder of a classifier with one label (docs/supervised.md#reward-models); null: none."""
     weights: tuple[Annotated[float, Range(-(10**6), 10**6)], ...] = ()

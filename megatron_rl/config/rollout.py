@@ -17,18 +17,19 @@ class ProducerConfig:
 
     `streaming` divides a rollout into parts of `min_groups` groups. A finished part gets its rewards and
     its log-prob passes while later parts are generated. Every mode runs log-prob passes part by part, so
-    no mode changes a result at `max_staleness_steps: 0`. A rollout that would exceed this bound waits to
-    start. Groups beyond it (if a resumed run lowers it) are dropped, and their prompts are asked again.
+    at `max_staleness_steps: 0` all modes give the same results. A rollout waits to start if it would be
+    trained more than `max_staleness_steps` steps after the weights that sample it. Older groups (if a
+    resumed run lowers the number) are dropped, and their prompts are sampled again.
     """
 
     mode: str = "sync"
-    """`sync`: no rollout ahead; `prefetch`: generated during training; `streaming`: the same, scored in parts."""
+    """`sync`: generate, then train; `prefetch`: generate ahead while training; `streaming`: as `prefetch`, in parts."""
     prefetch_rollouts: Annotated[int, Range(0, 1000)] = 1
     """Number of rollouts that are generated ahead of the rollout in training."""
     min_groups: Annotated[int, Range(1, 10**6)] | None = None
     """Number of groups in each part of a rollout; each part is scored by itself; null: a rollout is one part."""
     max_staleness_steps: Annotated[int, Range(0)] | None = None
-    """Most steps from the weights that sample a token to its first training; null: bounded by `prefetch_rollouts`."""
+    """Most optimizer steps from sampling weights to a token's first training; null: bounded by `prefetch_rollouts`."""
     straggler_share: Annotated[float, Range(0, 0.5)] = 0.0
     """Fraction of a rollout's groups that may be unfinished when it trains; they join the next rollout; 0: none."""
 
@@ -71,7 +72,7 @@ class DynamicSamplingConfig:
     on_exhausted: str = "skip"
     """If groups without signal are left after the last round: `skip`: drop them as usual; `fail`: end the run."""
     metric: str | None = None
-    """What must differ in groups: a function's reward; `reward`: the sum; `shaped`: any signal; null: docs/async.md."""
+    """Reward that must differ in a group: a function's name; `reward`: the sum; `shaped`: none; null: docs/async.md."""
 
     def __post_init__(self) -> None:
         choose("rollout.dynamic_sampling.on_exhausted", self.on_exhausted, ("skip", "fail"))
@@ -96,33 +97,33 @@ class RolloutConfig:
     temperature: Annotated[float, Range(0.01, 100)] = 1.0
     """Sampling temperature; all log-probs, of engine and trainer, are taken at it."""
     bitwise: bool = False
-    """`transformers`: whether the trainer's own layers generate, for bitwise equal log-probs (docs/bitwise.md)."""
+    """With `transformers`: whether the trainer's own layers generate, for bitwise equal log-probs (docs/bitwise.md)."""
     max_batch_samples: Annotated[int, Range(1, 10**6)] = 256
-    """`transformers`: largest number of samples that are decoded at once."""
+    """With `transformers`: largest number of samples that are decoded at once."""
     allow_large_embedded_model: bool = False
-    """`transformers`: whether a model of more than 1B parameters is allowed."""
+    """With `transformers`: whether a model of more than 1B parameters is allowed."""
     num_engines: Annotated[int, Range(1, 10**5)] | None = None
-    """`vllm`: number of engines that the run starts; null: one for every `rollout.tensor_parallel` ranks."""
+    """With `vllm`: number of engines that the run starts; null: one for every `rollout.tensor_parallel` ranks."""
     tensor_parallel: Annotated[int, Range(1, 10**4)] = 1
-    """`vllm`: number of GPUs of each engine; ranks of the trainer use the same GPUs."""
+    """With `vllm`: number of GPUs of each engine; ranks of the trainer use the same GPUs."""
     gpu_memory_utilization: Annotated[float, Range(0, 1, open_low=True)] = 0.5
-    """`vllm`: share of each GPU's memory that an engine takes."""
+    """With `vllm`: share of each GPU's memory that an engine takes."""
     sleep: str = "auto"
-    """`vllm`: whether engine and optimizer state take turns on a GPU: `auto`: if they share one; `always`; `never`."""
+    """With `vllm`: whether engine and optimizer state take turns on a GPU: `auto`: if shared; `always`; `never`."""
     vllm: dict[str, Any] = field(default_factory=dict)
-    """`vllm`: any other fields of vllm.EngineArgs, by name."""
+    """With `vllm`: any other fields of vllm.EngineArgs, by name."""
     servers: tuple[str, ...] = ()
-    """`vllm`: running servers, each `http://host:port`, in place of engines that the run starts."""
+    """With `vllm`: running servers, each `http://host:port`, in place of engines that the run starts."""
     api_key_env: str = "VLLM_API_KEY"
-    """`vllm`: environment variable that holds the servers' key."""
+    """With `vllm`: environment variable that holds the servers' key."""
     start_s: Annotated[float, Range(1, 10**6)] = 600.0
-    """`vllm`: seconds that an engine's start may take; below `run.deadline_s`."""
+    """With `vllm`: seconds that an engine's start may take; below `run.deadline_s`."""
     request_s: Annotated[float, Range(1, 10**6)] = 300.0
-    """`vllm`: seconds that an engine with requests may go without progress; below `run.deadline_s`."""
+    """With `vllm`: seconds that an engine with requests may go without progress; below `run.deadline_s`."""
     max_requests: Annotated[int, Range(1, 10**6)] = 256
-    """`vllm`: largest number of prompts that a rank has under way at one engine."""
+    """With `vllm`: largest number of prompts that a rank has under way at one engine."""
     max_restarts: Annotated[int, Range(0, 10**6)] = 3
-    """`vllm`: number of times in a row that a lost engine is started again; then the run ends."""
+    """With `vllm`: number of times in a row that a lost engine is started again; then the run ends."""
     warn_logprob_gap: Annotated[float, Range(0, 10**6)] | None = None
     """Log-prob gap of a rollout, in nats, above which the log warns; null: 0.05 in bfloat16, 0.001 in float32."""
     max_logprob_gap: Annotated[float, Range(0, 10**6, open_low=True)] | None = 0.5
@@ -183,7 +184,7 @@ class WeightSyncConfig:
     adapters: str = "merged"
     """With LoRA: `merged`: all weights, adapters merged in; `alone`: all weights once, then adapters (docs/lora.md)."""
     delta: bool = False
-    """`vllm`: whether a sync sends only weights changed since the last one (docs/vllm.md#only-what-changed-travels)."""
+    """With `vllm`: whether a sync sends only what changed since the last (docs/vllm.md#only-what-changed-travels)."""
     full_every: Annotated[int, Range(1, 10**6)] = 50
     """With `weight_sync.delta`: one in so many syncs sends all weights; 1: every sync does."""
 

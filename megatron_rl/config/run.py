@@ -108,15 +108,15 @@ class MetricsConfig:
     completions_every_rollouts: Annotated[int, Range(1)] = 1
     """Number of rollouts between recordings of completions; evaluations are always recorded."""
     print_completions_every_rollouts: Annotated[int, Range(0)] = 20
-    """Number of rollouts until the log again shows two recorded completions; evaluations always show two; 0: none."""
+    """The log shows two recorded completions of one in so many rollouts, and of every evaluation; 0: of none."""
     progress: bool = True
     """Whether the first rank shows a live progress bar."""
     dense_every_rollouts: Annotated[int, Range(0)] = 20
     """Number of rollouts between log-prob passes of some dropped samples, for the metrics alone; 0: never."""
     dense_samples: Annotated[int, Range(0, 10**6)] = 4
-    """Number of dropped samples in each log-prob pass of `metrics.dense_every_rollouts`; 0: none."""
+    """Number of dropped samples that `metrics.dense_every_rollouts` adds to a rollout's log-prob pass; 0: none."""
     save_rollouts: bool = False
-    """Whether `rollouts/` gets the whole of each rollout whose completions are recorded, for `megatron-rl watch`."""
+    """Whether `rollouts/` gets whole rollouts, one in `metrics.completions_every_rollouts`, for `megatron-rl watch`."""
     save_plans: bool = False
     """Whether each rollout's plan of steps and micro-batches is written as JSON to `plans/` in the run's folder."""
     untrained_warning_steps: Annotated[int, Range(1)] | None = 20

@@ -27,7 +27,7 @@ class ServeConfig:
     tokenizer_id: str | None = None
     """Name or folder by which clients load the tokenizer; null: `model.tokenizer_path` or `model.hf_path`."""
     logprobs: str = "all"
-    """Log-probs in answers: `all`: of every target; `trained`: target tokens without gradient get 0 and do not run."""
+    """Answers' log-probs: `all`: every target's; `trained`: 0 for targets without gradient, to save forward passes."""
     least_advantage: Annotated[float, Range(0, 1)] = 0.0
     """Advantages of at most this size count as 0; 1e-6 covers the rounding of equal rewards; 0.0: only 0 itself."""
     max_models: Annotated[int, Range(1, 10**5)] = 16

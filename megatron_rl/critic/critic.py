@@ -128,7 +128,7 @@ class Critic(TrainableModel):
     def accumulate(
         self, batch: Batch, mini_batch: StepPlan, returns: np.ndarray, old_values: np.ndarray, fingerprint: bytes
     ) -> None:
-        """Add the gradient of a mini-batch; ``batch`` must hold the contents of its samples.
+        """Add the gradient of a mini-batch; ``batch.rows`` must hold the samples that this rank needs.
 
         returns, old_values: [T], as ``train`` takes them.
         fingerprint: the digest of the mini-batch's plan; ranks compare it before they start.

@@ -46,7 +46,7 @@ def joined(num_critic: int, deadline_s: float, *, of_critic: bool) -> Iterator[P
     deadline_s: ``run.deadline_s``, the longest wait for another rank.
     of_critic: whether this process is one of the critic's ranks.
 
-    If the ``with`` block raises, the other world is told and stops waiting.
+    If the ``with`` block raises, the ranks of the other world are told and stop waiting.
     """
     link = PolicyCriticLink(
         of_critic=of_critic,
@@ -133,9 +133,10 @@ class PolicyCriticLink:
     # ---- messages --------------------------------------------------------------------------------------------------
 
     def tell(self, key: str, content: Mapping[str, object], arrays: Arrays | None = None) -> None:
-        """Send a message to the other world, from this world's first rank alone. Not a collective.
+        """Send a message from the policy's ranks to the critic's, or back. Not a collective.
 
-        Returns when the other world's first rank has received the arrays.
+        Only the first rank of the sending side calls it. It returns when the first rank of the other
+        side has received the arrays.
 
         key: the message's key in the store.
         content: the message's JSON-able fields, which the store keeps.
@@ -147,11 +148,12 @@ class PolicyCriticLink:
             self.group.send([torch.frombuffer(bytearray(blob), dtype=torch.uint8)], int(not self.of_critic), 0).wait()
 
     def hear(self, key: str) -> dict:
-        """Wait for the other world's message under ``key``, and return it without its arrays. Any rank may call it.
+        """Wait for the message under ``key`` and return it without its arrays. Any rank may call it.
 
-        Raises PeerError if the other world failed, or gave no sign of life for ``run.deadline_s``.
-        Once this rank got SIGTERM, SIGUSR1 or SIGINT, it waits for a sign of life for three intervals
-        (BEAT_S) at most.
+        The message comes from the critic's ranks to the policy's, or back. Raises PeerError if either
+        side failed, or if the sender gave no sign of life for ``run.deadline_s`` seconds. After
+        SIGTERM, SIGUSR1 or SIGINT this rank gives up after 3 · BEAT_S seconds without one, if that is
+        sooner.
         """
         heard, since = self._beat_heard(), time.monotonic()
         while True:
@@ -170,7 +172,7 @@ class PolicyCriticLink:
                 )
 
     def say_failed(self, reason: str) -> None:
-        """Record in the store that this world failed for ``reason``; both worlds then stop waiting.
+        """Record in the store that a rank of this side failed for ``reason``; policy and critic then stop waiting.
 
         If the job's store is gone, which also ends their waits, it does nothing. Not a collective.
         """
@@ -185,7 +187,7 @@ class PolicyCriticLink:
         return self.store.get(key).decode() if self.store.check([key]) else None
 
     def arrays(self, said: Mapping[str, object]) -> dict[str, np.ndarray]:
-        """Return the arrays of a received message by name, on every rank of this world. A collective over it.
+        """Return a received message's arrays by name. A collective over the ranks of this side, policy or critic.
 
         said: the message, as ``hear`` returned it.
         """

@@ -141,7 +141,7 @@ def text_behind_turn(
     *,
     beside: Mapping[str, object] | None = None,
 ) -> str:
-    """Return the text that the template writes after an assistant's turn that calls no tools, whatever the turn says.
+    """Return the text that the template writes after an assistant's turn without tool calls, whatever its content.
 
     before: the messages before the turn.
     messages: the messages after the turn, to which a generation prompt is added. If empty, the
@@ -233,7 +233,10 @@ class Observations:
     def __init__(
         self, tokenizer, template: str, role: str = "tool", variables: Mapping[str, object] | None = None
     ) -> None:
-        """Raise ConfigError if the chat template changes a turn's text."""
+        """Raise ConfigError if the chat template does not write an assistant's content unchanged.
+
+        The class describes the arguments.
+        """
         self._tokenizer, self._chat, self._role, self._variables = tokenizer, template == "chat", role, variables
         self._end = self._behind_turn([]) if self._chat else ""
 

@@ -196,7 +196,7 @@ class PromptDataset:
         return (self._cursors["prompts"] - len(self._returned)) / (epochs * len(self))
 
     def next_solutions(self, count: int) -> list[Solution]:
-        """Return the next ``count`` solutions for supervised steps; ``next`` does not move their position.
+        """Return the next ``count`` solutions for supervised steps; drawing prompts (``next``) does not advance them.
 
         A solution is the response in the ``data.solution_key`` column. Under ``data.template=chat``
         the template writes it, as the assistant's message or as the messages of an episode. Each

@@ -228,8 +228,8 @@ def tokenize_turns(prompt: Prompt, turns: Turns, tokenizer, *, masked: bool) -> 
     """Return the tokens of a conversation that the chat template wrote, with a loss on the assistant's turns alone.
 
     Each turn is tokenized apart from the text before it, as when the policy generates. The prompt
-    is the text before the first turn. This may be shorter than the row's prompt, since a template
-    may write less before a finished turn than as a generation prompt.
+    is the text before the first turn. It may be shorter than the row's prompt: a generation prompt
+    may end in text, such as an opened ``<think>``, that is not written before a finished turn.
 
     prompt: the row's prompt.
     turns: the conversation's text and the character ranges of its turns.

@@ -35,8 +35,8 @@ class Turns:
     spans: [turns] (first, last + 1) character of each turn, the turn's ending token included.
 
     Example (ChatML without a system message): the text
-    ``<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\nyo<|im_end|>`` has the spans ((53,
-    65),).
+    ``<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\nyo<|im_end|>`` has the spans ((52,
+    64),).
     """
 
     text: str
@@ -188,10 +188,10 @@ class TurnFinder:
         return cut
 
     def _behind(self, number: int, following: Sequence[Message], prompt: str) -> Iterator[str]:
-        """Yield the one or two texts that the template may have written after the turn of message ``number``.
+        """Yield the texts, at most two, to look for after the turn of message ``number``.
 
-        One is what the template writes after a turn without tool calls. If the message calls tools,
-        the other is what it writes after the last call, from the next special token on.
+        The first is what the template writes after a turn without tool calls. For a message with tool
+        calls, the second is what it writes after the last call, beginning at the next special token.
 
         following: the messages after the turn.
         prompt: the generation prompt, which is removed from the end of each text.

@@ -42,7 +42,7 @@ class Job:
     """Holds this process's rank, the number of the job's processes, and the store by which they agree.
 
     store: the job's key-value store; None for a single process.
-    grace_s: longest wait for another rank to print the message or to leave, in seconds.
+    grace_s: longest wait, in seconds, for another rank to print why the job cannot start, or to leave.
     """
 
     rank: int
@@ -112,10 +112,10 @@ class Job:
     def _linger(self, number: int) -> None:
         """Wait until the other ranks have left, since the store may end with this process.
 
-        Then set the store's count of calls of ``wait_for_all`` as if every rank had called it, so that
-        the next call begins a new meeting.
+        Then set the store's count of calls of ``wait_for_all`` to what it is once every rank has called
+        it. So the next call begins a new meeting, even if a rank never called it.
 
-        number: how many times all ranks have met before (``round``).
+        number: the number of earlier meetings of all ranks (the property ``round``).
         """
         end = time.monotonic() + self.grace_s
         while self.store.add(f"left/{number}", 0) < self.size - 1 and time.monotonic() < end:

@@ -37,13 +37,13 @@ class RankState:
 
     who: the rank's name for messages.
     stage: the part of the run in which its main thread is now, such as "update".
-    number: how many stages the rank has entered, without stages inside another stage.
+    number: how many stages the rank has entered; a stage inside another one does not count.
     since: the entry into ``stage``, in seconds of the server's monotonic clock.
     lost: the error of the rank's failed collective; None if none failed.
     ended: True after the rank said that it leaves, or after its connection closed.
-    answer: the rank's answer to the question where its main thread is; None before it. "at" is the
-        position, "waits" whether the thread waits for other ranks, "left" whether the rank has
-        failed or ended.
+    answer: what the rank said when asked where its main thread is; None if it has not answered. "at"
+        is the position, "waits" whether the thread waits for other ranks, "left" whether the rank
+        has failed or ended.
     """
 
     rank: int

@@ -14,18 +14,19 @@ How a failure is found and told:
    the closed connection itself.
 3. A rank whose collective fails, or has not ended after ``run.deadline_s``, asks the server thread
    which rank is the cause. If no rank raised or died within SETTLE_S seconds, the server asks every
-   rank for its main thread's position. The guilty rank is a rank that does not wait for others, else
-   a rank that has entered fewer stages. Under gloo a late collective raises at the deadline, and the
-   main thread asks. Under NCCL it would end the process without an error. So NCCL's groups have
-   NCCL_GRACE_S seconds more, and the watch thread asks at the deadline.
-4. A user's function in a rank's main thread (``own_code``, ``own_call``) may take
+   rank for its main thread's position. The guilty rank is one whose main thread does not wait for
+   others. If all wait, it is one that has entered fewer stages.
+4. Under gloo a collective that exceeds the deadline raises, and the main thread asks as in 3. Under
+   NCCL such a collective would end the process without an error. So NCCL's groups have NCCL_GRACE_S
+   seconds more, and the watch thread asks at the deadline.
+5. A user's function in a rank's main thread (``own_code``, ``own_call``) may take
    ``run.deadline_s``. If it takes longer, the rank's watch thread reports it as the cause, even in a
    run of one rank. A function that waits for other ranks is not blamed: its collective has a
    deadline.
-5. The first cause is sent to all ranks, once. A rank's main thread then has END_S seconds to end. A
+6. The first cause is sent to all ranks, once. A rank's main thread then has END_S seconds to end. A
    main thread that sleeps, or waits in a collective that nothing will end, cannot. Then the watch
    thread ends the process with ``os._exit``: Python cannot interrupt a thread that is in C.
-6. Once a stage has taken ``run.slow_stage_s``, rank 0 reports each rank's stage and its duration.
+7. Once a stage has taken ``run.slow_stage_s``, rank 0 reports each rank's stage and its duration.
 
 The time before ``open_watchdog`` (building groups, loading weights) is not watched;
 distributed/lost_rank.py names lost ranks there. Neither NCCL nor a second host has been tried.
@@ -92,8 +93,8 @@ class Watchdog:
     deadline_s: seconds that a user's function may take in the main thread.
     slow_stages: the reporter of slow stages in a run of one rank; None in a larger run, in which
         rank 0's server reports them.
-    times_waits: whether a wait of ``deadline_s`` at one position counts as a failed collective, as
-        is needed under NCCL (rule 3).
+    times_waits: whether a wait of ``deadline_s`` in one call counts as a failed collective, as is
+        needed under NCCL (see 4 in the module's docstring).
     """
 
     def __init__(

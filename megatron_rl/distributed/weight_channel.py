@@ -1,8 +1,8 @@
 """The choice of the channel by which the policy's weights reach the engines.
 
 The choice also decides how torch allocates the trainer's GPU memory (cuda_environment.py). Under
-cuda_ipc, engines open that memory. So it must not lie in expandable segments: a process needs more
-rights to open those of another.
+cuda_ipc, engines open that memory. So it must not lie in expandable segments: to open another
+process's expandable segments, a process needs extra rights.
 """
 
 from __future__ import annotations

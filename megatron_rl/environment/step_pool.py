@@ -139,13 +139,13 @@ class StepPool:
 
     @property
     def failed(self) -> Ticket | None:
-        """Return the first call that failed. None if no call failed, or without ``stops``."""
+        """Return the first call that failed; None if none failed, or if failures end no wait (``stops=False``)."""
         return self._failed
 
     def wait(self, ticket: Ticket) -> Ticket:
         """Wait until the call has ended, and return its ticket.
 
-        With ``stops`` the wait also ends if another call failed. Then that call's ticket is
+        If ``stops`` is True, the wait also ends if another call failed. Then that call's ticket is
         returned.
         """
         with self._change:

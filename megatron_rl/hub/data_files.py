@@ -151,15 +151,15 @@ def _known(name: HubName, key: str) -> str | None:
 
 
 def _choices(name: HubName) -> dict[str, object]:
-    """Return {text (``_asked_for``): [configuration, split]}, saved for a data set's commit; {} if none is saved."""
+    """Return the choices saved for a data set's commit, {what was asked for: [configuration, split]}; {} if none."""
     file = _folder(name) / CHOICES
     return read_object(file) if file.is_file() else {}
 
 
 def _asked_for(name: HubName, key: str) -> str:
-    """Return the text under which the configuration and split that were chosen for a name are saved.
+    """Return the text under which ``_choices`` has the configuration and split that were chosen for a name.
 
-    The text differs for ``data.train``, where a name without a split may stand for another split.
+    A name without a split may mean another split under ``data.train``, so the text differs there.
 
     key: the setting that names the data set.
     """

@@ -93,7 +93,7 @@ def _folder(url: str, found: Mapping[str, tuple[RemotePath, str]]) -> pathlib.Pa
 
     The URL is quoted; a long URL is replaced by its digest.
 
-    found: {local name: (object, version text)}.
+    found: {local name: (object, text that changes if the object does)}.
     """
     from huggingface_hub import cached_assets_path
 
@@ -105,9 +105,11 @@ def _folder(url: str, found: Mapping[str, tuple[RemotePath, str]]) -> pathlib.Pa
 
 
 def _copy(found: Mapping[str, tuple[RemotePath, str]], folder: pathlib.Path) -> None:
-    """Copy every object to a new folder, and rename it to ``folder``; another process may have made ``folder`` first.
+    """Copy every object to a temporary folder, and rename that folder to ``folder``.
 
-    found: {local name: (object, version text)}.
+    If another process has made ``folder`` meanwhile, its folder stays and this copy is removed.
+
+    found: {local name: (object, text that changes if the object does)}.
     """
     partial = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.partial")
     try:

@@ -114,7 +114,7 @@ class Stubbed:
 
 
 def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
-    """Return the train data that the trainer itself makes of a rollout, with samples without signal cut to two tokens.
+    """Return slime's or miles' train data of a rollout, but with every sample without signal cut to two tokens.
 
     args: slime's or miles' parsed arguments.
     samples: the rollout's samples as a flat list, each of the trainer's class ``Sample``.

@@ -140,8 +140,9 @@ class SkippingEngine(MegatronEngineWithLMHead):
     def _choose(self, rows: Rows, data: TensorDict, limit: int | None) -> list[int] | None:
         """Return the indices of the rows that this rank runs: rows with signal, then fillers.
 
-        The fillers make verl form the same number of micro-batches on every rank. Returns None on
-        every rank if any rank needs a filler and has no row of weight zero.
+        A filler is a row without signal: all its advantages are 0. Fillers make verl form the same
+        number of micro-batches on every rank. Returns None on every rank if any rank needs a filler
+        and has no row without signal.
 
         limit: the most tokens of a micro-batch; None if verl limits the number of rows.
         """

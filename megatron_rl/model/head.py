@@ -44,11 +44,12 @@ def hand_out_hidden(model: GPTModel) -> None:
 
 
 class ValueHead(torch.nn.Module):
-    """Replaces the output layer: holds a weight [1, H], whole on every tensor rank, and returns the hidden states.
+    """Replaces the output layer: holds the value weight [1, H], whole on every tensor rank.
 
-    Every tensor rank computes the same values and the same loss. So each has the whole gradient of
-    the weight and of the hidden states, and nothing is summed over tensor ranks. Under sequence
-    parallelism backward keeps the hidden states' gradient of the rank's own tokens.
+    Forward returns the hidden states; ``values_of`` then applies the weight. Every tensor rank
+    computes the same values and the same loss. So each has the whole gradient of the weight and of
+    the hidden states, and nothing is summed over tensor ranks. Under sequence parallelism backward
+    returns the gradient for the rank's own tokens only.
     """
 
     def __init__(self, layer) -> None:

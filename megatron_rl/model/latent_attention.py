@@ -1,7 +1,7 @@
 """Multi-latent attention (DeepSeek-V3) on Megatron-Core's MLASelfAttention, with rotary angles by token positions.
 
-Rotary angles: Megatron-Core (read, 0.16.1 ``transformer/multi_latent_attention.py``) computes them
-within each layer, from a table that begins at position 0. It rotates each pair of neighbouring
+Rotary angles: Megatron-Core (0.16.1 ``transformer/multi_latent_attention.py``) computes them within
+each layer, from a table that begins at position 0. It rotates each pair of neighbouring
 columns, as transformers does under ``rope_interleave``. Here each layer's rotary embedding gives
 the angles of the packed tokens' own positions (model/rotary.py). So samples may share one copy of
 their prompt.
@@ -165,10 +165,10 @@ class EngineLatentAttention(SpecifiedLatentAttention):
         packed_seq_params: PackedSequences | None = None,
         **kwargs,
     ):
-        """Return what Megatron-Core's method of this name returns (q, k, v and the latents), with other rotary angles.
+        """Return what Megatron-Core's method of this name does (q, k, v, latents), by the tokens' own rotary angles.
 
-        The method is called without sequence bounds (cu_seqlens), so it gives each token its own
-        row of the angles. With bounds it would read them as a table by position, from 0 in each
+        Megatron-Core's method gets no sequence bounds (cu_seqlens) here, so it takes row t of the
+        angles for token t. With bounds it would look the angles up by position, from 0 in each
         sequence.
         """
         unbounded = dataclasses.replace(

@@ -38,9 +38,10 @@ class Refusals:
 
     @classmethod
     def of(cls, config: type, *, owned: Mapping[str, str], unsupported: Mapping[str, str]) -> Refusals:
-        """Return the given refusals, without the fields that the class ``config`` lacks.
+        """Return the refusals ``owned`` and ``unsupported``, without the fields that the class ``config`` lacks.
 
-        Megatron-Core's releases (0.16.1, 0.19.2) have different fields.
+        Each maps a field to the reason (see the class). Megatron-Core's releases (0.16.1, 0.19.2)
+        have different fields.
         """
         known = {field.name for field in dataclasses.fields(config)}
         owned, unsupported = ({x: why for x, why in part.items() if x in known} for part in (owned, unsupported))

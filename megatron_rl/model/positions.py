@@ -36,7 +36,7 @@ def angles_of(hf_config: Any, shape: ModelShape) -> Angles:
 def turning_attention(shape: ModelShape, *, half: bool, shares: bool) -> type[torch.nn.Module] | None:
     """Return the class of core attention that is to apply the rotary angles; None if Megatron-Core applies them.
 
-    half: whether torch's layers use fused kernels (``half_on_gpu``).
+    half: whether the model is bfloat16 on a GPU, where torch's layers use fused kernels.
     shares: whether samples may share one copy of their prompt.
     """
     if shape.layer_spec == "transformer_engine":
@@ -60,10 +60,11 @@ def give_inputs(
     """Set up a chunk's rotary embedding, and on the first pipeline stage the factor on the embeddings (Gemma).
 
     angles: the model's rotary frequencies.
-    packed: True: a module computes each token's angles from the token's own position. False:
-        Megatron-Core's table gives the angles by position. Models with latent attention, or with
-        angles for each kind of layer, always have such a module.
-    turning: the core attention class that applies the angles; None if Megatron-Core applies them.
+    packed: whether a module computes each token's angles from the token's own position; otherwise
+        Megatron-Core's table gives them. With latent attention, or angles for each kind of layer, a
+        module always does.
+    turning: the core attention class that rotates queries and keys itself; None: Megatron-Core
+        rotates them.
     """
     if shape.scaled_embedding and model.pre_process:
         scale_embedding(model, model.config.params_dtype)

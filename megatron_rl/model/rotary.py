@@ -1,9 +1,9 @@
 """Rotary angles of packed tokens: one row of angles for each token, instead of Megatron-Core's table by position.
 
-Megatron-Core (read, 0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``) slices its table
-for every sequence, twice in every layer, and asks the device for the lengths. If the packed
-parameters hold no bounds (cu_seqlens), it applies the angles that it is given: [T, 1, d] to q [T,
-h, d].
+Megatron-Core (0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``) slices its table for
+every sequence, twice in every layer, and asks the device for the lengths. Here the packed parameters
+hold no bounds (cu_seqlens). Megatron-Core then applies the given angles as they are: [T, 1, d] to q
+[T, h, d].
 """
 
 from __future__ import annotations

@@ -71,13 +71,13 @@ Recording = dict[int, tuple[Any, dict[int, torch.Tensor]]]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _RouterSeam:
-    """Gives one router its replayed experts: the object that the router has at ``router_replay``.
+    """Gives one router its replayed experts; it is the object in the router's attribute ``router_replay``.
 
     index: the router's index among the routers of this rank.
     experts: int16 [tokens, top_k], the experts of the micro-batch in its forward pass; None leaves
         the choice to the router.
-    waiting: the experts of each micro-batch whose backward pass is to come and may recompute the
-        forward pass, oldest first.
+    waiting: oldest first, the experts of each micro-batch whose backward pass is still to come. A
+        recomputed forward pass takes its experts from here.
     is_open: whether a forward pass is running; a call at another time comes from recomputation.
     counts: int64 [2]: how many replayed tokens the router would have sent to other experts, and how
         many tokens were replayed. None if nothing is counted.
@@ -124,8 +124,9 @@ class _RouterSeam:
     def _experts(self) -> torch.Tensor | None:
         """Return the replayed experts of the micro-batch of this call; None leaves the choice to the router.
 
-        A call from recomputation takes the oldest of ``waiting``. In every schedule a chunk's
-        backward passes come in the order of its forward passes.
+        In recomputation a call takes the oldest of ``waiting``, the micro-batches whose backward pass
+        is still to come. It is the right one: every schedule runs a chunk's backward passes in the
+        order of its forward passes.
         """
         if self.is_open:
             self.waiting.append(self.experts)
@@ -143,7 +144,7 @@ class RoutingReplay:
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Set an object that returns replayed experts on every router of the chunks.
+        """Give every router of the chunks an object from which it takes replayed experts.
 
         Raises ConfigError if Megatron-Core's routers take no such object.
         """

@@ -27,9 +27,9 @@ def users_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> dict[str
 
     lora_rank: ``lora.rank``; None without LoRA.
 
-    Fields of losses and updates that are no sum over tokens (UNCOUNTED_FIELDS, such as
-    ``moe_aux_loss_coeff``) may only be 0, false or null; algorithm/signal.py refuses other values.
-    Such a field is left out, and Megatron-Core's default turns the feature off.
+    Some fields add a loss or update that is not a sum over tokens (UNCOUNTED_FIELDS, such as
+    ``moe_aux_loss_coeff``). They are left out if they are 0, false or null, and Megatron-Core's
+    default keeps the feature off. algorithm/signal.py refuses other values.
 
     Raises ConfigError for a setting that this host cannot run.
     """
@@ -46,7 +46,9 @@ def users_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> dict[str
 def seam_fields(
     shape: ModelShape, topology: Topology, *, dtype: str, sequence_parallel: bool, deterministic: bool
 ) -> dict[str, Any]:
-    """Return {field: value} of TransformerConfig for parallel sizes, dtypes, the token-sum loss and the schedule.
+    """Return {field: value} of TransformerConfig for parallel sizes, dtypes, the loss and the pipeline schedule.
+
+    The loss is a sum over tokens that nothing divides.
 
     shape: gives the number of layers of each pipeline stage.
     dtype: the weights' dtype, "float32" or "bfloat16".

@@ -93,8 +93,8 @@ def divide(sums: Mapping[str, float]) -> dict[str, float]:
 def step_metrics(result: StepResult) -> dict[str, float]:
     """Return the ``train/*`` metrics of one optimizer step.
 
-    They are its divided sums, gradient norm, learning rate, and ``train/applied``, which is 0 if
-    the step moved no weight.
+    They are what ``divide`` makes of its sums, its gradient norm, its learning rate, and
+    ``train/applied``, which is 0 if the step moved no weight.
     """
     replayed = result.sums.get("replayed", 0.0)
     return {
@@ -120,7 +120,8 @@ def skip_metrics(
 
     - ``skip/tokens_dense``: the tokens of all samples of the mini-batch.
     - ``skip/tokens_executed``: the tokens that run, those of fillers (samples of weight 0) included.
-    - ``skip/speedup_ideal``: ``skip/tokens_dense`` divided by the tokens not dropped; only in a REAL step.
+    - ``skip/speedup_ideal``: ``skip/tokens_dense`` divided by the tokens of the samples not dropped;
+      left out for a step in which the policy runs no backward pass.
     - ``skip/zero_advantage_ratio``: the fraction of the mini-batch's samples without signal, dropped
       or not.
     - ``tokens/trailing``: the response tokens from the last loss token on, over the samples that run.
@@ -228,7 +229,8 @@ class MetricsWriter:
     def write(self, row: Mapping[str, object], sampled: Sequence[Completion] = ()) -> Row:
         """Append one step; return the row as written.
 
-        ``skip/ghost_steps`` is added to the row: the number of steps so far that were not REAL.
+        ``skip/ghost_steps`` is added to the row: the number of steps so far whose ``step_kind`` was not
+        ``StepKind.REAL``.
 
         row: ``step`` (int, rising), ``step_kind`` (StepKind or its name), ``phase`` (text), and
             metrics by their names.

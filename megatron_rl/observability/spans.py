@@ -112,8 +112,8 @@ class SpanSink:
         step: the row's optimizer step.
         row: the row of metrics.jsonl.
 
-        The spans' parent is the rollout's root span. For a stage that ended before the step began,
-        it is the previous root span.
+        A span's parent is the root span of the rollout that the row belongs to. For a stage that ended
+        before the row's step began, it is the root span of the previous row.
         """
         whole = next((each for each in reversed(self._pending) if each.stage == STEP), None)
         if whole is None:

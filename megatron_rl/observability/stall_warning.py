@@ -25,7 +25,7 @@ WAY_OUT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallCounts:
-    """Counts, by cause, the optimizer steps since the last one that moved a weight.
+    """Counts a run's optimizer steps, and by cause those since the last one that moved a weight.
 
     steps: the number of all steps of the run so far, without those of a critic's warm-up.
     ghosts, zero_gradients, not_finite: of the steps since the last one that moved a weight, how many

@@ -120,7 +120,7 @@ def _finite(rows: Sequence[Row], key: str) -> list[float]:
 def eval_points(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[int, float]]]]:
     """Return {evaluation set: {metric (mean@k, pass@k): [(step, value)]}}, in the order of steps.
 
-    A metric ``..._before`` was measured before its row's step, so it counts for the step before.
+    A metric ``..._before`` was measured before its row's step, so it counts for the previous step.
     """
     points_of: dict[str, dict[tuple[str, int], list[tuple[int, float]]]] = {}
     for row in rows:
@@ -147,7 +147,10 @@ def eval_errors(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
 
 
 def held_out_points(rows: Sequence[Row], metric: str) -> list[tuple[int, float]]:
-    """Return (step, value) of each evaluation of held-out rows; a metric ``..._before`` counts for the step before."""
+    """Return (step, value) of each evaluation of held-out rows.
+
+    A metric ``..._before`` was measured before its row's step, so it counts for the previous step.
+    """
     return [
         (row["step"] - before, row[key])
         for row in rows

@@ -12,7 +12,7 @@ STEP = "step"  # the stage that ``take`` reports: a whole optimizer step
 
 
 def _nobody(stage: str, started_s: float, seconds: float) -> None:
-    """Do nothing with an interval: the default of StepTimer's ``heard``."""
+    """Do nothing with an interval: the default of StepTimer's argument ``heard``."""
 
 
 class StepTimer:
@@ -22,7 +22,7 @@ class StepTimer:
 
     enter: a function that takes a stage's name and returns a context manager around the stage
         (``Watchdog.stage``).
-    heard: a function called at the end of each interval with its stage, its start by
+    heard: a listener, called at the end of each interval with its stage, its start by
         ``time.perf_counter``, and its seconds.
     """
 
@@ -39,7 +39,7 @@ class StepTimer:
         self.started = time.perf_counter()
 
     def add(self, stage: str, seconds: float, *, before_s: float = 0.0) -> None:
-        """Add a stage's seconds, measured by the caller, to the step's sums, and call ``heard``.
+        """Add a stage's seconds, measured by the caller, to the step's sums, and pass them to the listener ``heard``.
 
         before_s: how many seconds ago the stage ended.
         """
@@ -60,14 +60,17 @@ class StepTimer:
 
     @contextlib.contextmanager
     def follow(self, stage: str) -> Iterator[None]:
-        """Return a context that times its block as ``stage``: ``heard`` gets the seconds, ``take`` leaves them out."""
+        """Return a context that times its block as ``stage``, and passes the time only to the listener ``heard``.
+
+        The result of ``take`` does not include it.
+        """
         with self.enter(stage):
             started = time.perf_counter()
             yield
             self.heard(stage, started, time.perf_counter() - started)
 
     def report(self, stage: str, seconds: float) -> None:
-        """Call ``heard``, the constructor's function, with a stage that just ended; ``take`` leaves its seconds out."""
+        """Pass a stage that just ended to the listener ``heard``. The result of ``take`` does not include it."""
         self.heard(stage, time.perf_counter() - seconds, seconds)
 
     def take(self) -> dict[str, float]:

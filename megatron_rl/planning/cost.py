@@ -98,7 +98,8 @@ class CostModel:
         √((p − 1) · w / (v · o)), with w the cost of all samples and o the fixed cost of a micro-batch:
         more micro-batches shrink the bubble and add fixed costs.
 
-        tokens, squares: the numbers of tokens and of squared tokens of all the rank's samples.
+        tokens: the number of tokens of all the rank's samples together.
+        squares: their squared tokens, Σ l² over the samples' lengths l if none share a prompt.
         longest: the number of tokens of the longest sample, since a sample cannot be split.
         """
         if tokens <= 0 or len(self.stages) == 1:
@@ -130,7 +131,8 @@ class CostModel:
     def rank_seconds(self, tokens: np.ndarray, squares: np.ndarray) -> float:
         """Return the seconds that a data-parallel rank's pipeline takes for M micro-batches; 0.0 if M is 0.
 
-        tokens, squares: [M], the numbers of tokens and of squared tokens of each micro-batch.
+        tokens: [M], the number of tokens of each micro-batch.
+        squares: [M], Σ l² over the lengths l of each micro-batch's sequences.
         """
         if len(tokens) == 0:
             return 0.0
@@ -268,7 +270,9 @@ class CostFit:
 
 
 def measured(tokens: np.ndarray, squares: np.ndarray, forward_s: np.ndarray, backward_s: float) -> np.ndarray:
-    """Return float64 [NUM_SUMS]: one rank's sums over a step's M micro-batches, in the order of ``CostFit.sums``.
+    """Return float64 [NUM_SUMS], the sums that ``CostFit`` fits one stage to, over a rank's M micro-batches of a step.
+
+    They have the order of a row of ``CostFit.sums``.
 
     tokens, squares, forward_s: [M], tokens, Σ l² and forward seconds of each micro-batch.
     backward_s: the backward seconds of all micro-batches together.

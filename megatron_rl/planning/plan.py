@@ -1,12 +1,15 @@
 """Plans of optimizer steps: which samples are dropped, and on which rank and in which micro-batch each other one runs.
 
-Pure numpy. Equal inputs give every rank the same plan. A **filler** is a micro-batch without a loss,
-which only gives a rank as many micro-batches as its neighbours. A **ghost step** is an optimizer
-step on a zero gradient. The **dense plan** is the plan with no sample dropped.
+Pure numpy. Equal inputs give every rank the same plan. The **members** are a mini-batch's samples. A
+member has **signal** if it may have a gradient. Under ``drops`` members without signal are dropped,
+and under ``repack`` the others are packed anew. The **dense plan** is the plan with no sample
+dropped. A **block** is ``lockstep_ranks`` neighbouring ranks that share experts. A **filler** is a
+micro-batch without a loss, which only brings a rank to the number of invariant 9. A **ghost step** is
+an optimizer step on a zero gradient.
 
 Invariants (``assert_invariants`` in tests/unit/planning/test_plan.py):
 
-1. Every sample (member) of a mini-batch is either dropped or runs exactly once; no other sample runs.
+1. Every member is either dropped or runs exactly once; no other sample runs.
 2. With ``drops``, only members without signal are dropped. Without ``drops``, no member is.
 3. With ``repack`` and ``drops``, no member without signal runs.
 4. A micro-batch holds one sample, or at most ``max_tokens`` tokens, the pads of ``row_multiple``
@@ -14,17 +17,16 @@ Invariants (``assert_invariants`` in tests/unit/planning/test_plan.py):
 5. No micro-batch is empty. A mini-batch's step is a ghost step if and only if none of its samples
    runs.
 6. The plan, and its hash (fingerprint), depend on lengths, signal, members and rules alone.
-7. Without ``repack``, every micro-batch that runs is one of the dense plan, on the same rank and in
-   the same order. A block is ``lockstep_ranks`` neighbouring ranks that share experts. The
-   micro-batches that a block's ranks would run at the same time either all run, or none does. They
-   run if one of their samples has signal.
+7. Without ``repack``, the plan is the dense plan less whole micro-batches; those left keep their rank
+   and their order. The micro-batches that a block's ranks would run at the same time either all
+   run, or none does. They run if one of their samples has signal.
 8. Under a token cap with ``repack``, data-parallel ranks differ in cost by at most the costliest sample.
 9. All ranks of a block run equally many micro-batches: the block's largest number without fillers,
    rounded up to a multiple of ``microbatch_multiple``. A block without samples runs none.
 10. A filler holds one sample: the shortest that runs, or without ``repack`` the shortest member.
-    Fillers come last on their rank. Invariants 1 and 3 do not count fillers. Under a token cap, a
-    rank with fillers has one sample in each other micro-batch, unless samples are dropped without
-    ``repack``.
+    Fillers come last on their rank. Invariants 1, 3 and 7 do not count them. Under a token cap, a
+    rank takes fillers only if each of its other micro-batches holds one sample. This does not hold
+    if samples are dropped without ``repack``.
 11. Under ``on_long_sample="fail"``, the members' lengths alone decide whether planning fails, not
     signal or ``drops``.
 12. On a pipeline under a token cap, the costs of a rank's micro-batches rise and then fall, fillers
@@ -62,12 +64,12 @@ class PlanRules:
     samples_per_microbatch: a fixed number of samples per micro-batch in place of the cap; None: the
         cap.
     pad_multiple: each sequence is padded to a multiple of it (TP under sequence parallelism).
-    row_multiple: a micro-batch's last sequence is padded until all its tokens are a multiple of it.
-        It is 1, or a divisor of ``max_tokens`` that is a multiple of ``pad_multiple``. FP8's matrix
-        products need multiples of 16 tokens on each rank.
+    row_multiple: a micro-batch's last sequence is padded until the micro-batch's number of tokens is
+        a multiple of it. It is 1, or a divisor of ``max_tokens`` that is a multiple of
+        ``pad_multiple``. FP8's matrix products need multiples of 16 tokens on each rank.
     share_prompts: whether samples of a micro-batch that have the same prompt run it once.
-    repack: True if dropped samples leave before the others are packed. False if all samples are
-        packed, and then micro-batches without signal are removed.
+    repack: True: dropped samples are removed first, and only the others are packed. False: all
+        samples are packed, and then micro-batches in which no sample has signal are removed.
     microbatch_multiple: a rank's number of micro-batches is a multiple of it, or 0. It is PP under
         the interleaved schedule, which runs micro-batches in groups of PP.
     lockstep_ranks: so many neighbouring data-parallel ranks ([0, L), [L, 2L), ...) form a block
@@ -212,16 +214,16 @@ def plan_steps(
 
     purpose: "train" or "logprob", part of the plan's fingerprint.
     mini_batches: int64 arrays of sample indices.
-    tokens: the number of tokens of each sample. ``SampleTokens`` counts prompts that samples share
-        apart; int64 [S] counts prompt and response together, and samples share none.
+    tokens: the number of tokens of each sample. ``SampleTokens`` counts shared prompts separately.
+        An int64 [S] counts prompt and response together; then no prompt is shared.
     signal: bool [S], True for a sample with signal, which may have a gradient.
     drops: whether samples without signal are dropped.
     sample_ids: S names, for messages alone.
 
     Raises ConfigError for a sample above the token cap under ``on_long_sample="fail"``.
 
-    Example: two mini-batches [0, 1] and [2, 3], signal only in sample 1. The first step is REAL and
-    runs [1]. The second is a GHOST, a step on a zero gradient.
+    Example: two mini-batches [0, 1] and [2, 3], signal only in sample 1. The first step runs [1]; its
+    ``kind`` is REAL. The second runs no sample (GHOST): a step on a zero gradient.
     """
     if merge and mini_batches:
         mini_batches = [np.concatenate(mini_batches)]
@@ -274,7 +276,7 @@ def _rows_with_signal(dense: Cut, signal: np.ndarray, rules: PlanRules) -> Cut:
 
     A row is the micro-batches that the ranks of a block run at the same time. A block is the
     ``lockstep_ranks`` ranks that share experts. The experts compute all tokens of a row together.
-    Without one of the row's micro-batches, sums would round in another order than in the dense run.
+    Without one of the row's micro-batches, sums would round in another order than in the dense plan.
     So a row with signal is kept whole.
 
     dense: each rank's micro-batches if nothing is dropped.
@@ -353,7 +355,8 @@ def cut(samples: np.ndarray, costs: SampleCosts, rules: PlanRules) -> Cut:
 def _pack_block(shares: list[np.ndarray], costs: SampleCosts, rules: PlanRules) -> Cut:
     """Return the micro-batches of each rank of a block, equally many if each rank has enough samples.
 
-    A filler trains nothing, so a rank splits its samples into more micro-batches before it takes
+    A block is the ``lockstep_ranks`` ranks that share experts. A filler, a micro-batch that only makes
+    up a rank's number, trains nothing. So a rank splits its samples further before it takes
     fillers. If one rank needs more micro-batches to stay within the token cap, the number grows for
     all ranks of the block. A rank never has more micro-batches than samples.
 

@@ -3,7 +3,7 @@
 Samples of one prompt (a group) that are in one bin run their prompt once (planning/tokens.py). If a
 group is split over two bins, its prompt runs twice. So groups are split only if the costliest bin,
 repeated prompts included, then costs over 1 % less. A distribution that ignores groups is computed
-too. It is taken if it lowers the costliest bin's cost by over 1 % more.
+too. It is taken if its costliest bin costs over 1 % less than in the best distribution by groups.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _cut(group: np.ndarray, costs: SampleCosts, grain: float, max_tokens: float)
 
 
 def _place(parts: list[np.ndarray], costs: SampleCosts, bins: int) -> list[np.ndarray]:
-    """Return ``bins`` arrays of samples: each part, costliest first, goes into the bin that is cheapest with the part.
+    """Return ``bins`` arrays of samples: each part, costliest first, goes into the bin whose cost is then the least.
 
     A bin that holds a part of the same group already does not pay for the prompt again.
 

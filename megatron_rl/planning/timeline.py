@@ -186,7 +186,7 @@ def simulate(
 
 
 def _arrival(stage: int, microbatch: int, backward: bool, ends: tuple, stages: int, transfer_s: float) -> float:
-    """Return the second at which an operation's input has arrived; below 0 if that is not known yet.
+    """Return the time in seconds at which an operation's input arrives; below 0 if that is not known yet.
 
     backward: whether the operation is the micro-batch's backward on the stage, else its forward.
     ends: (forward, backward), each operation's end as [stage][micro-batch]; −1 before it has ended.

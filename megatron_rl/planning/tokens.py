@@ -57,12 +57,17 @@ class SampleTokens:
         return dataclasses.replace(self, own=own, prompt=prompt)
 
     def squares(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (own, prompt), float64 [S] each: squared tokens of each sample's own tokens, and of its prompt."""
+        """Return (own, prompt), float64 [S] each: the attention costs of a sample's own tokens and its shared prompt.
+
+        Without windows they are r² + 2·p·r and p², for r own tokens and p prompt tokens.
+        """
         whole, prompt = (window_squares(lengths, self.windows) for lengths in (self.whole, self.prompt))
         return whole - prompt, prompt
 
     def sums(self, order: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (tokens, squares), float64 [M] each: the numbers of tokens and of squared tokens per micro-batch.
+        """Return (tokens, squares), float64 [M] each: every micro-batch's number of tokens, and its attention cost.
+
+        The cost is in squared tokens (see the class). A prompt that samples share counts once.
 
         order: int64, the samples' indices, micro-batch by micro-batch.
         offsets: int64 [M + 1], the index in ``order`` at which each micro-batch begins, then the
@@ -85,7 +90,9 @@ class SampleTokens:
         return tokens, squares
 
     def total(self, samples: np.ndarray) -> tuple[float, float]:
-        """Return (tokens, squares): the numbers of tokens and of squared tokens of one micro-batch of the samples.
+        """Return (tokens, squares) of one micro-batch of the samples: its number of tokens, and its attention cost.
+
+        The cost is in squared tokens (see the class).
 
         samples: int64, the samples' indices.
         """

@@ -106,7 +106,7 @@ class Reward:
     last_errors: the failures of the last `score` call. Each Score has its own failures too, and the
         log has the first failure of each kind in full.
     required_columns: the columns that every row of the data must have.
-    recognised: for each function of the user's, a sentence that says how it is called.
+    recognised: for each function of the user's, a sentence that says with what arguments it is called.
     """
 
     def __init__(self, config: RewardConfig, import_s: float | None = None, *, episodes: bool = False) -> None:
@@ -288,7 +288,7 @@ def opened_reward(
 
 
 def _recognised(forms: Mapping[str, Form | None], episodes: bool) -> list[str]:
-    """Return a list of sentences, each of which says how one function of the user's is called.
+    """Return a sentence for each function of the user's, which says with what arguments it will be called.
 
     forms: function name → how it is called (forms.py ``Form``); None for a built-in function.
 

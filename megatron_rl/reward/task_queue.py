@@ -6,9 +6,9 @@ A task is one call of one reward function on some samples of a prompt.
    its samples, each a task of its own. A sample that raises or runs out of time alone has failed. A
    sample whose worker dies is tried once more, since the machine may have been at fault. So a task
    of n samples costs at most 1 + 2n workers.
-2. If a task takes long (``suspect``), its samples are tried alone before it has failed. The
-   samples' results count once the task fails. If the task answers, they are dropped, so that they
-   cannot change its answer.
+2. If a task takes long (``suspect``), its samples are tried alone while it still runs. The samples'
+   results count once the task fails. If the task answers, they are dropped, so that they cannot
+   change its answer.
 3. For some functions (``lost_is_wrong``), a sample that runs out of time or kills its worker alone
    has not failed, but gets the value 0.0.
 
@@ -38,14 +38,16 @@ class Failure(Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Split:
-    """Records a task whose samples are run one by one, each as a task of its own.
+    """Records a task (the "whole task") that was cut into its samples, each a task of its own.
 
-    left: the number of samples whose task of their own has no result yet.
-    failure: how the whole task failed; None if it has not failed, but takes long.
+    A task is cut once it has failed, or while it still runs if it takes long.
+
+    left: the number of samples whose own result is not stored yet.
+    failure: how the whole task failed; None if it has not failed.
     error: the whole task's traceback, or a sentence that says what is wrong.
-    found_guilty: whether a sample failed alone.
-    is_moot: whether the whole task has answered. Then the results of its samples are thrown away.
-    early: (task, result) of each sample that ended before the whole task failed.
+    found_guilty: whether a sample failed when it was tried alone.
+    is_moot: whether the whole task has answered in the end. Its samples' own results are then dropped.
+    early: (task, result) of each sample that ended alone while the whole task still ran.
     """
 
     task: Task
@@ -68,8 +70,8 @@ class Task:
 
     function: the function's index.
     samples: the samples' indices in the batch.
-    split: the record of the failed or suspected task that this sample was cut from. None if this
-        task was not cut from another.
+    split: if this is one sample of a larger task that failed or takes long: the larger task's
+        record. Else None.
     deaths: the number of workers that died on this task.
     """
 
@@ -80,12 +82,12 @@ class Task:
 
     @property
     def is_early(self) -> bool:
-        """Return whether this is a sample of a suspected task that has not failed."""
+        """Return whether this is one sample of a larger task that takes long and has not failed."""
         return self.split is not None and self.split.failure is None
 
     @property
     def is_moot(self) -> bool:
-        """Return whether this is a sample of a task that has answered, so that no one waits for the sample's result."""
+        """Return whether this is one sample of a larger task that has answered; its own result is then not needed."""
         return self.split is not None and self.split.is_moot
 
 
@@ -112,7 +114,7 @@ class TaskQueue:
         self.has_failed = False  # whether a guilty sample is known
         self._lost_is_wrong = frozenset(lost_is_wrong)
         self._left = num_functions * len(rollouts)  # outcomes that are missing
-        self._suspected: dict[Task, Split] = {}  # suspected tasks that are under way
+        self._suspected: dict[Task, Split] = {}  # tasks under way that have taken long
         groups = [
             list(indices)
             for _, indices in itertools.groupby(range(len(rollouts)), key=lambda i: id(rollouts[i].prompt))
@@ -141,7 +143,7 @@ class TaskQueue:
 
     @property
     def num_early(self) -> int:
-        """Return the number of samples of suspected tasks that ``next_early`` can still hand out."""
+        """Return how many samples of slow tasks (``suspect``) ``next_early`` can still hand out, to be tried alone."""
         return len(self._early)
 
     def next(self) -> Task:
@@ -151,7 +153,7 @@ class TaskQueue:
         return self._early.popleft()
 
     def suspect(self, task: Task) -> None:
-        """Queue the samples of a task that is under way, to be tried alone while the task goes on."""
+        """Queue each sample of a task that takes long, to be tried alone while the task goes on."""
         if len(task.samples) == 1 or task in self._suspected:
             return
         split = self._suspected[task] = Split(task=task, left=len(task.samples))
@@ -160,7 +162,8 @@ class TaskQueue:
     def answered(self, task: Task, outcomes: Sequence[Outcome]) -> None:
         """Store a task's outcomes, one for each of its samples.
 
-        The outcome of a suspected task's sample is stored only once the whole task has failed.
+        The outcome of one sample of a larger task that still runs is kept aside, and stored only if
+        the larger task fails.
         """
         split = self._suspected.pop(task, None)
         if split is not None:
@@ -237,9 +240,9 @@ class TaskQueue:
         return [([self.rollouts[i] for i in s.task.samples], s.error) for s in raised if s.task.function == function]
 
     def slow_samples(self) -> int | None:
-        """Return the size of the smallest task that ran out of time although none of its samples failed alone.
+        """Return the size of the smallest task that was too slow only as a whole; None if there is none.
 
-        None if there is no such task.
+        It ran out of time, and none of its samples failed when tried alone.
         """
         slow = [s for s in self.splits if s.failure is Failure.OVERDUE and s.is_innocent]
         return min((len(s.task.samples) for s in slow), default=None)

@@ -40,10 +40,12 @@ def protocol_of(most: int) -> type[H11Protocol]:
     """Return a subclass of uvicorn's h11 protocol with this module's limits. ``most``: the maximum of connections."""
 
     class Connection(H11Protocol):
-        """Serves one connection. If the process has more than ``most`` connections, closes the one idle the longest.
+        """Serves one connection. If its server then has too many, closes the connection that was idle longest.
+
+        The maximum is ``most``, the argument of ``protocol_of``.
 
         waiting: the timer that closes the connection if a request's headers do not arrive in time.
-            None if no timer runs. ``most`` is the argument of ``protocol_of``.
+            None if no timer runs.
         """
 
         waiting: asyncio.TimerHandle | None = None

@@ -275,7 +275,7 @@ class RolloutManager:
             self._mend(lost)
 
     def _owed(self) -> list[list[str]]:
-        """Return for each rank why its engine was lost: one text for each job that waits for the engine."""
+        """Return for each rank texts that say why its engine was lost: one for each job that this left unfinished."""
         return collectives.gather_json([job.lost for job in self.jobs if job.lost is not None])
 
     def _drain(self) -> None:

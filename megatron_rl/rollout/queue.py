@@ -96,7 +96,7 @@ class RolloutQueue:
         )
 
     def _number(self, index: int) -> int:
-        """Return how many rollouts are not taken for training yet, from the oldest of them to rollout ``index``."""
+        """Return the position, from 1, of rollout ``index`` among the rollouts that are not taken for training yet."""
         return index - min(self.jobs, default=self.next_rollout) + 1
 
     def start_ahead(self, index: int) -> None:

@@ -2,7 +2,7 @@
 
 ``may_start`` is pure and reads only counters that are the same on every rank, so all ranks decide
 alike. A weight version is the number of optimizer steps that changed a weight. ``between`` is the
-number of rollouts that are trained before the rollout that is to be started. So training on that
+number of rollouts still to be trained before the rollout that is to be started. So training on that
 rollout begins at most ``between · steps_per_rollout`` versions from now.
 
 Invariants (``assert_invariants`` in tests/unit/rollout/test_staleness.py):
@@ -42,7 +42,7 @@ def may_start(
 
     trained: the trainer's weight version.
     engine: the engines' weight version.
-    between: the number of rollouts that are trained before this rollout.
+    between: the number of rollouts still to be trained before this rollout.
     steps_per_rollout: the number of optimizer steps on each rollout.
     max_staleness_steps: the maximum of versions between the weights that sample a rollout and the
         weights that are trained on it. None: no limit.

@@ -424,5 +424,5 @@ def _content(body: bodies.Body) -> bytes:
 
 
 def _fault(error: RequestError) -> dict[str, object]:
-    """Return the header of an operation that does nothing but fail with ``error`` when its number comes."""
+    """Return the header of an operation that waits for its turn like any other, and then fails with ``error``."""
     return {"do": "fail", "error": str(error), "fault": (error.fault or Fault.USER).value}

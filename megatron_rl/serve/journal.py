@@ -44,7 +44,7 @@ class Journal:
         sums["seconds"] += seconds
 
     def discard(self, model: str) -> None:
-        """Forget the metrics of a model's requests after its last step, as their gradient was discarded."""
+        """Forget the metrics of the requests that a model got since its last step, as their gradient was discarded."""
         self._sums.pop(model, None)
 
     def step(self, model: str, number: int, metrics: Mapping[str, float], seconds: float) -> None:

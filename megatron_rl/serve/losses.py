@@ -47,7 +47,8 @@ class ServedLoss:
     """Holds one request's loss.
 
     term: a function of PolicyTokens that returns the policy term: loss and clipped targets.
-    reads: the names of the inputs that it needs from a datum. The last one weighs the targets.
+    reads: the names of the inputs that it needs from a datum. The last one is each target's weight
+        in the loss: "advantages" or "weights".
     reads_mask: whether it reads ``sequence_ratio_mask`` if a datum has one.
     trains_all: whether a target trains even if its advantage is 0.
     """

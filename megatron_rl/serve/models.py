@@ -68,7 +68,7 @@ class Models:
         self._begin(name)
 
     def load(self, name: str, folder: pathlib.Path, *, with_adam: bool) -> AdapterSpec | None:
-        """Begin a model, or replace its state, by the state in a checkpoint; return its adapters. A collective.
+        """Load a checkpoint as the model ``name``, new or in place of its state; return its adapters. A collective.
 
         with_adam: whether AdamW's state is loaded too.
 
@@ -85,7 +85,7 @@ class Models:
         checkpoints.save(self.activate(name), folder, spec, with_adam=with_adam)
 
     def read(self, folder: pathlib.Path) -> Weights:
-        """Return the weights in a checkpoint, without beginning a model. A collective."""
+        """Return the weights in a checkpoint; no model is created or changed. A collective."""
         self._put_away()
         checkpoints.load(self.backend, folder, with_adam=False)
         return Weights(tensors=trained_state.take_weights(self.backend), scale=trained_state.scale_of(self.backend))

@@ -1,7 +1,7 @@
-"""The operations of clients, and the lines in which they wait. ``serve/operations.py`` orders them.
+"""The operations of clients, and the queues in which they wait. ``serve/operations.py`` orders them.
 
-An operation is a client's request that runs on all ranks. A line is the queue of one model or one
-sampler, in which operations are numbered.
+An operation is a client's request that runs on all ranks. Each model and each sampler has a queue,
+in which operations are numbered.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Operation:
     id: the id by which its client asks for the answer.
     owner: a digest of the client's key.
     line: the name of its model or sampler, which names its queue.
-    seq: its number in that line.
+    seq: its number in that queue.
     kind: the kind of request, such as "optim_step".
-    depends: whether later operations of its line make no sense if it fails.
+    depends: whether later operations of its queue make no sense if it fails.
     header: what to do, as JSON-able values.
     body: the client's data, which are sent to every rank.
     parsed: the values of ``body``, on rank 0; None if there are none.
@@ -79,16 +79,16 @@ def digest_of(*parts: bytes) -> str:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Line:
-    """Holds the waiting operations of one line, the queue of one model or one sampler.
+    """Holds the queue of one model or one sampler: its waiting operations.
 
     ordered: whether its operations run in the order of their numbers.
-    next: the number that runs next in an ordered line.
+    next: the number that runs next in an ordered queue.
     waiting: number → operation.
     failed: the failure (message, fault) of which the client must be told before anything runs; None
         if there is none.
-    failed_at: the lowest number whose answer tells the client of that failure.
+    failed_at: the number of the first operation whose error tells the client of that failure.
     running: whether one of its operations runs now.
-    turn: a number that grows each time the line is opened or served. The line with the lowest
+    turn: a number that grows each time the queue is opened or served. The queue with the lowest
         number is served next.
     """
 
@@ -101,9 +101,9 @@ class Line:
     turn: int = 0
 
     def stop(self, why: tuple[str, Fault], failed_at: int) -> None:
-        """Stop an ordered line until its client was told of the failure ``why``. An unordered line goes on.
+        """Stop an ordered queue until its client was told of the failure ``why``. An unordered queue goes on.
 
-        failed_at: the lowest number whose answer tells the client.
+        failed_at: the number of the first operation whose error tells the client.
         """
         if self.ordered:
             self.failed, self.failed_at = why, failed_at

@@ -1,21 +1,21 @@
-"""The queue of operations on rank 0: a model's operations run in the order of their numbers, each once. Thread-safe.
+"""The queues of operations on rank 0: a model's operations run in the order of their numbers, each once. Thread-safe.
 
-A line is the queue of one model or one sampler. A model's operations are numbered from 0. A
+Each model and each sampler has a queue (``Line``). A model's operations are numbered from 0. A
 sampler's requests run in any order, many at a time.
 
 Invariants (tests/unit/serve/test_operations.py checks them under Hypothesis):
 
-1. The operations of a model's line run in the order of their numbers, for any order of their
-   arrival. None is left out.
+1. The operations of a model run in the order of their numbers, for any order of their arrival.
+   None is left out.
 2. An operation that arrives again is the same operation. It runs once, and every request for its
    answer gets the same answer.
 3. Another request under a used number is refused.
 4. Every accepted operation ends: by its answer, by an error, or, after ``queue_s`` or ``gap_s``, by
    an error that names the limit.
-5. If training depends on an operation that failed, the operations behind it in its line fail too,
+5. If training depends on an operation that failed, the operations behind it in its queue fail too,
    until the client was told of the failure. So nothing is trained on half a step. Requests that the
    client sends later run.
-6. Lines take turns: between two operations of one line, every other line with a ready operation
+6. Queues take turns: between two operations of one queue, every other queue with a ready operation
    has had a turn.
 """
 
@@ -34,12 +34,12 @@ from megatron_rl.serve.values import Fault, RequestError
 
 
 class Operations:
-    """Holds all operations, and decides which runs next.
+    """Holds all operations, in one queue per model or sampler, and decides which runs next.
 
-    gap_s: seconds to wait for a missing number.
-    queue_s: seconds that an operation may wait.
-    max_bytes: the maximum of bytes of all waiting operations together, and also of all kept answers
-        together.
+    gap_s: seconds that a model's operations wait for an operation with a lower number to arrive.
+    queue_s: seconds that an operation may wait in its queue.
+    max_bytes: the maximum of bytes of all operations that have not ended, and also of all ended ones
+        that are kept with their answers.
     max_batch: the maximum of samples that run together.
     ended: a function that is called with each operation that has ended; it may call this object.
     clock: a function that returns monotonic seconds.
@@ -60,7 +60,7 @@ class Operations:
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
         self._lines: dict[str, Line] = {}
-        self._busy: dict[str, Line] = {}  # the lines with waiting operations
+        self._busy: dict[str, Line] = {}  # the queues with waiting operations
         self._turns = itertools.count()
         self._all: dict[str, Operation] = {}
         self._bytes = 0  # bytes of operations that have not ended
@@ -71,14 +71,15 @@ class Operations:
     def open_line(
         self, line: str, *, first: int = 0, ordered: bool = True, failed: tuple[str, Fault] | None = None
     ) -> bool:
-        """Open a line (the queue of a model or a sampler). If it is open already, return False and change nothing.
+        """Open a queue for a model or a sampler. If it is open already, return False and change nothing.
 
-        Lines are never removed.
+        Queues are never removed.
 
-        first: the number of the line's next operation.
+        line: the name of the model or sampler.
+        first: the number of the queue's next operation.
         ordered: whether operations run in the order of their numbers, as a model's do.
-        failed: a failure of which the line's client must be told before anything runs; None if
-            there is none.
+        failed: a failure of which the client must be told before anything runs; None if there is
+            none.
         """
         with self._lock:
             if line in self._lines:
@@ -88,7 +89,7 @@ class Operations:
             return True
 
     def fail_line(self, line: str, error: tuple[str, Fault]) -> None:
-        """End a line's waiting operations by an error, and later ones too until the line's client was told of it."""
+        """End the waiting operations of the queue ``line`` with ``error``, and later ones until its client was told."""
         with self._lock:
             failed_at = self._lines[line].next
             doomed = self._doom(line, error)
@@ -104,7 +105,7 @@ class Operations:
 
         accept: a function that is called once with a new operation, before it can run.
 
-        If the line's client was not yet told of a failure, the operation fails at once. Raises
+        If its queue has failed, and the client was not told yet, the operation fails at once. Raises
         RequestError for a number that another request has used, and, with HTTP status 429, if too
         many bytes wait.
         """
@@ -132,7 +133,7 @@ class Operations:
                     status=429,
                     fault=Fault.SERVER,
                 )
-            # Queue it. A failed line fails it at once.
+            # Queue it. If its queue has failed, it fails at once.
             operation.arrived_at = operation.asked_at = self._clock()
             accept(operation)
             self._all[operation.id] = operation
@@ -166,7 +167,7 @@ class Operations:
     def tell(self, operation: Operation) -> None:
         """Note that a client was given an operation's answer or error.
 
-        If the error tells the client of the line's failure, later operations of the line run again.
+        If the error reports that the whole queue failed, operations that arrive from now on can run.
         """
         with self._lock:
             operation.asked_at, operation.told = self._clock(), True
@@ -175,16 +176,16 @@ class Operations:
                 line.failed = None
 
     def tell_line(self, line: str) -> None:
-        """Note that a line's client was told of the line's failure. Later operations of the line run again.
+        """Note that a client was told that its queue ``line`` failed. Operations that arrive from now on can run.
 
-        The client was told when it asked for an operation that is not in memory.
+        This is for a client that was told when it asked for an operation that is not in memory.
         """
         with self._lock:
             if line in self._lines:
                 self._lines[line].failed = None
 
     def failure_of(self, line: str) -> tuple[str, Fault] | None:
-        """Return the failure of which a line's client was not told yet, as (message, fault); None if there is none."""
+        """Return the failure (message, fault) of the queue ``line`` if its client was not told of it yet; else None."""
         with self._lock:
             return self._lines[line].failed if line in self._lines else None
 
@@ -254,9 +255,9 @@ class Operations:
         return sorted(self._busy.items(), key=lambda item: item[1].turn)
 
     def _served(self, name: str, line: Line, seq: int) -> Operation:
-        """Take operation ``seq`` out of its line and return it. This counts as the line's turn.
+        """Take operation ``seq`` out of its queue and return it. The queue's next turn comes after all others'.
 
-        name: the line's name.
+        name: the queue's name.
         """
         line.turn = next(self._turns)
         operation = line.waiting.pop(seq)
@@ -265,7 +266,7 @@ class Operations:
         return operation
 
     def _batch(self, first: Operation) -> list[Operation]:
-        """Return waiting sampling requests that run together with ``first``: for the same weights, from any line.
+        """Return waiting sampling requests that run together with ``first``: for the same weights, from any sampler.
 
         Together they request at most ``max_batch`` samples, unless a single one requests more.
         """
@@ -286,7 +287,7 @@ class Operations:
         self._announce([operation])
 
     def fail(self, operation: Operation, message: str, fault: Fault) -> None:
-        """End an operation by an error. If training depends on it, its line's waiting operations fail too.
+        """End an operation with an error. If training depends on it, all that wait in its queue fail too.
 
         All this is one change under the lock. So a request that the client sends once it knows of the
         error does not fail with this operation.
@@ -301,7 +302,7 @@ class Operations:
         self._announce([operation, *doomed])
 
     def _doom(self, name: str, error: tuple[str, Fault]) -> list[Operation]:
-        """End the waiting operations of the line ``name`` by an error and return them. The caller holds the lock.
+        """End the operations that wait in the queue ``name`` with an error; return them. The caller holds the lock.
 
         The caller must pass them to ``_announce`` once it has released the lock.
         """
@@ -345,7 +346,10 @@ class Operations:
                     loop.call_soon_threadsafe(event.set)
 
     def _end_overdue(self) -> None:
-        """End operations that have waited too long, behind a missing number or for their turn, by an error."""
+        """End with an error all operations of a queue in which one has waited too long.
+
+        It waited for an operation with a lower number to arrive, or for its turn.
+        """
         now, doomed = self._clock(), []
         with self._lock:
             for name, line in list(self._busy.items()):

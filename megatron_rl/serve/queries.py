@@ -96,7 +96,10 @@ def _checkpoint(row: Row) -> dict[str, object]:
 
 
 def weights_info(registry: Registry, owner: str, path: str) -> dict[str, object]:
-    """Return the base model and the adapters of the checkpoint ``path``, to continue training from it."""
+    """Return the answer with the base model's name and the LoRA settings of the checkpoint ``path``.
+
+    A client needs them to continue training from it.
+    """
     row = registry.checkpoint(path, owner)
     spec = row.facts["spec"]
     if spec is None:
@@ -123,7 +126,7 @@ def session(registry: Registry, owner: str, id: str) -> dict[str, object]:
 
 
 def sampler(registry: Registry, owner: str, id: str) -> dict[str, object]:
-    """Return the answer with the weights from which the sampling session ``id`` samples."""
+    """Return the answer that names the weights from which the sampling session ``id`` samples."""
     row = registry.sampler(id, owner)
     return {"sampler_id": id, "base_model": row.facts["base_model"], "model_path": row.facts["path"]}
 

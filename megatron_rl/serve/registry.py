@@ -110,7 +110,7 @@ class Registry:
         return [x for x in self.store.operations(model) if x.seq > saved and x.kind in MOVES and x.state != "failed"]
 
     def lost_words(self, model: str) -> tuple[str, Fault] | None:
-        """Return (message, fault) for a model's client about lost operations; None if none are lost."""
+        """Return (message, fault) that tells a model's client which operations were lost; None if none were."""
         lost = self.lost_since_saved(model)
         if not lost:
             return None

@@ -1,4 +1,4 @@
-"""The server's start and its loops: every rank builds the model, rank 0 listens to clients, all run its messages."""
+"""The server's start and its loops: all ranks build the model, rank 0 listens to clients, all run what it sends."""
 
 from __future__ import annotations
 

@@ -32,11 +32,11 @@ from megatron_rl.types import Sample, StepKind, StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """Holds a training request of S data in the backend's form, with T targets in the batch.
+    """Holds a training request of S data in the backend's form. T is the number of targets in its batch.
 
     starts: int64 [S], for each datum the index of the first input token whose target is in the
-        batch. It is 0 under ``serve.logprobs=all``.
-    sequences: int64 [T], the number of the datum to which each target in the batch belongs.
+        batch: the first whose log-prob is needed. It is 0 under ``serve.logprobs=all``.
+    sequences: int64 [T], the index of the datum to which each target in the batch belongs.
     signal: bool [S], True for data whose gradient may be non-zero.
     trained: bool [S], True for data that run backward: the data with signal, or all under
         ``skip.mode=off``.
@@ -87,7 +87,7 @@ def prepare(backend: MegatronBackend, call: TrainingCall, *, logprobs: str, leas
 
 
 def _read_targets(loss: ServedLoss, datum: Datum, everything: bool) -> np.ndarray:
-    """Return bool [N], True for a datum's input tokens after which the loss or the answer reads a log-prob.
+    """Return bool [N], True for a datum's input tokens whose target's log-prob the loss or the answer needs.
 
     everything: whether the answer has the log-probs of all targets.
     """
@@ -100,10 +100,12 @@ def _read_targets(loss: ServedLoss, datum: Datum, everything: bool) -> np.ndarra
 
 
 def _start(read: np.ndarray) -> int:
-    """Return the index of the first True in ``read``, the input tokens after which a log-prob is read; 0 if none is.
+    """Return the index of a datum's first input token whose target's log-prob is needed; 0 if there is none.
 
     The tokens up to this index become the sample's prompt. Equal prompts may be run once for
     several samples.
+
+    read: bool [N], True for each such token.
     """
     return int(read.argmax()) if read.any() else 0
 
@@ -111,11 +113,12 @@ def _start(read: np.ndarray) -> int:
 def _sample(number: int, datum: Datum, read: np.ndarray, start: int) -> Sample:
     """Return a datum as the backend's Sample: tokens up to index ``start`` are its prompt, later ones its response.
 
-    The last target is appended as the last token. A plain Sample suffices if each target that is
-    read is the next token of the sequence. Otherwise the result is a TargetSample with the targets.
+    The last target is appended as the last token. The result is a plain Sample if each target whose
+    log-prob is needed is the next token of the sequence. Otherwise it is a TargetSample, which holds
+    the targets.
 
     number: the datum's index in the request.
-    read: bool [N], the input tokens after which a log-prob is read.
+    read: bool [N], True for each input token whose target's log-prob is needed.
     """
     fields = dict(
         sample_id=f"data[{number}]",

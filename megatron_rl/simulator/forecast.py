@@ -119,8 +119,8 @@ class Forecast:
     ideal: the gain if time were proportional to tokens, which is all tokens over the tokens of
         samples with signal. None if no sample has signal.
     gain: the dense update's predicted time over the skip update's.
-    memory: the memory of each pipeline stage in the dense run.
-    constraints: what limits the skip update, the largest saving first.
+    memory: the memory of each pipeline stage in the dense update.
+    constraints: the limits that make the skip update slower, the one that costs the most time first.
     dead_samples: the share of samples without signal.
     costs: the costs from which the seconds were computed.
     """
@@ -165,8 +165,8 @@ class Job:
     def rules(self) -> PlanRules:
         """Return the planner's rules, as the trainer's backend would set them.
 
-        They contain costs: the job's, if ``plan.calibrate`` is on and a run has measured them, else
-        the planner's assumed ones.
+        The rules contain the costs by which micro-batches are planned. They are the job's, if a run
+        has measured those and ``plan.calibrate`` is on, else the planner's assumed costs.
         """
         config = self.config
         shares = shares_prompts(config.plan, config.parallel, config.megatron, self.shape.layer_spec)
@@ -184,8 +184,8 @@ class Job:
     def signal(self) -> np.ndarray:
         """Return [S] bool, True for a sample with signal: it has a loss token, and an advantage that is not 0.
 
-        Every sample with a loss token has signal in a supervised step, and if rewards alone do not
-        give the advantage: with a critic, a teacher, or a KL penalty in the reward.
+        In two cases a loss token is enough: in a supervised step, and if the advantage does not follow
+        from rewards alone (with a critic, a teacher, or a KL penalty in the reward).
         """
         config, workload = self.config, self.workload
         if workload.supervised or config.has_critic or config.has_teacher or config.kl_in_reward:
@@ -406,13 +406,13 @@ def _drawn(rank: int, timeline: Timeline, mini_batch: StepPlan, lengths: np.ndar
 def _constraints(
     job: Job, rules: PlanRules, signal: np.ndarray, skip: Outcome, *, drops: bool
 ) -> tuple[Constraint, ...]:
-    """Return what limits the update's speed, the largest saving first.
+    """Return the limits that make an update slower, the one that costs the most time first.
 
-    Some savings follow from the times in ``skip``. For the others, the samples are planned and timed
-    again without one of the planner's rules.
+    The time that a limit costs follows from the times in ``skip``, or from planning and timing the
+    samples again with that limit relaxed.
 
     drops: whether samples without signal are dropped.
-    skip: the update's predicted times and counts, made with the same ``drops``.
+    skip: the predicted times and counts of that update, made with the same ``drops``.
     """
     epochs_s, longest = skip.update_s, int(job.padded(rules).whole.max(initial=0))
 

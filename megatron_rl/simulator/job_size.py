@@ -39,8 +39,9 @@ def job_size(
     """Return the number of a job's GPUs.
 
     It is taken from ``nodes`` and ``gpus_per_node``, else from torchrun's or SLURM's variables. If
-    none states it, it is assumed: as many GPUs of one node as the degrees of parallelism divide,
-    else the fewest whole nodes.
+    none states it, one node is assumed, with as many of its GPUs as whole replicas of the policy
+    (and the critic's own ranks) fill. If one node is too small, the fewest whole nodes that suit
+    are assumed.
 
     environment: the variables of this process.
     host_gpus: the number of GPUs of this host, assumed for a node of unknown size; 0 if it has

@@ -64,8 +64,8 @@ class Costs:
     chunk_shares: for each model chunk, in the order of the layers, its share of its pipeline rank's
         time.
     source: the origin of the costs, in words.
-    from_run: True if a run measured the costs with these pipeline stages; a planner with
-        ``plan.calibrate`` would use them too.
+    from_run: True if a run with the same pipeline stages measured these costs. If so, and if
+        ``plan.calibrate`` is on, the forecast also plans micro-batches by them.
     """
 
     model: CostModel

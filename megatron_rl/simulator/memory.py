@@ -206,7 +206,8 @@ def fused_kept_elements(model: PlacedModel, layer: int) -> float:
     - The two norms: each saves its input, and the matrix product after a norm saves the norm's
       output, 4 · hidden_size in all.
     - SwiGLU saves gate and up; the matrix product after SwiGLU saves their product.
-    - Norms of q and k save q beside the projection.
+    - With norms of q and k, q's norm saves its input; that of k's norm is part of the saved
+      projection.
     - Cosines and sines are saved once per micro-batch.
     - An expert's output is not saved, since its SwiGLU already applies the router's weights.
     """

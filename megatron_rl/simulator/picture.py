@@ -1,8 +1,8 @@
-"""The picture of a forecast as SVG: the pipeline over time, dense above skip, on a common axis of seconds.
+"""The picture of a forecast as SVG: two pipeline schedules, one above the other, on a common axis of seconds.
 
-The dense pipeline runs all samples, and the skip drops those without signal (advantage 0). In the
-dense pipeline, the share of a micro-batch's tokens that the skip drops is grey. Colours are those
-of the run report (observability/page/watch.css), light and dark.
+The upper one is dense: it runs all samples. The lower one skips samples without signal, which have
+advantage 0. In the upper one, the share of a micro-batch's tokens that the lower one skips is grey.
+Colours are those of the run report (observability/page/watch.css), light and dark.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class RemotePath:
 
     system: fsspec's file system.
     scheme: the URL's scheme.
-    key: the object's name within the file system, without the scheme.
+    key: the object's name within the file system, bucket included, without the scheme.
     answer_s: seconds that the store may take for one request.
     """
 
@@ -100,7 +100,7 @@ class RemotePath:
         return RemotePath(self.system, self.scheme, self.key, answer_s=min(answer_s, self.answer_s))
 
     def bucket(self) -> RemotePath:
-        """Return the path of the bucket, the first component of the key."""
+        """Return the path of the bucket that this path is in; its name is the first component of ``key``."""
         return self._at(self.key.strip("/").partition("/")[0])
 
     def with_name(self, name: str) -> RemotePath:

@@ -107,7 +107,9 @@ def _chosen(
     source: str,
     number: int | None = None,
 ) -> list[Completion]:
-    """Return ``rules.count`` samples: the best and the worst of the groups with the lowest prompt indices.
+    """Return up to ``rules.count`` samples: the best and the worst of each group, in the order of prompt indices.
+
+    If there are too few groups, each gives more than two samples.
 
     groups: prompt's index → group, for this rank's prompts.
     numbers: a function that takes a prompt's index. It returns two lists, the rewards and the

@@ -1,4 +1,4 @@
-"""Importance weights from log-probs, and the samples that these weights leave to train on.
+"""Importance weights from log-probs, and the samples that are still trained on under these weights.
 
 docs/semantics.md §5 and §7. The weights are computed after the log-prob pass and before the final
 plan of optimizer steps. Every rank computes them from the same numbers, but another CPU may round
@@ -24,7 +24,7 @@ from megatron_rl.types import Advantages
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CorrectedSignal:
-    """Holds the importance weights of a rollout, and the samples that these weights leave to train on.
+    """Holds the importance weights of a rollout, and the samples that are still trained on under them.
 
     weights: float64 [T], one weight for each response token, sample after sample. None if no
              correction is configured (all weights are 1).
@@ -52,10 +52,10 @@ class Corrections:
     advantage_epsilon: float
 
     def __call__(self, batch: Batch, decision: Decision, advantages: Advantages, old: np.ndarray) -> CorrectedSignal:
-        """Return a rollout's importance weights, and the samples that these leave to train on. A collective.
+        """Return a rollout's importance weights, and the samples that are still trained on under them. A collective.
 
-        decision: was made by the advantages alone. Its ``trained`` are the samples to train on, its
-            ``runs`` the samples that the plan runs.
+        decision: was made by the advantages alone. Its ``trained`` are the samples to train on. Its
+            ``runs`` are those that the plan runs, which may be more.
         old: [T], log π_old of each response token, sample after sample; known for samples in
             ``runs``.
         """
@@ -82,7 +82,7 @@ def apply_corrections(
     old_logprobs: np.ndarray | None,
     advantage_epsilon: float = 0.0,
 ) -> CorrectedSignal:
-    """Return a rollout's importance weights, and the samples that these weights leave to train on.
+    """Return a rollout's importance weights, and the samples that are still trained on under them.
 
     A sample stays if, at one of its tokens, |weight · advantage| is larger than
     ``advantage_epsilon``. The weights hold for all mini-batches and epochs of the rollout. A

@@ -1,4 +1,4 @@
-"""The critic as a run's loop calls it, a substitute for runs without one, and the start of separate critic ranks."""
+"""The critic's calls in the training loop, a stand-in for runs without one, and the start of separate critic ranks."""
 
 from __future__ import annotations
 

@@ -248,11 +248,11 @@ def check_port(metrics: MetricsConfig) -> None:
 
 
 def check_model(config: Config, degrees: Degrees, *, value_head: bool = False, elsewhere: bool) -> None:
-    """Raise ConfigError if settings do not fit a model's layers, its files' tensors or Megatron-Core's fields.
+    """Raise ConfigError if settings do not fit a model's layers or its files' tensors, or if Megatron-Core refuses one.
 
     degrees: the parallel degrees of the model's ranks.
     value_head: whether the model gives one number per token in place of logits, as a critic does.
-    elsewhere: whether the job is to run on another machine.
+    elsewhere: whether the job is to run on another machine; what is installed here is then ignored.
     """
     hf_config = load_hf_config(config.model.hf_path, provider=config.model.provider)
     config = dataclasses.replace(config, model=settle_dtype(config.model, hf_config, on_gpu=True))

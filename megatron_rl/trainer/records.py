@@ -46,11 +46,11 @@ class Record(Protocol):
 
 
 class Records:
-    """Writes the rows of metrics.jsonl, and passes each event of the run on to all other records.
+    """Writes the rows of metrics.jsonl, and passes each event of the run on to the objects in ``others``.
 
     No method is a collective.
 
-    others: the other records, in the order in which they are called.
+    others: what else records the run, such as its trace, in the order in which they are called.
     num_rollouts: the number of rollouts recorded so far, those before a resume included.
     """
 
@@ -114,6 +114,6 @@ class Records:
             record.row(written)
 
     def end(self) -> None:
-        """Tell every other record that the run ends."""
+        """Tell each of ``others``, such as the run's trace, that the run ends."""
         for record in self.others:
             record.end()

@@ -1,4 +1,4 @@
-"""The reference policy of a run: when it takes over the policy's weights, its log-probs, and the KL's coefficient.
+"""The reference policy of a run: its log-probs, the KL's coefficient, and when it is renewed from the policy's weights.
 
 The backend holds the weights themselves (backend/reference_weights.py). See docs/semantics.md §7
 and docs/ppo.md.

@@ -55,7 +55,7 @@ class ResponseUpdate:
     inputs: LossInputs
 
     def accumulate(self, backend: TrainableModel) -> None:
-        """Add the gradient of the linear loss to the backend's accumulated gradient. A collective."""
+        """Add the gradient of the loss −Σ_i w_i Σ_t log π(t) to the backend's accumulated gradient. A collective."""
         backend.forward_backward(self.batch, self.step, self.inputs, fingerprint=self.fingerprint, supervised=True)
 
 
@@ -255,7 +255,7 @@ def plan_update(
 ) -> ResponseUpdate:
     """Plan the one optimizer step on a batch of S responses. A collective.
 
-    weights: float64 [S], each response's weight in the linear loss.
+    weights: float64 [S], each response's weight w_i in the loss −Σ_i w_i Σ_t log π(t).
     signal: bool [S], the responses that add to the gradient.
     purpose: a name of the plan's purpose, which is part of its fingerprint.
     drops: whether responses without signal are left out.

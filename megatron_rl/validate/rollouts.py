@@ -177,8 +177,8 @@ def stragglers(
 def reward_workers(reward: RewardConfig, deadline_s: float) -> str | None:
     """Return an error message if reward workers have settings but none is started, or their deadline is too long.
 
-    Otherwise it returns None. ``reward.deadline_s`` must be below ``deadline_s``, the seconds that the
-    other ranks wait.
+    Otherwise it returns None. ``reward.deadline_s`` must be below ``deadline_s`` (``run.deadline_s``),
+    the seconds that ranks wait for one another.
     """
     if reward.worker_environment and not reward.num_workers:
         return (
@@ -309,11 +309,12 @@ def delta(weight_sync: WeightSyncConfig, engine: str) -> str | None:
 def environment(
     environment: EnvironmentConfig, functions: tuple[str, ...], plays_episodes: bool, deadline_s: float
 ) -> str | None:
-    """Return an error message if a reward lacks its environment, or the environment has too long a deadline, else None.
+    """Return an error message if the reward ``environment`` has no environment, or its deadline is too long, else None.
 
     functions: ``reward.functions``.
     plays_episodes: whether an environment or an agent makes the samples.
-    deadline_s: the seconds that the other ranks wait; ``environment.deadline_s`` must be below it.
+    deadline_s: ``run.deadline_s``, the seconds that ranks wait for one another;
+        ``environment.deadline_s`` must be below it.
     """
     if "environment" in functions and not plays_episodes:
         return (
@@ -329,8 +330,8 @@ def agents(endpoint: EndpointConfig, environment: str | None, deadline_s: float,
     They cannot work with an environment, with the engine's routing replay, or with too long a
     deadline.
 
-    deadline_s: the seconds that the other ranks wait; ``rollout.endpoint.deadline_s`` must be below
-        it.
+    deadline_s: ``run.deadline_s``, the seconds that ranks wait for one another;
+        ``rollout.endpoint.deadline_s`` must be below it.
     """
     if endpoint.agent is None:
         return None

@@ -63,8 +63,8 @@ def checksum_of(tensors: Sequence, num_bytes: int, digests: Sequence[int]) -> st
 def part_bounds(num_bytes: int) -> list[int]:
     """Return the byte offsets at which a bucket's NUM_PARTS parts begin, and last the bucket's end, in ascending order.
 
-    Each part begins at a row. Only the bucket's last row may be incomplete. A small bucket's last
-    parts are empty.
+    A part is a range of rows of ROW_BYTES bytes; only the bucket's last row may be shorter. A small
+    bucket's last parts are empty.
 
     Example: a bucket of 20 rows has parts of 3, 3, 3, 3, 3, 3, 2 and 0 rows.
     """

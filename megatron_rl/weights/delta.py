@@ -40,13 +40,14 @@ class Difference:
 
     word_bytes: bytes of a word, 2 or 4.
     code_bytes: 0 if the codes are a bit for each word. Else 1 or 2, the bytes of a code, which
-        counts the unchanged words before a changed one (the gap).
+        counts the unchanged words before a changed one (the gap). A gap too large for one code
+        takes several.
     num_codes: the number of codes; if ``code_bytes`` is 0, the number of bytes that hold the bits.
     num_changed: the number of changed words.
 
     Example: 3 of 1,000 bfloat16 words changed; two gaps are above 254 and take two codes each →
     ``word_bytes=2, code_bytes=1, num_codes=5, num_changed=3``. The payload has 5 bytes of codes, 3
-    zeros, and 6 bytes of new words.
+    zero bytes up to a multiple of 4, and 6 bytes of new words.
     """
 
     word_bytes: int
@@ -87,8 +88,8 @@ def compare(
 ) -> tuple[int, tuple[Difference, torch.Tensor] | None]:
     """Return (number of changed words, (difference, payload)) of two buckets.
 
-    The pair (difference, payload) is as ``encode`` returns it. In place of the pair there is None
-    if the payload would not be smaller than the bucket.
+    The second, as ``encode`` returns it, tells what changed. It is None instead of a pair if the
+    payload would not be smaller than the bucket.
 
     old, new: uint8 [bytes], as ``changed_words`` takes them.
     word_bytes: bytes of a word, 2 or 4.

@@ -11,8 +11,8 @@ tensor-parallel ranks:
                   …], groups split over ranks (source: megatron-core 0.16.1
                   ``transformer/attention.py`` SelfAttention.get_query_key_value_tensors).
 - ``GATE_UP``: a rank holds its rows of gate, then its rows of up (0.16.1
-               ``transformer/mlp.py``). A single Hugging Face tensor other than gate and up together
-               (LoRA's B, say) is split by rows.
+               ``transformer/mlp.py``). If the parameter is one Hugging Face tensor that does not
+               hold both gate and up (LoRA's B, say), it is split by rows.
 - ``SPLIT``:      one vector, split in equal slices (a norm over all heads of q or k, the logits
                   of attention sinks).
 - ``INTERLEAVED``: as ``GATE_UP`` in Megatron-Core. The one Hugging Face tensor is the transpose,
@@ -79,11 +79,11 @@ class Entry:
     joined: bool = False
 
     def held_by(self, expert_rank: int, shape: ModelShape, expert_size: int) -> Entry:
-        """Return the entry with ``{expert}`` in Hugging Face names replaced by the expert's number among all experts.
+        """Return the entry of an expert of rank ``expert_rank``, with ``{expert}`` in Hugging Face names filled in.
 
-        ``self.expert`` is the expert's number among the experts of rank ``expert_rank``. Of E experts,
-        rank e of n holds experts e·E/n to (e + 1)·E/n - 1 (``moe/moe_layer.py``). An entry outside the
-        experts is returned unchanged.
+        ``self.expert`` is the expert's number among the rank's experts; ``{expert}`` is replaced by its
+        number among all experts. Of E experts, rank e of n holds experts e·E/n to (e + 1)·E/n - 1
+        (``moe/moe_layer.py``). An entry outside the experts is returned unchanged.
 
         expert_rank: the expert-parallel rank e.
         shape: the model's shape, which has E.

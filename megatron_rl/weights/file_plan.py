@@ -64,8 +64,8 @@ class FileSizes:
 class Piece:
     """Describes one Megatron parameter whose shards are collected by its owner, the rank that writes it.
 
-    entry: the parameter's ``Entry``. In an expert's entry ``{expert}`` stands for the expert's number
-        among all experts, which ``Entry.held_by`` fills in for ``expert_rank``.
+    entry: the parameter's ``Entry``. Hugging Face names of an expert's entry hold ``{expert}``, which
+        ``Entry.held_by`` replaces by the expert's number among all experts.
     pipeline_rank, chunk: the pipeline rank and the model chunk that the parameter belongs to.
     expert_rank: the expert-parallel rank that holds the expert; None for a parameter outside the
         experts.

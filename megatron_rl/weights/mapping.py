@@ -280,9 +280,10 @@ def load_shard(entry: Entry, shape: ModelShape, read: ReadRows, rank: int, ranks
 def hf_parts(entry: Entry, shape: ModelShape, shards: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
     """Yield (name, pieces) for each Hugging Face tensor of a Megatron parameter; the inverse of ``load_shard``.
 
-    Nothing is copied. The pieces are views of ``shards`` that hold the tensor's elements in order,
-    one piece after the other; ``laid_out`` joins them. There is one piece, or several if the entry
-    is ``joined``. A piece may have more dimensions than the tensor.
+    Nothing is copied: the pieces are views of ``shards``. Flattened and put one after the other, they
+    are the tensor (``laid_out`` does this). There is one piece, or there are several if the tensor
+    holds q, k and v, or gate and up (``Entry.joined``). A piece may have more dimensions than the
+    tensor.
 
     shards: [ranks, *shard], the shards of all tensor ranks. The shards need not be adjacent in
         memory, except for layout ``ROWS``.

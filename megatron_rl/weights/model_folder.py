@@ -217,7 +217,7 @@ def own_tensors(parameters: Parameters, plan: FilePlan) -> Iterator[tuple[str, t
     that the other ranks collect.
 
     A tensor is valid until the next is asked for. Memory is allocated once: for the shards of the
-    largest parameter that this rank collects, and for the largest tensor that it copies into order.
+    largest parameter that this rank collects, and for the largest tensor that it must put in order.
     """
     topology = parameters.topology
     own = plan.pieces.get(topology.rank, ())
@@ -242,7 +242,7 @@ def own_tensors(parameters: Parameters, plan: FilePlan) -> Iterator[tuple[str, t
 
 
 def _gathered_bytes(piece: Piece, topology: Topology) -> int:
-    """Return the bytes, rounded up to 8, that this rank needs to collect all shards of ``piece``.
+    """Return the bytes, rounded up to a multiple of 8, that this rank needs to collect all shards of ``piece``.
 
     0 if this rank holds the only shard itself.
 
@@ -254,9 +254,9 @@ def _gathered_bytes(piece: Piece, topology: Topology) -> int:
 
 
 def _spare_bytes(piece: Piece, shape: ModelShape) -> int:
-    """Return the bytes, rounded up to 8, that this rank needs to copy a Hugging Face tensor of ``piece`` into order.
+    """Return the bytes of the buffer in which this rank puts a Hugging Face tensor of ``piece`` in order.
 
-    0 if no copy is needed.
+    They are rounded up to a multiple of 8; 0 if the tensor's elements are in order in the shards.
 
     piece: one Megatron parameter.
     """

@@ -218,15 +218,15 @@ class ModelShape:
 
     @property
     def square_share(self) -> float:
-        """Return s such that in one layer attention over a causal sequence of T tokens costs s · T².
+        """Return s: in one layer, attention over a causal sequence of T tokens costs s · T².
 
-        The unit is the cost of one token in the matrices of a mean layer.
+        The unit of cost is one token's pass through the weight matrices of an average layer.
         """
         return self.score_width / self.layer_parameters
 
     @property
     def head_layers(self) -> float:
-        """Return the number of the LM head's weights, divided by a mean layer's (``layer_parameters``)."""
+        """Return the LM head's number of weights as a multiple of an average layer's (``layer_parameters``)."""
         return self.head_cost() / self.layer_parameters
 
     def head_cost(

@@ -164,7 +164,7 @@ def block_weights(
 ) -> tuple[dict[str, pathlib.Path], dict[str, Callable[[], BlockWeight]]]:
     """Return (``files`` without the scales of block FP8, {name of an FP8 weight: function}).
 
-    The function takes nothing and returns the weight's reader, a ``BlockWeight``.
+    Each weight has a function without arguments that returns the weight's reader, a ``BlockWeight``.
 
     files: {tensor name: file}, scales included.
     opened: called with a file; returns safetensors' handle of the file.

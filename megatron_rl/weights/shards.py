@@ -34,8 +34,9 @@ class Planned:
 
     slices: the names under which the writer gets the tensor's slices along the first dimension, in
         order; () if it gets the whole tensor under ``name``.
-    parts: 0 if each slice comes as one tensor. Otherwise the slice's columns are cut into ``parts``
-        equal ranges, and each range comes transposed, as a tensor of its own name in ``slices``.
+    parts: 0 if each slice comes as one tensor. Otherwise ``slices`` has ``parts`` names for each
+        slice. The slice's columns are cut into so many equal ranges, and each range comes
+        transposed, under its own name.
     """
 
     name: str
@@ -46,7 +47,10 @@ class Planned:
 
     @property
     def arrivals(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
-        """Return (name, shape, dtype) of each tensor that the writer gets: the slices, or the whole tensor."""
+        """Return (name, shape, dtype) of each tensor that the writer gets.
+
+        They are one for each name in ``slices``, or the whole tensor if ``slices`` is ().
+        """
         if not self.slices:
             return ((self.name, self.shape, self.dtype),)
         size = (self.shape[2] // self.parts, self.shape[1]) if self.parts else self.shape[1:]

@@ -205,9 +205,8 @@ def unstacked(
 ) -> tuple[dict[str, pathlib.Path], dict[str, Callable[[], ExpertOfStack | PackedExpert]]]:
     """Return ({tensor name: file}, {expert's tensor name: function}) of files that hold stacks of experts.
 
-    The first mapping names each expert's tensors in place of the stacks, beside all other tensors.
-    The second has the experts' tensors alone. Each function takes nothing and returns the reader of
-    the expert's tensor.
+    The first mapping has all tensors, with each stack replaced by its experts' tensors. The second
+    has the experts' tensors alone, each with a function without arguments that returns its reader.
 
     files: {tensor name: file}, with the names in the files.
     opened: called with a file; returns safetensors' handle of the file.

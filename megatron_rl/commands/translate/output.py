@@ -1,4 +1,4 @@
-"""The text of a translation: our YAML, below comments on what is left for the user to do."""
+"""The text of a translation: comments on what is left for the user to do, then our settings as YAML."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH = 118
 
 
 def as_yaml(translation: Translation, source: str, check: Check, notes: Sequence[str] = ()) -> str:
-    """Return a translation as YAML, below comments for the user.
+    """Return the text of a translation: comments for the user, then the settings as YAML.
 
     The comments list the keys without a value, the reasons why a run would not start, ``notes``, and
     the settings that were not translated. They end with what was checked and what was not.

@@ -96,12 +96,14 @@ def _of_script(script: Script, framework: str, path: pathlib.Path, text: str) ->
 def _elsewhere(call: Call, framework: str, written: dict[str, Any], script: pathlib.Path, notes: list[str]) -> Settings:
     """Return the settings of the YAML file that a command line names; empty Settings if it names no file.
 
+    verl's YAML is not read, since it builds upon other files. For verl the result is empty, and
+    ``notes`` gets a sentence if the command line names a YAML that is not one of verl's own.
+
     call: the command line.
     framework: ``verl``, ``trl`` or ``axolotl``.
     written: the settings of the command line; its key ``config``, the YAML's name, is removed.
     script: the path of the script; the file is looked for in the working directory, then beside it.
-    notes: a list of sentences for the user. verl's YAML is not read, since it builds upon other
-        files; instead a sentence on that YAML is appended here.
+    notes: a list of sentences for the user.
 
     Raises ConfigError if TRL's or axolotl's YAML is not found.
     """

@@ -39,10 +39,10 @@ class Translation:
     _read: set[str] = field(default_factory=set)
 
     def get(self, name: str) -> Any:
-        """Return the value that the user wrote for their setting ``name``, else its default in ``assumed``, else None.
+        """Return the user's value of the other framework's setting ``name``, else its ``assumed`` default, else None.
 
-        The setting counts as read from now on. If the user's value is not known, the default is
-        returned, and ``left`` gets a note.
+        The setting counts as read from now on. If the user's value is not known, the default in
+        ``assumed`` is returned, and ``left`` gets a note.
         """
         self._read.add(name)
         if name in self.unknown:
@@ -69,14 +69,14 @@ class Translation:
         self.open[key] = why
 
     def take(self, name: str, key: str, convert: Callable[[Any], Any] = lambda value: value) -> None:
-        """Set our ``key`` to the value of their setting ``name``, if that setting has a value.
+        """Set our ``key`` to the value of the other framework's setting ``name``, if that setting has a value.
 
         convert: a function of the value. If it raises ValueError, the user has to fill in the key.
         """
         self.compute(key, (name,), convert)
 
     def compute(self, key: str, names: Sequence[str], function: Callable[..., Any]) -> None:
-        """Set our ``key`` to ``function`` of the values of their settings ``names``, if all of them have a value.
+        """Set our ``key`` to ``function`` of the values of the other framework's settings ``names``, if all have one.
 
         If a value is not known, or ``function`` raises ValueError or TypeError, the user has to
         fill in the key.
@@ -97,9 +97,9 @@ class Translation:
             self.need(key, f"{written}: {error}")
 
     def choose(self, name: str, choices: Mapping[object, Mapping[str, Any]], why: str) -> None:
-        """Set our keys according to the value of their setting ``name``.
+        """Set our keys according to the value of the other framework's setting ``name``.
 
-        choices: {their value: {our key: value}}.
+        choices: {value of that setting: {our key: value}}.
         why: the reason noted for any other value; the user then has to fill in the keys.
         """
         self._read.add(name)
@@ -120,15 +120,15 @@ class Translation:
             self.left[name] = f"{quoted(value)}: {why}"
 
     def leave(self, name: str, why: str) -> None:
-        """Note in ``left`` why their setting ``name`` is not translated, if the user wrote it."""
+        """Note in ``left`` why the other framework's setting ``name`` is not translated, if the user wrote it."""
         if self.is_given(name) and name not in self.needless:
             self._read.add(name)
             self.left[name] = f"{quoted(self.given[name], 80)}: {why}" if name in self.given else why
 
     def skip(self, *names: str) -> None:
-        """Add their settings to ``needless``, if the user wrote them and no rule has read them yet.
+        """Add settings of the other framework to ``needless``, if the user wrote them and no rule has read them yet.
 
-        names: names of settings; one that ends with "." stands for all names that begin with it.
+        names: the settings' names; one that ends with "." stands for all names that begin with it.
         """
         for name in (*self.given, *self.unknown):
             if name not in self._read and any(

@@ -27,11 +27,12 @@ SMALL_RATIO = 1e-3
 class Verdict:
     """Holds the result of the comparison.
 
-    rows: the lines of the table, one for each check.
+    rows: the rows of the printed table, one for each check.
     diagnosis: a sentence on the first difference; "" if all checks pass.
     tensors, skip_tensors: {tensor's name: relative error} of the dense gradient and of the gradient
         with dropped samples.
-    activations: the error at each point of each replica.
+    activations: the relative error of one sample's activations, for each compared tensor of the
+        forward pass and each data-parallel replica.
     samples: {sample id: relative error of its log-probs}.
     """
 
@@ -48,7 +49,8 @@ class Verdict:
 class Errors:
     """Holds the errors of all measurements, except the gradient norm and the weights.
 
-    activations: the errors at each point of one sample's forward pass.
+    activations: the errors of one sample's activations, for each compared tensor of the forward
+        pass and each data-parallel replica.
     samples: {sample id: error of its log-probs}.
     classes: {class of tensors: error of the dense gradient}.
     skip: {class of tensors: error of the gradient with dropped samples against the dense one}.
@@ -73,7 +75,7 @@ def judge(
     """
     errors = _errors_of(measured, wanted, tolerance)
     norm = abs(measured.grad_norm - wanted.grad_norm) / wanted.grad_norm
-    # One row for each check, with its worst point.
+    # One row for each check, with the tensor or sample that differs the most.
     worst_point = max(errors.activations, key=lambda x: x.error)
     worst_sample = max(errors.samples, key=lambda name: errors.samples[name])
     rows = [

@@ -191,8 +191,8 @@ class _CpuFlash:
 class _CudaFlash:
     """Calls FlashAttention's variable-length kernel in torch, once for each batch of spans, in bfloat16 or float16.
 
-    ``torch.nn.attention.varlen.varlen_attn`` calls the same kernel (read, torch 2.11 and 2.13), but
-    its backward cannot be given a log-sum-exp that is merged over spans.
+    ``torch.nn.attention.varlen.varlen_attn`` calls the same kernel (source of torch 2.11 and 2.13),
+    but its backward cannot be given a log-sum-exp that is merged over spans.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Packed sequences for Megatron-Core, and a core attention that computes on them with torch's flash kernels.
 
 Sequences are whole or split over context-parallel ranks. Megatron-Core's ``DotProductAttention``
-refuses packed (THD) input and leaves context parallelism to Transformer Engine (read, 0.16.1
+refuses packed (THD) input and leaves context parallelism to Transformer Engine (0.16.1
 ``transformer/dot_product_attention.py``).
 """
 
@@ -40,11 +40,12 @@ class KeySegments:
     """Describes which keys each segment's queries see, in the form that Transformer Engine's kernels take.
 
     A segment is a run of tokens of one sequence (layout.py ``Layout``). The kernels take gathered
-    keys: the keys that segment 0 sees, then those that segment 1 sees, and so on. A segment's last
-    query sees all the segment's gathered keys, the query before it all but the last, and so on.
+    keys: the keys that segment 0 sees, then those that segment 1 sees, and so on. Of a segment's n
+    gathered keys the last query sees all n, the query before it the first n − 1, and so on.
 
     pieces: the lengths of the pieces into which the micro-batch's keys are split. Each segment is
-        one piece, but a padded shared prompt is two: the prompt, then its pads.
+        one piece. But a padded shared prompt is two, the prompt and its pads, since responses do not
+        see the pads.
     order: the indices of the pieces that each segment sees, segment after segment; None if each
         segment sees only its own piece.
     query_bounds: int32 [segments + 1], the index of each segment's first query, then the number of
@@ -202,12 +203,13 @@ def pack(
 
     layout: where the sequences' tokens lie.
     for_transformer_engine: True gives sequence bounds (cu_seqlens), which Transformer Engine's
-        kernels read; False gives spans.
+        kernels read. False gives spans, ranges of queries with the keys that they see.
     share_prompts: whether samples may share one copy of their prompt. If True, Transformer Engine
-        gets ``KeySegments`` in place of bounds, by which every segment's positions would begin at 0.
+        gets ``KeySegments`` and no bounds. With bounds, a response's positions would begin at 0
+        instead of after its prompt.
 
-    Example: sequences of 2 and 3 tokens have the bounds [0, 2, 5], or one batch of two triangular
-    spans.
+    Example: sequences of 2 and 3 tokens have the bounds [0, 2, 5]. As spans they are two causal
+    triangles, in one batch.
     """
     lengths = layout.lengths
     positions = layout.positions()[context_positions(lengths, context.rank, context.size)]

@@ -8,7 +8,7 @@ their log-sum-exp (model/attention/flash.py). So nothing here has the size [quer
 Under context parallelism queries stay on their rank, and keys and values are gathered. Each
 sequence is split in 2·CP chunks, and rank r holds chunks r and 2·CP − 1 − r. So the work of causal
 attention is equal on every rank. Megatron-Core's THD rotary embedding splits sequences in the same
-way (read, 0.16.1 ``models/common/embeddings/rope_utils.py``). A chunk sees itself by a triangle,
+way (0.16.1 ``models/common/embeddings/rope_utils.py``). A chunk sees itself by a triangle,
 and all earlier tokens of its sequence by a rectangle.
 """
 
@@ -131,9 +131,10 @@ def causal_spans(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> lis
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SpanBatch:
-    """Holds spans with the same ``causal`` and ``mirrored``, and no query in common, for one call of a kernel.
+    """Holds spans for one call of a kernel: all rectangles, all causal triangles or all mirrored triangles (``Span``).
 
-    The tensors are for a kernel of variable lengths, and None on a CPU:
+    No two spans have a query in common. The tensors are for a kernel of variable lengths, and None
+    on a CPU:
 
     query_rows, key_rows: int64, the indices of the spans' queries and keys, one span after the
         other. None also if they are all tokens in order.
@@ -159,7 +160,8 @@ class SpanBatch:
 def batch_spans(spans: Iterable[Span], num_queries: int, num_keys: int, device: torch.device) -> tuple[SpanBatch, ...]:
     """Return the spans in batches, each with its index tensors on ``device``.
 
-    A batch's spans have the same ``causal`` and ``mirrored``, and no query in common.
+    A batch's spans are all rectangles, all causal triangles or all mirrored triangles (``Span``). No
+    two of them have a query in common.
 
     num_queries: the number of this rank's tokens.
     num_keys: the number of the micro-batch's tokens, over all context ranks.

@@ -2,8 +2,9 @@
 
 A span is a range of queries with the range of keys that they see. The queries are split in blocks
 of the window's length. A block's queries see the block's own keys by a causal triangle. They see
-the keys before the block by a rectangle and a mirrored triangle, since later queries see fewer of
-the earliest keys. So kernels compute only the pairs within the window, and no mask tensor is made.
+the keys before the block by a mirrored triangle, since each later query sees one fewer of the
+earliest. If the block is shorter than the window, or fewer keys than a window precede it, rectangles
+cover the rest. So kernels compute only the pairs within the window, and no mask tensor is made.
 """
 
 from __future__ import annotations

@@ -52,9 +52,10 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 def norm_of(config: TransformerConfig) -> type[torch.nn.Module]:
-    """Return the norm class that a provider's config asks for; only layers of torch's modules use it.
+    """Return the norm class that a provider's config asks for, for layers made of torch's modules.
 
-    The config's fields ``normalization`` and ``layernorm_zero_centered_gamma`` decide.
+    The config's fields ``normalization`` and ``layernorm_zero_centered_gamma`` decide. Transformer
+    Engine's layers bring norms of their own.
     """
     if config.normalization == "LayerNorm":
         return LayerNorm

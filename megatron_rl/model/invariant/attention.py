@@ -2,9 +2,9 @@
 
 A query reads its keys in blocks of ``KEY_BLOCK`` positions, in order, from its sequence's first
 position. It keeps a running maximum and sum (the online softmax of Milakov and Gimelshein, 2018,
-arXiv:1805.02867). Every matrix product has the same shape: it computes ``ITEMS`` items at once. An
-item is ``QUERIES`` queries of one sequence with one block of keys; dummy queries fill it up. A block
-that a query does not see multiplies the query's sums by exactly 1 and adds exactly 0.
+arXiv:1805.02867). Every matrix product has the same shape: ``ITEMS`` groups of ``QUERIES`` queries,
+each group with one block of keys. A group's queries are of one sequence; dummy queries fill it up. A
+block that a query does not see multiplies the query's sums by exactly 1 and adds exactly 0.
 Products are in float32. The flash kernel (model/attention/flash.py) computes the gradient, from the
 output and log-sum-exps of this forward.
 """
@@ -40,7 +40,7 @@ def attend(
     for start in range(0, len(sight.queries), ITEMS):
         part = slice(start, start + ITEMS)
         rows, real, seen = sight.queries[part], sight.real[part], sight.seen[part]
-        # [ITEMS · g, (h / g) · QUERIES, …]: a batched product per item and group, over the group's heads
+        # [ITEMS · g, (h / g) · QUERIES, …]: a batched product per group of queries and key head, over its query heads
         q = _grouped(query.index_select(0, rows.flatten()).float().view(ITEMS, QUERIES, groups, -1, width))
         limit = seen[:, None, None].expand(ITEMS, groups, heads // groups, QUERIES).reshape(ITEMS * groups, -1, 1)
         found, found_lse = _one_product(q, limit, key, value, sight.key_rows(part), scale)
@@ -67,8 +67,8 @@ def _one_product(
     q: from ``_grouped``, so M is (h / g) · QUERIES for h query heads and g key heads.
     limit: int64 [ITEMS · g, M, 1], the number of keys that each query sees.
     key, value: [K, g, d], the whole tensors.
-    keys: int64 [ITEMS, n], the rows of ``key`` and ``value`` that each item may see; n is a
-        multiple of KEY_BLOCK.
+    keys: int64 [ITEMS, n], the rows of ``key`` and ``value`` that each group of QUERIES queries may
+        see; n is a multiple of KEY_BLOCK.
     """
     groups = key.shape[1]
     highest = q.new_full(q.shape[:2], -torch.inf)

@@ -47,10 +47,10 @@ def _product(input, weight, bias=None, *, allreduce_dgrad=False, tp_group=None, 
 class InvariantColumnLinear(ColumnParallelLinear):
     """Computes a linear layer whose output is split over tensor ranks, and gives a token the same bits in any batch.
 
-    The fields are for a whole model that computes in place of several tensor ranks
+    The fields are for an unsplit model that must give the bits of several tensor ranks
     (``compute_for_ranks``):
 
-    shards: each rank's rows of the weight; () for any other model.
+    shards: each of those ranks' rows of the weight; () for any other model.
     order: int64, the index of each of the layer's outputs in the concatenated outputs of the
         shards.
     """
@@ -70,8 +70,8 @@ class InvariantRowLinear(RowParallelLinear):
 
     The ranks' products are added up in the order of the ranks.
 
-    shards: in a whole model that computes in place of several tensor ranks, each rank's columns of
-        the weight; () otherwise.
+    shards: for an unsplit model that must give the bits of several tensor ranks
+        (``compute_for_ranks``): each of those ranks' columns of the weight. () for any other model.
     """
 
     shards: tuple[torch.Tensor, ...] = ()

@@ -15,8 +15,8 @@ import torch
 from megatron_rl.model.attention.layout import Layout
 
 KEY_BLOCK = 64  # positions of one block of keys
-QUERIES = 8  # queries of one item
-ITEMS = 16  # items of one product
+QUERIES = 8  # queries of one sequence that are computed together: an item
+ITEMS = 16  # items that one matrix product computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,11 +70,12 @@ class Sight:
         return cls(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
     def key_rows(self, part: slice) -> torch.Tensor:
-        """Return the rows of the key tensor that the items of the slice ``part`` may see, in the order of positions.
+        """Return the rows of the key tensor that each item in the slice ``part`` may see, in the order of positions.
 
-        The result is int64 [items, n], where n is a multiple of KEY_BLOCK, with zeros after the last
-        key that an item sees. Call the method for the items of one product at a time: for all items
-        the result would be about as large as queries times keys.
+        An item is QUERIES queries of one sequence. The result is int64 [items, n], where n is a
+        multiple of KEY_BLOCK, with zeros after the last key that an item sees. Ask for the ITEMS
+        items of one matrix product at a time: for all items the result would be about as large as
+        queries times keys.
         """
         last = self.seen[part].amax(1, keepdim=True)
         width = -(-int(last.max()) // KEY_BLOCK) * KEY_BLOCK

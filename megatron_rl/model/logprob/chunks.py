@@ -141,10 +141,13 @@ def own_columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int
 
 
 class Chunks:
-    """Merges the tensor ranks' softmax statistics: the maximum and sums over a token's logits.
+    """Computes on the LM head's logits, a chunk of tokens at a time; each kernel has a subclass.
 
-    Each tensor rank computes them over its own columns of the logits. Each kernel's subclass adds
-    ``statistics`` and ``gradient``, which compute on one chunk of logits.
+    This class merges the tensor ranks' softmax statistics: the maximum and sums over a token's
+    logits, which each rank computes over its own columns. The subclasses add ``statistics`` and
+    ``gradient``, which compute on one chunk.
+
+    head: the settings of ``linear_logprob``.
     """
 
     head: Head

@@ -123,14 +123,14 @@ def _weight_sum(weight: torch.Tensor, precise: torch.dtype, parameter: torch.nn.
 def _weight_gradient(
     weight: torch.Tensor, weight_sum: torch.Tensor, parameter: torch.nn.Parameter | None
 ) -> torch.Tensor | None:
-    """Return the weight's gradient for autograd: the sum, or an uninitialised tensor if main_grad has the sum already.
+    """Return the weight's gradient for autograd: ``weight_sum``, or a placeholder if that is main_grad itself.
 
     parameter: the weight if its main_grad takes the gradient (``into_main_grad``), else None.
 
     DistributedDataParallel's hook (megatron-core 0.16.1 and 0.19.2 distributed/distributed_data_parallel.py
     ``_make_backward_post_hook``) adds autograd's gradient to main_grad unless ``grad_added_to_main_grad`` is set. Under
-    overlap_grad_reduce the hook asserts that there is a gradient. So it gets a tensor, which the hook does not read, as
-    in LinearWithGradAccumulationAndAsyncCommunication (tensor_parallel/layers.py).
+    overlap_grad_reduce the hook asserts that there is a gradient. The placeholder is an uninitialised tensor, which the
+    hook does not read, as in LinearWithGradAccumulationAndAsyncCommunication (tensor_parallel/layers.py).
 
     On a single stage with tied embeddings the weight has ``zero_out_wgrad``, and the hook always adds autograd's
     gradient. That must then be the embedding's gradient alone, so None is returned.

@@ -108,7 +108,7 @@ class Adapter(torch.nn.Module):
             tokens.
 
         The result is [S', 1, out] or [T, out]. S' is S, but under sequence parallelism on TP ranks
-        it is TP · S for a linear split by rows, and S / TP for one split by columns.
+        it is TP · S for a ColumnParallelLinear, and S / TP for a RowParallelLinear.
         """
         pairs = self.pairs()
         a, b = torch.cat([a for a, _ in pairs]), [b for _, b in pairs]
@@ -129,9 +129,10 @@ class Adapter(torch.nn.Module):
 
         narrow: the A x of this tensor rank.
 
-        If the linear is split by rows, ``narrow`` is returned as it is, or under sequence
-        parallelism gathered. If it is split by columns, ``narrow`` is summed over ranks, and under
-        sequence parallelism each rank keeps its own tokens.
+        If the linear's output features are split (ColumnParallelLinear), ``narrow`` is returned as it
+        is, or under sequence parallelism gathered. If its input features are split
+        (RowParallelLinear), ``narrow`` is summed over ranks. Under sequence parallelism each rank
+        then keeps its own tokens.
         """
         if self.in_rows and self.sequence_parallel:
             return gather_from_sequence_parallel_region(narrow, tensor_parallel_output_grad=True, group=self.tp_group)

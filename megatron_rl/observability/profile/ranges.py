@@ -67,7 +67,7 @@ class WatchedPasses:
     """
 
     def __init__(self, mark: Mark, topology: Topology, prefix: str, ended: Callable[[], None]) -> None:
-        """Set up the watch before any pass.
+        """Keep the arguments; no pass is counted yet.
 
         mark: the function that puts a named range around a block (``mark_for``).
         topology: tells this rank's pipeline stages.

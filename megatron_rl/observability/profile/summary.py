@@ -211,10 +211,10 @@ def _peaks(events: Sequence[dict]) -> _Peaks | None:
 
 
 def _waits(passes: Sequence[dict], calls: Sequence[dict], ranges: Sequence[dict]) -> dict[str, dict[str, float]]:
-    """Return {pass: {call's name: count per micro-batch}} of the calls in passes that waited for the device.
+    """Return {pass: {call's name: count per micro-batch}} of the calls in a pass that made the CPU wait for the device.
 
-    A call counts if its thread has passes, or has no range at all: there autograd may run a backward
-    pass. It does not count if its thread has ranges but no pass, such as the packing thread.
+    Calls count on threads that run passes, and on threads without any range, such as autograd's,
+    which may run a backward pass. On other threads, such as the packing thread, they do not count.
     """
     elsewhere = {event["tid"] for event in ranges} - {event["tid"] for event in passes}
     waiting = sorted((x["ts"], x["name"]) for x in calls if x["name"] in WAITS and x["tid"] not in elsewhere)

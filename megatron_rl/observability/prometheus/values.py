@@ -86,8 +86,9 @@ class RunValues:
         self.last_step_at: float | None = None
 
     def add(self, row: Mapping[str, object], *, at: float | None = None) -> None:
-        """Add the values of one row of metrics.jsonl, in which numbers that are not finite are floats.
+        """Add the values of one row of metrics.jsonl.
 
+        row: as ``read_metrics`` returns it: NaN and infinities are floats, not texts as in the file.
         at: when the row's step ended, in seconds since 1970; None for a row from before a resume.
         """
         with self.lock:
@@ -105,7 +106,7 @@ class RunValues:
                 self._observe(stage, seconds)
 
     def _add_value(self, key: str, value: float) -> None:
-        """Add one value of a row; ignore it if neither the table nor the configuration has its name."""
+        """Add one value of a row, if its name is in table.py, a stage's time, or a configured set's or function's."""
         name = key.removesuffix(_BEFORE)
         if name in BY_KEY:
             added = BY_KEY[name].kind is Kind.SUM

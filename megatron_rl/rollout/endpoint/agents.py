@@ -77,7 +77,7 @@ class _Call:
     def take(self) -> list[Pending]:
         """Return and remove the waiting requests. If there are none, first wait LOOK_S seconds at most for one.
 
-        Raises the error of a thread instead, if there is one.
+        If one of ``threads`` has failed, raises its error instead.
         """
         with self.change:
             if not self.waiting and self.error is None:

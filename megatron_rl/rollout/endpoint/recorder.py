@@ -109,10 +109,10 @@ class Record:
         """Return the turn that a request extends, or None if it begins a conversation.
 
         The turn with the longest matching conversation is returned; if several are equally long,
-        the latest. The request must add something to the turn's conversation. But a turn of a text
-        or of token ids that ``max_tokens`` cut off is also continued by a request that adds nothing.
-        The time is linear in the conversation's length and the number of turns. Another thread may
-        add a turn during the call.
+        the latest. The request must add something to the turn's conversation. One exception: if
+        ``max_tokens`` cut off a turn of text or token ids, a request with the turn's unchanged
+        conversation continues the turn. The time is linear in the conversation's length and the
+        number of turns. Another thread may add a turn during the call.
 
         frame: the request's kind and tools (see ``Turn``).
         conversation: what the request asks to continue: a text, token ids, or messages as JSON

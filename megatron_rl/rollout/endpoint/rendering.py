@@ -24,7 +24,9 @@ CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class Rendering:
-    """Turns the part of a request that is not recorded yet into tokens, by the tokenizer's chat template.
+    """Turns a request into tokens, messages by the tokenizer's chat template.
+
+    If the request extends an earlier turn, only its new part is turned into tokens.
 
     variables: ``data.template_variables``.
 

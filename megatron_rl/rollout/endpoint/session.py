@@ -67,7 +67,7 @@ class Tally:
                 names.append(name)
 
     def take(self) -> dict[str, int]:
-        """Return metric name → count since the last call, for every outcome of KINDS."""
+        """Return metric name → count since the last call, one metric for each outcome listed in KINDS."""
         with self._lock:
             found = {f"endpoint/{kind.replace(' ', '_')}": self.counts[kind] - self._taken[kind] for kind in KINDS}
             self._taken = self.counts.copy()

@@ -93,7 +93,7 @@ class TransformersEngine:
         return ()
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Do nothing: the engine is part of this process, so that every call reaches it."""
+        """Do nothing: ``names`` are engines that some rank cannot reach, and this engine is in the rank's process."""
 
     def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
         """Do nothing: ``load_weights`` has raised every error."""

@@ -1,7 +1,8 @@
-"""Records of each token's experts in an embedded mixture of experts, for ``rollout.routing_replay=rollout``.
+"""Records of the experts that an embedded model chooses for each token, for ``rollout.routing_replay=rollout``.
 
-transformers' routers (5.19, models/mixtral and models/qwen3_moe) return logits, weights and
-experts. A hook on each router keeps the experts of the latest forward pass.
+The embedded model is the engine: a mixture of experts that transformers runs in the trainer's
+process. transformers' routers (5.19, models/mixtral and models/qwen3_moe) return logits, weights
+and experts. A hook on each router keeps the experts of the latest forward pass.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class RouterRecords:
         self._steps = torch.full(shape, -1, dtype=torch.int16, device=self._prompts.device)
 
     def note(self, step: int, rows: torch.Tensor) -> None:
-        """Keep the experts of the tokens drawn at ``step``. The latest forward pass must have read these tokens.
+        """Keep the experts that the latest forward pass chose for its input, the tokens drawn at ``step``.
 
         rows: int64, the indices of the rows (samples) in this forward pass.
         """

@@ -20,24 +20,27 @@ from megatron_rl.types import BatchFacts, Prompt
 class LongestFirst:
     """Orders a rollout's groups by the response lengths of the same prompts in earlier rollouts.
 
-    A prompt's expected response length is the number of tokens of the longest response in its
-    latest group, in any epoch.
+    New prompts come first, the longest prompt first. The others follow, the longest expected
+    response first. The expected length is that of the longest response in the prompt's latest group,
+    in any epoch.
 
     Example: the groups 0 to 3 of a rollout have prompts of 3, 4, 3 and 8 tokens. The expected
-    lengths are 5 for group 0 and 9 for group 2. The other two prompts are new. The order is [3, 1,
-    2, 0].
+    response lengths are 5 for group 0 and 9 for group 2. The prompts of groups 1 and 3 are new.
+    The order is [3, 1, 2, 0].
     """
 
     def __init__(self) -> None:
         self.lengths: dict[str, int] = {}  # data row → tokens of the longest response in its latest group
 
     def arrange(self, prompts: Mapping[int, Prompt]) -> dict[int, Prompt]:
-        """Return the prompts as {place: prompt}, in the order in which their groups are to be started.
+        """Return ``prompts`` in the order in which their groups are to be started.
 
-        A place is a group's number in the rollout. Prompts without a known response length come
-        first, since any of them may be the longest. They are sorted by the length of the prompt.
-        The other prompts follow, sorted by the length of their latest responses. Both sorts put the
-        longest first, and the lower place first among equals.
+        Prompts without a known response length come first, since any of them may have the longest.
+        They are sorted by the length of the prompt. The other prompts follow, sorted by the length
+        of their latest responses. Both sorts put the longest first, and the lower group number
+        first among equals.
+
+        prompts: a group's number in the rollout → its prompt.
         """
         places = sorted(sorted(prompts), key=lambda place: self._key(prompts[place]))
         return {place: prompts[place] for place in places}
@@ -49,9 +52,8 @@ class LongestFirst:
     def note(self, prompts: Mapping[int, Prompt], facts: BatchFacts) -> None:
         """Remember the length of each group's longest response, in tokens.
 
-        prompts: a group's place (its number in the rollout) → its prompt, for the groups of all
-            ranks.
-        facts: the samples' lengths, and in ``facts.groups`` the place of each sample's group.
+        prompts: a group's number in the rollout → its prompt, for the groups of all ranks.
+        facts: the samples' lengths, and in ``facts.groups`` the number of each sample's group.
         """
         for place in np.unique(facts.groups).tolist():
             longest = facts.response_tokens[facts.groups == place].max()

@@ -1,6 +1,6 @@
 """The interfaces of the objects that choose a rollout's groups, and default classes for a run without such choices.
 
-A group is all samples of one prompt. Its place is its number in the rollout.
+A group is all samples of one prompt. It has a number in its rollout.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ class StartOrder(Protocol):
     def note(self, prompts: Mapping[int, Prompt], facts: BatchFacts) -> None:
         """Record facts of a rollout's scored groups, such as response lengths, for the order of later rollouts.
 
-        prompts: a group's place (its number in the rollout) → its prompt, for the groups of all
-            ranks.
-        facts: the samples' lengths, and in ``facts.groups`` the place of each sample's group.
+        prompts: a group's number in the rollout → its prompt, for the groups of all ranks.
+        facts: the samples' lengths, and in ``facts.groups`` the number of each sample's group.
         """
         ...
 
@@ -66,9 +65,8 @@ class Reroll(Protocol):
     def note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt], fresh: Collection[int]) -> None:
         """Record which prompts of a rollout's scored groups are to be sampled again.
 
-        prompts: a group's place (its number in the rollout) → its prompt, for the groups of all
-            ranks.
-        fresh: the places of the groups whose weights are at most
+        prompts: a group's number in the rollout → its prompt, for the groups of all ranks.
+        fresh: the numbers of the groups whose weights are at most
             ``rollout.producer.max_staleness_steps`` steps old.
         """
         ...
@@ -124,11 +122,10 @@ class HandOut(Protocol):
         ...
 
     def has_groups(self, jobs: Collection[RolloutJob], number: int) -> bool:
-        """Return whether a rollout would have groups to train even if it started none. Not a collective.
+        """Return whether earlier rollouts will leave started groups for this rollout to train. Not a collective.
 
-        True if the ``number`` − 1 rollouts before this one will leave some started groups untrained.
-
-        jobs, number: as for ``num_to_start``.
+        jobs: the jobs of the rollouts that are started and not yet taken for training.
+        number: this rollout's position, from 1, among the rollouts not yet taken for training.
         """
         ...
 
@@ -211,7 +208,10 @@ class NoReplay:
 
 
 class WholeRollouts:
-    """Trains every group with its own rollout: the ``HandOut`` of a run whose rollouts leave no group unfinished."""
+    """Lets each rollout train exactly the groups that it starts.
+
+    It is the ``HandOut`` of a run whose rollouts leave no group unfinished.
+    """
 
     late, left = 0, None
 

@@ -121,14 +121,14 @@ def _spreads(values: np.ndarray, index: np.ndarray, applied: np.ndarray, size: i
 class ReplayBuffer:
     """Holds an ``Entry`` for each group that is kept for replay.
 
-    No result depends on the order in which entries were added.
+    ``add`` keeps the entries with the highest scores, and returns the keys of the others. The
+    chance of a key to be drawn is proportional to its score.
 
     seed: the run's seed. Draws are derived from it and the rollout's number.
 
-    Example: with ``capacity_groups=2``, adding a (score 1), b (3) and c (2) returns ``["a"]``. Then
-    ``draw(count=1, rollout=5)`` returns ``["b"]`` for three of five seeds on average, else
-    ``["c"]``.
-    With ``max_uses=1``, ``retire()`` then returns the drawn key.
+    Example: with ``capacity_groups=2``, adding a (score 1), b (3) and c (2) returns ``["a"]``, which
+    is not kept. Then ``draw(count=1, rollout=5)`` returns ``["b"]`` for three of five seeds on
+    average, else ``["c"]``. With ``max_uses=1``, ``retire()`` then removes and returns the drawn key.
     """
 
     def __init__(self, config: ReplayConfig, seed: int) -> None:

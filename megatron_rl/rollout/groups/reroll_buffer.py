@@ -49,8 +49,9 @@ class RerollBuffer:
     num_buffered: total number of prompts that began to wait.
     num_issued: total number of prompts that ``take`` returned.
 
-    Example: with ``max_groups=1``, two prompts fail: ``note([("3@0", 0), ("8@0", 0)])``, as (prompt
-    id, attempt). Then ``take(fraction=0.7, room=4)`` returns ``[("3@0", 1)]``.
+    Example: two prompts fail: ``note([("3@0", 0), ("8@0", 0)])``, as (prompt id, attempt). With
+    ``max_groups=1``, ``take`` then returns only the longest-waiting prompt, with its next attempt:
+    ``[("3@0", 1)]``.
     """
 
     def __init__(self, config: RerollConfig) -> None:

@@ -12,19 +12,19 @@ from megatron_rl.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Holds one group for each place of a rollout; a place is a group's number in the rollout. Immutable.
+    """Holds the groups of a rollout by their number in it. A group that replaces another takes its number. Immutable.
 
-    prompts: place → the prompt of its group, for the groups of all ranks. The place of a replayed
-        group keeps the prompt of the group that was replaced.
-    groups: place → group, for this rank's places.
+    prompts: group number → prompt, for the groups of all ranks. A replayed group has the prompt of
+        the group that it replaced here, not its own.
+    groups: group number → group, for this rank's groups.
     scored: the groups' facts and rewards, for the groups of all ranks.
-    live: places whose group may have signal (a non-zero advantage).
-    replaced: places whose group a filter has replaced.
-    replayed: places whose group was already trained in an earlier rollout.
+    live: the numbers of the groups that may have signal (a non-zero advantage).
+    replaced: the numbers of the groups that a filter has put in place of others.
+    replayed: the numbers of the groups that were already trained in an earlier rollout.
     metrics: metric name → value, from the filters.
 
-    Example: in a selection of places 0 and 1, only 0 has signal: ``live == {0}``. Then ``refill``
-    puts a group that has signal at place 1: ``live == {0, 1}`` and ``replaced == {1}``.
+    Example: of the groups 0 and 1, only 0 has signal: ``live == {0}``. Then ``refill`` replaces
+    group 1 by a group that has signal: ``live == {0, 1}`` and ``replaced == {1}``.
     """
 
     prompts: Mapping[int, Prompt]
@@ -48,17 +48,17 @@ class Selection:
 
     @property
     def dead(self) -> list[int]:
-        """Return the places whose group has no signal (that are not in ``live``), in ascending order."""
+        """Return the numbers of the groups without signal (all that ``live`` does not contain), ascending."""
         return sorted(set(self.prompts) - self.live)
 
     def refill(
         self, prompts: Mapping[int, Prompt], groups: Mapping[int, Group], live: Collection[int], scored: ScoredBatch
     ) -> Selection:
-        """Return a selection in which groups of further prompts replace the groups at some places.
+        """Return a selection in which groups of further prompts replace some of the groups.
 
-        prompts: replaced place → its new prompt, for the groups of all ranks.
-        groups: replaced place → its new group, for this rank's places.
-        live: the replaced places whose new group may have signal (a non-zero advantage).
+        prompts: a replaced group's number → the new prompt, for the groups of all ranks.
+        groups: a replaced group's number → the new group, for this rank's groups.
+        live: the numbers of the new groups that may have signal (a non-zero advantage).
         scored: facts and rewards of all groups of the new selection.
         """
         return replace(
@@ -71,10 +71,12 @@ class Selection:
         )
 
     def replay(self, places: Collection[int], groups: Mapping[int, Group], scored: ScoredBatch) -> Selection:
-        """Return a selection in which replayed groups replace the groups at ``places``; its prompts are unchanged.
+        """Return a selection in which groups from the replay buffer replace the groups ``places``.
 
-        places: the replaced places, of all ranks.
-        groups: replaced place → replayed group, for the places whose new group this rank holds.
+        The field ``prompts`` is unchanged.
+
+        places: the numbers of the replaced groups, of all ranks.
+        groups: a replaced group's number → the new group, for the new groups that this rank holds.
         scored: facts and rewards of all groups of the new selection.
         """
         return replace(
@@ -86,7 +88,7 @@ class Selection:
         )
 
     def narrowed(self, live: Collection[int]) -> Selection:
-        """Return the selection whose field ``live`` keeps only the places that are also in the argument ``live``."""
+        """Return the selection whose field ``live`` keeps only the numbers that are also in the argument ``live``."""
         return replace(self, live=self.live & frozenset(live))
 
     def measured(self, metrics: Mapping[str, float]) -> Selection:

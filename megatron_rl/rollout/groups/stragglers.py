@@ -68,9 +68,9 @@ class Stragglers:
     def take(self, job: RolloutJob) -> RolloutJob:
         """Return a job of the groups to train now. A collective.
 
-        With stragglers, wait until enough groups are scored on all ranks. The other groups stay in
-        ``job``, which becomes ``self.left``. If no rollout has stragglers, return ``job`` at once,
-        still unfinished.
+        Stragglers are groups that are left for the next rollout. If there can be any, wait until
+        enough groups for this rollout's training are scored on all ranks, and keep the others in
+        ``self.left``. Otherwise return ``job`` at once, still unfinished.
 
         job: the job of the groups that this rollout started.
         """
@@ -96,11 +96,11 @@ def collect_most(
 ) -> tuple[RolloutJob, CollectDurations]:
     """Wait for ``num_groups`` scored groups; return a job of these groups, and the seconds of waiting and of scoring.
 
-    job: the job of the groups that this rollout started. It keeps the groups that are not returned,
+    job: the job of the groups that this rollout started. Groups that are not returned stay in it,
         and their generation goes on.
-    left: the job of the stragglers of the previous rollout, all of which are waited for; None if
-        there are none.
-    num_groups: the number of groups to return, of all ranks, those of ``left`` included.
+    left: the job of the previous rollout's stragglers; None if there are none. All of them are
+        waited for and returned.
+    num_groups: how many groups to return, over all ranks; the groups of ``left`` count.
 
     Raises the same errors as ``RolloutManager.collect``.
     """
@@ -150,20 +150,22 @@ def num_to_train(*, prompts_per_rollout: int, left: int, started: int) -> int:
 
 
 def choose(whole: Collection[int], room: int) -> list[int] | None:
-    """Return the places of the groups to train now: the lowest in ``whole``; None if ``whole`` has too few.
+    """Return the numbers of the groups to train now: the ``room`` lowest in ``whole``; None if it has fewer.
 
-    whole: the places (numbers in the rollout) of the groups that are scored.
-    room: the number of places to return.
+    whole: the numbers, in the rollout, of the groups that are scored.
+    room: how many numbers to return.
     """
     return sorted(whole)[:room] if len(whole) >= room else None
 
 
 def hand_out(job: RolloutJob, left: RolloutJob | None, places: Collection[int]) -> RolloutJob:
-    """Move all groups of ``left``, then the groups of ``job`` at ``places``, to a new job; return the new job.
+    """Move all groups of ``left``, then the groups ``places`` of ``job``, to a new job; return the new job.
 
-    All moved groups must be scored. ``job`` keeps its other groups under their places (numbers in
-    the rollout). The new job's places count from 0. Every rank makes the same call, so the new
-    places are the same on all ranks. Not a collective.
+    All moved groups must be scored. ``job`` keeps its other groups under their old numbers. The new
+    job numbers its groups from 0. Every rank makes the same call, so the new numbers are the same
+    on all ranks. Not a collective.
+
+    places: the numbers, in the rollout, of the groups of ``job`` to move.
     """
     whole = RolloutJob({}, (), job.samples_per_prompt)
     whole.made_at = job.made_at

@@ -161,14 +161,15 @@ class VllmEngine:
         return max((x.progressed_at for x in self._replicas), default=-math.inf)
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
-        """Restart the lost replicas that this run started, and return the names of servers that do not serve.
+        """Restart the lost replicas that this run started, and wait until they serve.
 
-        The call waits until every replica that this run started serves. A lost server is restarted
-        by its supervisor. The call waits for a lost server only if the rank has no other replica.
+        The other replicas are vLLM servers, which their supervisor restarts. The call waits for a
+        lost server only if this rank has no other replica.
 
         lost: names of the replicas that any rank has lost.
 
-        Raises EngineError after too many restarts in a row, or if no server comes back.
+        Returns the names of the servers that do not serve yet. Raises EngineError after too many
+        restarts in a row, or if no server comes back.
         """
         # In flight, a replica that is lost during this call stays lost.
         mended = [x for x in self._lost if x.name in lost or not self._in_flight]

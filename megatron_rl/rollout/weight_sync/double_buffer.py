@@ -87,8 +87,9 @@ class BucketBuffer:
     def share(self, payload: torch.Tensor) -> dict[str, object]:
         """Make a payload readable for an engine; return the message's fields that locate the payload.
 
-        payload: the encoded changed words, uint8 on the buffer's device, sent instead of the
-            bucket. It is kept until the buffer is cleared.
+        payload: an encoding of the bucket's words (2 or 4 bytes each) that changed since the
+            previous sync. It is sent instead of the bucket. uint8 on the buffer's device, kept until
+            ``clear``.
 
         Raises OSError if there is too little shared memory.
         """

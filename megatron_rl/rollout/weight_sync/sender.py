@@ -114,7 +114,8 @@ class WeightSender:
     def rejoin(self, replica: Replica) -> None:
         """Open the channel to one replica again, after another sender has used the replica.
 
-        Do nothing for a broadcast, whose process group fails by itself in that case.
+        Do nothing for a broadcast: its process group is broken by then, so this sync fails, and the
+        next one opens a new group.
         """
         if self.channel != "broadcast":
             self._joined.discard(id(replica))
@@ -211,7 +212,7 @@ class _Delivery:
             self._drop(replica, EngineError(f"this sync's broadcast broke off; {self.broken}"))
 
     def _give_up(self, replica: Replica, cause: str) -> None:
-        """Make a replica give up its requests, in the replica's thread, after the messages that were already queued."""
+        """Queue a call that makes a replica give up its requests, behind the messages already queued for it."""
         replica.weight_version = NO_WEIGHTS
         self.given_up.append(self._submit(replica, replica.give_up, cause))
 

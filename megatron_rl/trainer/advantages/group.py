@@ -1,4 +1,4 @@
-"""Advantages by estimators that compare the samples of one prompt, with an optional KL in the reward or noise."""
+"""Advantages by estimators that compare a prompt's samples, optionally with a KL in the reward, or with added noise."""
 
 from __future__ import annotations
 

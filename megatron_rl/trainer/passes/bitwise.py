@@ -46,9 +46,9 @@ class BitwiseCheck(GapGuard):
     def of_step(
         self, old: OldLogProbs, step: StepPlan, result: StepResult, *, number: int, fresh: bool
     ) -> dict[str, float]:
-        """Return the rollout's largest difference as a metric; in step 0, first compare with the engine.
+        """Return ``of_rollout``'s largest difference as a metric; in step 0, first check that step's log-probs.
 
-        Raises EngineError if the log-probs of step 0 are not the engine's.
+        Raises EngineError if step 0's own forward pass gives other log-probs than the engine's.
 
         result: the step's result.
         number: the step's number within the rollout, from 0.

@@ -29,14 +29,14 @@ class GapCheck(Protocol):
         """Check the gap that a log-prob pass measured, and return its metrics. Not a collective.
 
         sums: the pass's ``LogProbs.sums``, over all ranks.
-        fresh: whether the engine sampled by the trainer's current weights.
+        fresh: whether the engine sampled with the trainer's current weights.
         """
         ...
 
     def of_rollout(self, taken: TrainingBatch, old: OldLogProbs) -> dict[str, float]:
-        """Compare a rollout's log-probs token by token and return the metrics; {} if this check does not do so.
+        """Compare a rollout's log π_old with the engine's log-probs, token by token; return metrics.
 
-        A collective if the tokens are compared.
+        A check of mean gaps alone does nothing here and returns {}. A collective if tokens are compared.
 
         taken, old: the rollout's batch, and its log π_old.
         """
@@ -45,11 +45,13 @@ class GapCheck(Protocol):
     def of_step(
         self, old: OldLogProbs, step: StepPlan, result: StepResult, *, number: int, fresh: bool
     ) -> dict[str, float]:
-        """Return an optimizer step's metrics of the gap to the engine; {} if the step measures none. Not a collective.
+        """Check the gap between an optimizer step's own log-probs and the engine's; return metrics. Not a collective.
+
+        Returns {} if there is nothing to check or report for this step.
 
         old: log π_old of the step's rollout.
         number: the step's number within its rollout, from 0.
-        fresh: whether the engine sampled by the weights of the rollout's first step.
+        fresh: whether the engine sampled with the weights that the rollout's first step starts from.
         """
         ...
 
@@ -62,9 +64,9 @@ class GapGuard:
     """
 
     def __init__(self, rollout: RolloutConfig, dtype: str) -> None:
-        """Keep the limits.
+        """Keep the settings that give both limits.
 
-        rollout: the configuration's section with both limits.
+        rollout: the section ``rollout``, with ``warn_logprob_gap`` and ``max_logprob_gap``.
         dtype: ``model.dtype``, which decides the default limit of the warning.
         """
         self.rollout, self.dtype = rollout, dtype
@@ -79,7 +81,7 @@ class GapGuard:
     def of_step(
         self, old: OldLogProbs, step: StepPlan, result: StepResult, *, number: int, fresh: bool
     ) -> dict[str, float]:
-        """Return the metrics of the step's own gap; {} if a log-prob pass already measured it.
+        """Check the gap if the step's own log-probs serve as π_old, and return its metrics; else return {}.
 
         ``GapCheck.of_step`` describes the arguments.
         """

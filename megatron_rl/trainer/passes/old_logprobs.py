@@ -1,4 +1,4 @@
-"""The forward pass for log π_old: the samples that it covers, the settings that need it, and the step without it."""
+"""The forward pass for log π_old: its samples, the settings that need it, and the step that can do without it."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def needs_old_logprobs(config: Config) -> str | None:
 
 
 def passes_parts(correction: CorrectionConfig, routing_replay: str, needed: str | None, num_steps: int) -> bool:
-    """Return whether each ``rollout.producer.min_groups`` scored groups of a rollout get a log-prob pass at once.
+    """Return whether log-prob passes run part by part, each on ``rollout.producer.min_groups`` groups once scored.
 
     routing_replay: ``rollout.routing_replay``.
     needed: the result of ``needs_old_logprobs``.

@@ -96,6 +96,6 @@ class FlatPass:
     enter: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def __call__(self, taken: TrainingBatch, index: int) -> Mapping[str, object]:
-        """Return {name: array}, float32 or bool [T] over response tokens, sample after sample. A collective."""
+        """Return {``name``: the field's array}, float32 or bool [T] over response tokens. A collective."""
         with self.enter():
             return {self.name: self.compute(taken.batch)}

@@ -68,7 +68,7 @@ def attention_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def dense_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return {Hugging Face name within the layer: shape} of a layer's tensors, without norms over the hidden state."""
+    """Return {Hugging Face name within the layer: shape} of a layer's tensors, except norms over the hidden state."""
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     return attention_sizes(shape) | {
         "mlp.gate_proj.weight": (ffn, hidden),

@@ -30,9 +30,9 @@ class ExpertNames:
         holds gate and up).
     stacked: the last components of the names of stacks. A stack is one tensor in a file that holds
         all experts of a layer (weights/stacked.py). () if each expert has tensors of its own.
-    transposed: True if an expert's slice of ``gate_up_proj`` is [gateᵀ, upᵀ] (side by side), and its
-        slice of ``down_proj`` is downᵀ. False if an expert's slice of a stack is one Hugging Face
-        tensor, unchanged.
+    transposed: True if stacks hold the matrices transposed: an expert's slice of ``gate_up_proj`` is
+        [gateᵀ, upᵀ] (side by side), and its slice of ``down_proj`` is downᵀ. False if an expert's
+        slice of a stack is the expert's tensor as it is.
     """
 
     block: str
@@ -78,8 +78,8 @@ class Family:
         model chunk), Hugging Face names to ``model.layers.<layer>.`` (its number in the model).
     expert_layer: shape, number → an ``Entry`` for each parameter of the expert with this number
         among the rank's experts. None if ``expert_entries`` (mixture_layer.py) gives them.
-    sizes: shape → {name: shape of a layer's Hugging Face tensor}, without norms over the hidden
-        state. Names are relative as in ``layer``; an expert's begin with ``expert.``.
+    sizes: shape → {name: shape} for each Hugging Face tensor of a layer except norms over the
+        hidden state. Names are relative as in ``layer``; an expert's begin with ``expert.``.
     first_layers: as ``layer``, for the layers without a mixture in a family of mixtures; None if
         there are no such layers.
     last: an ``Entry`` for each further parameter of the last pipeline stage, beside the final norm's

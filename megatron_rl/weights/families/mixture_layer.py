@@ -48,7 +48,7 @@ def expert_entries(names: ExpertNames, shape: ModelShape, expert: int) -> tuple[
 
 
 def mixture_sizes(names: ExpertNames, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return {Hugging Face name within the layer: shape} of a layer's tensors, without norms over the hidden state.
+    """Return {Hugging Face name within the layer: shape} of a layer's tensors, except norms over the hidden state.
 
     An expert's names begin with ``expert.``.
     """

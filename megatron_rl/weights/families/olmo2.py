@@ -41,7 +41,7 @@ def post_norm_layer(shape: ModelShape) -> tuple[Entry, ...]:
 
 
 def post_norm_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return {Hugging Face name within the layer: shape} of a layer's tensors, without norms over the hidden state."""
+    """Return {Hugging Face name within the layer: shape} of a layer's tensors, except norms over the hidden state."""
     return dense_sizes(shape) | {
         "self_attn.q_norm.weight": (shape.num_heads * shape.head_dim,),
         "self_attn.k_norm.weight": (shape.num_kv_heads * shape.head_dim,),

@@ -19,7 +19,7 @@ _JOINED = {Layout.QKV: "self_attn.qkv_proj.weight", Layout.GATE_UP: "mlp.gate_up
 def refuse(hf_config: Any) -> None:
     """Raise ConfigError if a config has dropout, or an activation other than silu.
 
-    ``features`` refuses layers with neither full nor sliding attention.
+    Layers with neither full nor sliding attention are refused not here, but by ``features``.
     """
     refuse_other_layers(hf_config, windows=True)
     for name in ("resid_pdrop", "embd_pdrop"):
@@ -44,7 +44,7 @@ def joined_layer(shape: ModelShape) -> tuple[Entry, ...]:
 
 
 def joined_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return {Hugging Face name within the layer: shape} of a layer's tensors, without norms over the hidden state."""
+    """Return {Hugging Face name within the layer: shape} of a layer's tensors, except norms over the hidden state."""
     return dense_sizes(shape) | {
         _JOINED[Layout.QKV]: ((shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, shape.hidden_size),
         _JOINED[Layout.GATE_UP]: (2 * shape.ffn_hidden_size, shape.hidden_size),

@@ -85,7 +85,7 @@ def router_entries() -> tuple[Entry, ...]:
 
 
 def sigmoid_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return {Hugging Face name within the layer: shape} of the tensors of mixtures and of first layers with one MLP.
+    """Return {Hugging Face name within the layer: shape} of a mixture's tensors, and of a dense first layer's MLP.
 
     An expert's names begin with ``expert.``.
     """

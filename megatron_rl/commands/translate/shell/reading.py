@@ -2,8 +2,8 @@
 
 A branch is read if its condition is known to hold. If it is not known whether the condition holds,
 the branch is skipped, and its settings are recorded in a ``Branch``. If one of several skipped
-branches surely runs, a variable that all of them change is not known afterwards. Every program is
-assumed to succeed.
+branches surely runs, a variable that all of them change becomes unknown. Any other variable that
+has a value keeps it, even if a skipped branch changes it. Every program is assumed to succeed.
 """
 
 from __future__ import annotations
@@ -218,14 +218,15 @@ class _Reader:
         return _Status.YES
 
     def leave(self, condition: str, line: int, bodies: Sequence[made.Body], *, exhaustive: bool) -> None:
-        """Record branches that are not read, and mark as unknown some variables that they change.
+        """Record branches that are not read, and mark the variables that become unknown thereby.
 
         condition: the condition, as it stands in the script; it is not known whether it holds.
         bodies: the statements of each branch.
         exhaustive: True if one of the branches surely runs, as with ``else``. Then each variable
-            that all of them change becomes unknown, since its old value is surely gone. If False,
-            known variables keep their values. If a branch changes a variable without a known value,
-            that variable is marked as depending on ``condition``.
+            that all of them change becomes unknown. If False, a variable that any of them changes
+            becomes unknown only if it had no value before.
+
+        An unknown variable is marked as depending on ``condition``. All others keep their values.
         """
         holds = tuple(dict.fromkeys(each for body in bodies for each in effects_of(body)))
         if holds:
