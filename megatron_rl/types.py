@@ -54,7 +54,10 @@ class Prompt:
 
     @property
     def name(self) -> str:
-        """Return a name that is unique in the run: the prompt's id, then ``attempt`` if above 0, as in ``17@0.2``."""
+        """Return a name that is unique in the run: the prompt's id, then a dot and ``attempt`` if that is above 0.
+
+        Example: ``17@0.2`` is attempt 2 of prompt ``17@0``.
+        """
         return f"{self.prompt_id}.{self.attempt}" if self.attempt else self.prompt_id
 
 
@@ -186,8 +189,8 @@ class BatchFacts:
                      if no sample has any.
     prompt_keys:     int64, equal for samples whose prompts are equal, token for token; None if not
                      known.
-    response_inputs: int64, numbers of response tokens that run, those before the last loss token; 0
-        without a loss token. None: the whole responses run.
+    response_inputs: int64, numbers of response tokens that the model reads: those before the last
+        loss token, or 0 without a loss token. None: it reads the whole responses.
 
     Example: two groups of two samples on two ranks: ``groups=[0,0,1,1], owners=[0,0,1,1],
     owner_rows=[0,1,0,1]``.
@@ -217,7 +220,7 @@ class BatchFacts:
 
     @property
     def response_offsets(self) -> np.ndarray:
-        """Return int64 [S + 1]: the index of each response's start among all response tokens; last, their number."""
+        """Return int64 [S + 1]: each response's start among all response tokens; the last entry is their total."""
         return np.concatenate([[0], np.cumsum(self.response_tokens)])
 
 
@@ -259,10 +262,11 @@ class LossInputs:
         them.
     importance_weights: [T], factors of the tokens' advantages (algorithm/importance.py); None: 1.
     token_advantages: [T], each token's advantage times its sample's entry of ``weights``, in place of
-        ``advantages`` (``gae``); None: ``advantages`` count.
+        ``advantages`` (``gae``); None: ``advantages`` are used.
     kl_coefficient: β of the KL to the reference in the loss; at 0 the KL is only measured. None:
         ``loss.kl_coefficient``.
-    measured: bool [S], the samples whose tokens the step's metrics count; None: all that run.
+    measured: bool [S], the samples whose tokens the step's metrics count; None: all samples in its
+        micro-batches.
     """
 
     advantages: np.ndarray
@@ -427,7 +431,10 @@ class BatchPlan:
         return BatchPlan(purpose=content["purpose"], mini_batches=mini_batches, details=content["details"])
 
     def held(self) -> BatchPlan:
-        """Return a copy whose steps all have kind HELD. Raises ValueError if a step has samples to run."""
+        """Return a copy whose steps all have kind HELD: they are counted, and the policy does not change.
+
+        Raises ValueError if a step has samples to run.
+        """
         if any(len(step.order) for step in self.mini_batches):
             raise ValueError("a plan that runs samples cannot be held; plan it without signal")
         return replace(self, mini_batches=tuple(replace(step, kind=StepKind.HELD) for step in self.mini_batches))

@@ -1,5 +1,7 @@
 """Advantages from rewards, and each sample's weight in the loss by ``loss.reduction``. Pure functions of numbers.
 
+A sample is included if its reward counts in its group (``GroupRewards.included``).
+
 Invariants (``assert_invariants`` in tests/unit/algorithm/test_advantage.py):
 
 1. A group whose included rewards (``gdpo``: the rewards of each function) are equal as numbers has
@@ -57,7 +59,7 @@ def advantages(
     arguments: Mapping[str, object] | None = None,
     moves_equal_rewards: bool = False,
 ) -> np.ndarray:
-    """Return float64 [S], each sample's advantage (docs/semantics.md §6); 0 for a sample that is not included.
+    """Return float64 [S], each sample's advantage (docs/semantics.md §6); 0 where ``rewards.included`` is False.
 
     estimator: the name of a function of algorithm/estimators.py, or the user's own
         ``module:function`` (algorithm/own_estimator.py).
@@ -152,7 +154,7 @@ def may_have_advantage(
     - ``distillation`` compares each sample with a teacher.
 
     Under a user's own estimator every included sample of a group of unequal rewards gets True. Under
-    ``moves_equal_rewards`` every included sample does.
+    ``moves_equal_rewards`` those of groups of equal rewards get True as well.
     """
     if is_own(estimator):
         return rewards.included & (moves_equal_rewards | in_unequal_groups(rewards))

@@ -102,7 +102,8 @@ def dr_grpo(rewards: Rewards) -> np.ndarray:
     Dr. GRPO: Liu et al. 2025, arXiv:2503.20783, § 3.2.
 
     Examples, of one group: r = (1, 0, 0, 1) → (0.5, −0.5, −0.5, 0.5). r = (1, 1, 1, 1) → exactly
-    (0, 0, 0, 0). r = (0, 0.3, 0.6) → (−0.3, 0, 0.3), though the mean rounds to 0.3 − 6e-17.
+    (0, 0, 0, 0). r = (0, 0.3, 0.6) → (−0.3, 0, 0.3): the mean rounds to 0.3 − 6e-17, but is 0.3 in
+    exact arithmetic.
     """
     group, included = rewards.group, rewards.included
     values = np.where(included, rewards.values, 0.0)
@@ -119,11 +120,11 @@ def dr_grpo(rewards: Rewards) -> np.ndarray:
 
 
 def _without_rounding(rewards: Rewards, centred: np.ndarray, suspects: np.ndarray) -> np.ndarray:
-    """Return ``centred`` with 0.0 for those suspects whose reward equals its group's mean in rational numbers.
+    """Return ``centred`` with 0.0 for those suspects whose reward equals its group's mean, computed in fractions.
 
-    A reward is read in two ways: as the binary number that it is, and as the decimal that it prints
-    as. With (0.2, 0.4, 0.6) the reward function meant the mean 0.4, though no binary number is
-    exactly 0.2, 0.4 or 0.6.
+    Equality in one of two readings is enough: rewards as the binary numbers that they are, or as the
+    decimals that they print as. With (0.2, 0.4, 0.6) the reward function meant the mean 0.4, though
+    no binary number is exactly 0.2, 0.4 or 0.6.
 
     centred: float64 [S], each reward less its group's mean, with rounding.
     suspects: bool [S], True for samples whose ``centred`` may be rounding alone.
@@ -181,8 +182,8 @@ def reinforce_plus_plus(rewards: Rewards, *, tokens: np.ndarray | None, whiten: 
 
     tokens, whiten: the arguments ``tokens`` and ``mode`` of ``whitened``.
 
-    Example: one group, r = (1, 0, 0, 1), one token each, ``scale``, ε = 0 → (0.866, −0.866, −0.866,
-    0.866).
+    Example: one group, r = (1, 0, 0, 1), one token each, ``whiten="scale"``, ε = 0: centred (½, −½,
+    −½, ½), σ 0.577 → (0.866, −0.866, −0.866, 0.866).
     """
     return whitened(dr_grpo(rewards), rewards.included, tokens, whiten, epsilon)
 
@@ -199,8 +200,8 @@ def gdpo(
     """Return float64 [S]: A_i = whitened(Σ_f w_f · (r_i^f − mean_g^f) / (std_g^f + ε)).
 
     Each reward function is standardised by itself, so that none drowns another. GDPO: Liu et al.
-    2026, arXiv:2601.05242. A sum that is 0 in exact arithmetic is exactly 0.0, whether rewards are
-    read as binary numbers or as the decimals that they print as (algorithm/cancellation.py).
+    2026, arXiv:2601.05242. A sum becomes exactly 0.0 if it is 0 in exact arithmetic, with rewards as
+    the binary numbers that they are or as the decimals that they print as (algorithm/cancellation.py).
 
     columns: one Rewards per function; its ``included`` is True for samples that the function
         applied to.

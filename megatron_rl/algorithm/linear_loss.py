@@ -46,7 +46,7 @@ def linearised(
     sample_ids: tuple[str, ...] = (),
     way_out: str = "look for non-finite log-probs, and at the loss's settings",
 ) -> LinearLoss:
-    """Return a loss's terms at ``sums``, and the c [S] with which −Σ_i c_i · s_i has the loss's gradient there.
+    """Return a loss's terms at ``sums``, and c [S] such that −Σ_i c_i · s_i has the same gradient there as the loss.
 
     terms: a function from the sums, float64 [S] with gradient, to [P], the addends of the loss.
     sums: [S], s_i: each sample's summed log-probs or value-head score, from a forward-only pass.

@@ -1,7 +1,8 @@
 """The loss of a micro-batch, Σ_t policy_t + w_t·(β·kl_t − c·entropy_t), and sums over its tokens for the metrics.
 
-w_t is the reduction's weight of a token, β the coefficient of the KL to the reference policy, and c
-the coefficient of the entropy.
+policy_t is a token's policy loss, which contains w_t already (policy_loss.py). w_t is the reduction's
+weight of a token, β the coefficient of the KL to the reference policy, and c the coefficient of the
+entropy.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def own_advantages(
 
 
 def require(config: AdvantageConfig) -> None:
-    """Raise ConfigError if ``advantage.estimator`` cannot be called, or lacks a property of its contract."""
+    """Raise ConfigError if ``advantage.estimator`` cannot be called, or fails a test of its contract (``check``)."""
     resolve(config.estimator, config.arguments)
     for finding in check(config):
         if not finding.holds:

@@ -59,7 +59,7 @@ class OwnTerm:
     """Holds a user's policy loss; a call computes the losses of a micro-batch's N loss tokens with it.
 
     function: takes a PolicyTokens and returns a PolicyTerm.
-    whole: the ``complete_sums`` of PolicyTokens.
+    whole: a function that adds per-sample sums over ranks (``PolicyTokens.complete_sums``).
     """
 
     function: OwnPolicy

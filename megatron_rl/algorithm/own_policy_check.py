@@ -33,7 +33,7 @@ def require(config: LossConfig) -> None:
 
 
 def trains_without_advantage(config: LossConfig) -> bool:
-    """Return whether ``loss.policy`` gives any random token of zero advantage a loss or a gradient."""
+    """Return whether ``loss.policy``, tried on random tokens, gives one of zero advantage a loss or a gradient."""
     term = resolve(config)
     return not _zero(term, _cases(torch.float64)).holds
 

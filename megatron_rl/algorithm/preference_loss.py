@@ -20,6 +20,8 @@ log π(y) is the sum over the response's loss tokens, |y| their number. Of the s
 - simpo: Meng et al. 2024, arXiv:2405.14734, eq. 6.
 - bradley_terry: Ouyang et al. 2022, arXiv:2203.02155, eq. 1.
 
+A response's coefficient is −∂ℓ/∂ log π(y), or −∂ℓ/∂r under bradley_terry.
+
 Invariants (``assert_invariants`` in tests/unit/algorithm/test_preference_loss.py):
 
 1. The coefficients of a pair depend on that pair alone.
@@ -66,8 +68,9 @@ class PairOutcome:
     """Holds the losses, rewards and coefficients of P pairs.
 
     losses: float64 [P], the loss of each pair.
-    rewards: float64 [2P], r of each response, in the order of PairScores.
-    coefficients: float64 [2P], c_i = −∂(Σ losses)/∂sums_i (algorithm/linear_loss.py).
+    rewards: float64 [2P], each response's reward r (see the module), in the order of PairScores.
+    coefficients: float64 [2P], minus the derivative of Σ losses by each number of
+        ``PairScores.sums`` (algorithm/linear_loss.py).
     """
 
     losses: np.ndarray
@@ -81,9 +84,10 @@ class PairOutcome:
 
 
 def compare(scores: PairScores, config: PreferenceConfig) -> PairOutcome:
-    """Return each pair's loss by ``preference.loss``, and each response's reward and coefficient.
+    """Return each pair's loss by ``preference.loss``, and each response's reward and coefficient (``PairOutcome``).
 
-    Raises NonFiniteAdvantage, naming the sample, for a sum or a coefficient that is not finite.
+    Raises NonFiniteAdvantage, naming the sample, if a number of ``scores.sums`` or a coefficient is
+    not finite.
     Raises ValueError for an odd number of responses or a missing reference.
     """
     if len(scores.sums) % 2:
@@ -128,8 +132,8 @@ def _losses(rewards: torch.Tensor, config: PreferenceConfig) -> torch.Tensor:
 def pair_metrics(outcome: PairOutcome, scores: PairScores, *, prefix: str = "preference/", suffix: str = "") -> dict:
     """Return {metric name: mean over pairs}: loss, accuracy, margin, and both responses' rewards and log-probs.
 
-    The log-probs are sums over a response, or a reward model's scores. For accuracy, a pair of
-    equal rewards counts as wrong.
+    The log-probs are each response's sum; with a reward model, its scores stand in for them. For
+    accuracy, a pair of equal rewards counts as wrong.
 
     prefix, suffix: texts before and after each metric's name.
 

@@ -93,9 +93,10 @@ class SignalRule:
 
 
 def refuse_uncounted_losses(megatron: MegatronConfig, skip: SkipConfig) -> None:
-    """Raise ConfigError, in every ``skip.mode``, if a loss or update that is not a sum over tokens is switched on.
+    """Raise ConfigError if Megatron-Core is set to add a loss or update that is not a sum over tokens.
 
-    UNCOUNTED_FIELDS lists Megatron-Core's fields for them, such as a router's load-balancing loss.
+    It does so in every ``skip.mode``. UNCOUNTED_FIELDS lists the fields that add one, such as a
+    router's load-balancing loss, with the reasons.
     """
     for field, reason in UNCOUNTED_FIELDS.items():
         value = megatron.transformer.get(field)
@@ -138,9 +139,10 @@ def _trains_without_advantage(loss: LossConfig) -> bool:
 
 
 def _neutral(term: str) -> str:
-    """Return what a message advises to set instead of ``term``, a ``key=value`` that ``coupling_terms`` returns.
+    """Return what the error message of ``signal_rule`` advises to set in place of ``term``.
 
-    Under ``term`` a sample of zero advantage may change the result.
+    term: a ``key=value`` from ``coupling_terms``, under which a sample of zero advantage may change
+        the result.
 
     Example: ``loss.denominator=kept`` → ``loss.denominator=original``.
     """

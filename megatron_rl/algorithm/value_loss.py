@@ -1,4 +1,4 @@
-"""The critic's loss: an undivided sum over loss tokens, with the weights of the policy loss (docs/semantics.md §8)."""
+"""The critic's loss: a sum over loss tokens, each weighted as in the policy loss (docs/semantics.md §8)."""
 
 from __future__ import annotations
 

@@ -390,9 +390,9 @@ class MegatronBackend(TrainableModel):
             _run_through(self.export_adapters())
 
     def close(self, *, leave_world: bool = True) -> None:
-        """Destroy all process groups, a critic's too; the process may build another backend afterwards.
+        """Destroy the process groups, a critic's too; the process may build another backend afterwards.
 
-        leave_world: whether the default process group is destroyed too.
+        leave_world: False keeps torch's default process group.
         """
         self.retire()
         topology.destroy(leave_world=leave_world)

@@ -46,8 +46,10 @@ class TargetSample(Sample):
 class TargetFacts(BatchFacts):
     """Holds the BatchFacts (lengths, groups, owners) of a batch in which some samples are TargetSamples.
 
-    targets_per_token: int64 [S], the number K of targets at each of a sample's response tokens; 1 for
-        a plain Sample. In arrays over all response tokens, a token's K targets are adjacent.
+    At each response token of a TargetSample, the log-probs of K given tokens (targets) are computed.
+
+    targets_per_token: int64 [S], the number K of each sample; 1 for a plain Sample. In arrays over all
+        response tokens, a token's K targets are adjacent.
     """
 
     targets_per_token: np.ndarray
@@ -59,9 +61,9 @@ class TargetFacts(BatchFacts):
 
 
 def targets_at(row: Sample, places: np.ndarray) -> np.ndarray:
-    """Return int64 [N, K], the target tokens at N positions of a sample's response.
+    """Return int64 [N, K], the tokens whose log-probs are computed at N positions of a sample's response.
 
-    For a plain Sample they are the response's own tokens (K = 1).
+    For a TargetSample they are its K targets, for a plain Sample the response's own tokens (K = 1).
 
     row: the sample.
     places: int64 [N], the positions, from 0 at the response's first token.

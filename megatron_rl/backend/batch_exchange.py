@@ -230,11 +230,10 @@ def _decode(row: np.ndarray, index: int, facts: BatchFacts) -> Sample:
 def exchange_rows(
     facts: BatchFacts, local: Sequence[Sample], needed: list[np.ndarray], topology: Topology
 ) -> Mapping[int, Sample]:
-    """Return {sample index: row} for the samples that this rank needs. A collective.
+    """Return {sample index: sample} for the samples that this rank needs, its own included. A collective.
 
-    local: this rank's samples.
-    needed: for each global rank, the indices of the samples that it needs. A rank sends itself
-        nothing.
+    local: this rank's samples. Those that this rank needs itself are not sent.
+    needed: for each global rank, the indices of the samples that it needs.
     """
     # which samples go where, and how many words
     rank = topology.rank

@@ -302,7 +302,7 @@ class Optimizer:
         return StepOutcome(grad_norm=norm, learning_rate=learning_rate, applied=True)
 
     def ghost_step(self) -> None:
-        """Take a step as if the gradient were zero, without a reduction and without a norm."""
+        """Take an AdamW step with a gradient of zero, without reducing gradients or computing their norm."""
         self.zero_grad()
         self.megatron.prepare_grads()
         self.megatron.step_with_ready_grads()

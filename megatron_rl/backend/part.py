@@ -29,7 +29,7 @@ class Recording(Protocol):
     """Holds the data that a BackendPart recorded in one log-prob pass, for the tokens that this rank ran."""
 
     def gather(self, batch: Batch, plan: BatchPlan) -> Recorded:
-        """Exchange the ranks' recorded data; return the data of the samples that this rank owns. A collective."""
+        """Exchange what the ranks recorded in the pass; return the data of this rank's own samples. A collective."""
 
 
 class BackendPart(PackingPart, Protocol):
@@ -71,24 +71,24 @@ class BackendPart(PackingPart, Protocol):
 class PassWatch(Protocol):
     """Observes a model's passes, as a profiler does, and changes no number. No method is a collective.
 
-    Each method returns a context, which the schedule holds open during the work that the method's name
-    says. A rank runs the forward passes of one model chunk in the order of the micro-batches.
+    Each method returns a context that observes the work that the schedule does inside it. A rank runs
+    the forward passes of one model chunk in the order of the micro-batches.
     """
 
     def running(self, num_microbatches: int, *, trains: bool) -> AbstractContextManager[None]:
-        """Return the context of one run of the schedule over ``num_microbatches`` micro-batches.
+        """Return a context that observes one run of the schedule over ``num_microbatches`` micro-batches.
 
         trains: whether backward passes are run too.
         """
 
     def forward(self, chunk: int, microbatch: PackedMicroBatch) -> AbstractContextManager[None]:
-        """Return the context of the forward pass of ``microbatch`` through the model chunk with index ``chunk``."""
+        """Return a context that observes ``microbatch``'s forward pass through the model chunk with index ``chunk``."""
 
     def loss(self) -> AbstractContextManager[None]:
-        """Return the context in which the next micro-batch's loss is computed."""
+        """Return a context that observes the computation of the next micro-batch's loss."""
 
     def backward(self) -> AbstractContextManager[None]:
-        """Return the context of the next backward pass, in the schedule's order (planning/timeline.py)."""
+        """Return a context that observes the next backward pass, in the order that planning/timeline.py gives."""
 
 
 class ReferenceWeights(Protocol):

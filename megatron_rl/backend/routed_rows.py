@@ -67,9 +67,9 @@ def token_places(layout: Layout, slot: int, prompt: int, read: int) -> np.ndarra
 def lay_experts(
     layout: Layout, samples: Sequence[Sample], read: np.ndarray, positions: np.ndarray, rows: RouterRows
 ) -> np.ndarray | None:
-    """Return the table of a packed micro-batch's experts, int16 [this rank's routers, tokens that they see, top_k].
+    """Return the expert numbers to replay in a micro-batch, int16 [this rank's routers, tokens that they see, top_k].
 
-    Returns None if no sample has experts.
+    Returns None if no sample has recorded expert numbers (``routed_experts``).
 
     layout: the positions of all samples of the micro-batch.
     samples: the K samples of the micro-batch.
@@ -171,12 +171,12 @@ def gather_recorded(
 def _chunks(samples: np.ndarray, tokens: np.ndarray, bytes_per_token: int) -> Iterator[np.ndarray]:
     """Cut ``samples`` into arrays of consecutive entries, and yield each array.
 
-    The experts of an array's samples take about ``REDUCED_BYTES`` (64 MiB) together. Each array has at
-    least one sample.
+    The recorded expert numbers of an array's samples take about ``REDUCED_BYTES`` (64 MiB) together.
+    Each array has at least one sample.
 
     samples: the samples' indices in the batch.
     tokens: [S], the number of tokens of every sample of the batch.
-    bytes_per_token: the bytes of one token's experts.
+    bytes_per_token: the bytes of one token's expert numbers.
     """
     part = np.cumsum(tokens[samples] * bytes_per_token) // REDUCED_BYTES
     for number in np.unique(part):

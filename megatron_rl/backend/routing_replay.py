@@ -36,7 +36,7 @@ class RecordedPass:
     """Holds the experts that this rank's routers chose in one forward pass.
 
     routers: maps each micro-batch's ``id`` to the micro-batch and its routers' experts.
-    rows: this rank's routers, and which tokens they see.
+    rows: the layers of this rank's routers, and which packed tokens of a micro-batch they see.
     rank: this rank's global number.
     """
 
@@ -66,7 +66,7 @@ class ReplayedExperts:
     """Replays routed experts in a policy's passes. BackendPart (backend/part.py) describes the methods.
 
     routing: records and replays experts at this rank's routers.
-    rows: this rank's routers, and which tokens they see.
+    rows: the layers of this rank's routers, and which packed tokens of a micro-batch they see.
     rank: this rank's global number.
     records: whether log-prob passes record experts, as under ``routing_replay=old_logprobs``.
     requires: whether every sample must bring its experts, as under ``routing_replay=rollout``.
@@ -83,7 +83,7 @@ class ReplayedExperts:
             require_routed(facts, (self.rows.num_layers, self.rows.top_k))
 
     def pack(self, laid: LaidMicroBatch) -> torch.Tensor | None:
-        """Return the micro-batch's experts for this rank's routers; None if no sample has experts.
+        """Return the expert numbers to replay at this rank's routers; None if no sample has any.
 
         The result is int16 [this rank's routers, tokens that they see, top_k].
         """

@@ -193,9 +193,11 @@ class _Run:
 class Schedule:
     """Runs packed micro-batches through this rank's pipeline stage, forward and, in training, backward.
 
-    windows: the sizes of the model's attention windows, by which ``StageLaps.squares`` is computed.
-    parts: the backend's optional parts, whose contexts are entered around every pass.
-    watches: observers, whose contexts are entered around every pass too.
+    windows: each layer's attention window in tokens; () if no layer has one. ``StageLaps.squares``, a
+        measure of attention's cost, depends on it.
+    parts: optional features (backend/part.py), whose contexts are entered around every pass.
+    watches: observers such as a profiler (``PassWatch``), whose contexts are entered too. A profiler
+        sets this attribute.
     """
 
     watches: tuple[PassWatch, ...] = ()

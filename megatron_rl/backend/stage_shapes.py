@@ -71,13 +71,15 @@ P2PCommunicator._communicate_shapes = _from_plan
 def planned(
     topology: Topology, num_microbatches: int, shape_of: Callable[[int], Shape], *, forward_only: bool
 ) -> Iterator[None]:
-    """Return a context for one run of the schedule, which then takes shapes from the plan. Not a collective.
+    """Return a context for one run of the schedule, in which stages send each other no shapes. Not a collective.
+
+    Instead, ``shape_of`` gives a stage the shape of each tensor that it receives.
 
     shape_of: a function from a micro-batch's number to the shape of its tensor between two pipeline
         stages.
     forward_only: whether the run has no backward passes.
 
-    Raises LockstepError if the schedule receives more or fewer tensors than the plan says.
+    Raises LockstepError if the schedule receives more or fewer tensors than planning/timeline.py says.
     """
     expected = _Expected(topology, num_microbatches, shape_of)
     _under_way.append(expected)

@@ -52,7 +52,7 @@ class TeacherWeights:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Return a context within which the policy's forward passes run the teacher's model; it takes no gradient."""
+        """Return a context in which the policy's forward passes run the teacher's frozen model, not the policy's."""
         model = self.model
         own = model.chunks, model.schedule, model.shape, model.packer
         model.chunks, model.schedule, model.shape, model.packer = self.chunks, self.schedule, self.shape, self.packer

@@ -63,8 +63,8 @@ class TrainableModel:
     sum_names: keys of ``StepResult.sums``. Each micro-batch's loss gives its ``sums`` in this
         order, float64 [len(sum_names)].
     num_maxima: how many of the last names hold a maximum (of values ≥ 0) instead of a sum.
-    training, reading: names that enter the fingerprints of the model's plans: of plans for optimizer
-        steps, and of plans for forward passes without a gradient.
+    training, reading: the ``purpose`` of the model's plans: of plans for optimizer steps, and of plans
+        for forward passes without a gradient. A plan's fingerprint depends on it.
     reference: a policy's reference weights; None before ``keep_reference``.
     parts: optional features (backend/part.py).
     """
@@ -206,7 +206,8 @@ class TrainableModel:
     def plan_pass(self, batch: Batch, chosen: np.ndarray, *, drops: bool = True) -> BatchPlan:
         """Return the plan of one forward pass over the samples ``chosen`` (bool [S]). Not a collective.
 
-        drops: whether all other samples are left out; False plans a pass over the whole batch.
+        drops: True leaves all other samples out. False plans a pass over the whole batch, whatever
+            is chosen.
         """
         members = np.arange(batch.facts.num_samples)
         return self._plan(self.reading, [members], batch, chosen, drops=drops)
@@ -320,8 +321,9 @@ class TrainableModel:
     def optim_step(self, kind: StepKind, adam: AdamStep | None = None) -> StepResult:
         """Take an optimizer step; a step with a gradient (REAL) first reduces the accumulated gradient, once.
 
-        A GHOST step has no gradient. A HELD step is counted and changes nothing: neither weights
-        nor moments, schedule or weight version.
+        A GHOST step has no gradient: under ``skip.ghost=dense`` AdamW steps on zeros, else the
+        step is only counted. A HELD step is always only counted: weights, moments, schedule and
+        weight version stay.
 
         adam: AdamW's settings of this step; None takes the run's settings.
 
@@ -350,7 +352,7 @@ class TrainableModel:
         return StepResult(kind=kind, sums=sums, **dataclasses.asdict(outcome))
 
     def _reduce_sums(self) -> dict[str, float]:
-        """Return {name: the step's metric sum over all ranks}, with the sums of the optional parts.
+        """Return {name: the step's metric sum over all ranks}, those of optional features (``parts``) included.
 
         It also adds the step's measured times to the cost model's fit.
         """

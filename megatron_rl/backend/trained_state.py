@@ -140,7 +140,7 @@ def scale_of(backend: TrainableModel) -> float | None:
 
 
 def set_scale(backend: TrainableModel, scale: float | None) -> None:
-    """Set alpha / rank of the model's adapters."""
+    """Set alpha / rank of the model's adapters to ``scale``; None is for a model without adapters: nothing is set."""
     for adapter in _adapters(backend):
         adapter.scale = scale
 

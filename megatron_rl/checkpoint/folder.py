@@ -5,7 +5,8 @@
         iter_0000030/                         a complete checkpoint
             .metadata, *.distcp, common.pt    the tensors, in Megatron-Core's torch_dist format
             state.json                        everything else that decides the run's next steps
-            manifest.json                     bytes and SHA-256 of each other file, SHA-256 of itself; written last
+            manifest.json                     bytes and SHA-256 of each other file, SHA-256 of its own other
+                                              fields; written last
         iter_0000040.partial/                 being written, or left by a killed run; never read
 
 Invariants (tests/unit/checkpoint/test_folder.py):

@@ -128,8 +128,8 @@ class CheckpointManager:
     def _folders(self) -> list[pathlib.Path | RemotePath]:
         """Return the folders of the checkpoints that the run may resume from, newest first.
 
-        If there is no checkpoint, or under ``checkpoint.resume=never``, the result is []. Folders that
-        an earlier run left are then renamed (``start_anew``).
+        The result is [] if there is no checkpoint, or under ``checkpoint.resume=never``. In both cases
+        the folders of checkpoints and exports that an earlier run left are renamed (``start_anew``).
         """
         roots = (self.root, self.root / CRITIC, self.supervised_root)
         on_disk = isinstance(self.root, pathlib.Path)

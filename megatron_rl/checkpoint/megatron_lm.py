@@ -11,9 +11,10 @@ The keys are the keys of ``GPTModel.sharded_state_dict`` (Megatron-Core 0.16.1 a
 parameter of all layers is one stacked tensor, with the layer as first index. For a mixture's
 experts the second index is the expert. A norm before a linear layer has a key of Transformer
 Engine's fused layer, such as ``linear_qkv.layer_norm_weight``, even in a model built of torch's
-layers. The norm before a mixture of experts is ``pre_mlp_layernorm.weight``, and with torch's layers
-``mlp.linear_fc1.layer_norm_weight``. Every stored tensor is whole, so that any topology loads it.
-Rows lie as on a single tensor-parallel rank: q, k, v by query group, gate's rows before up's.
+layers. The norm before a mixture of experts has the key ``pre_mlp_layernorm.weight`` in a model of
+Transformer Engine's layers, and ``mlp.linear_fc1.layer_norm_weight`` in one of torch's layers. Every
+stored tensor is whole, so that any topology loads it. Rows lie as on a single tensor-parallel rank:
+q, k, v by query group, gate's rows before up's.
 """
 
 from __future__ import annotations
@@ -73,12 +74,12 @@ class Stored:
 
     entry: the description, with the tensor's names in Hugging Face files (numbers of layer and expert
         included), its name in Megatron-Core, and the order of its rows.
-    name: the rest of the key after ``decoder.layers.`` if ``layer`` is set, else the whole key. An
-        expert's name lacks the expert's number.
+    name: the key without ``decoder.layers.`` and the layer's number; the whole key if ``layer`` is
+        None. An expert's name lacks the expert's number.
     aliases: other names under which Megatron-Core may store the same tensor.
     layer, expert: the tensor's numbers; None if it belongs to no layer, or to no expert.
-    by_layer: whether each layer's tensor has its own key, as in a model with both dense layers and
-        mixtures of experts.
+    by_layer: True if each layer's tensor has a key of its own, with the layer's number, as in a model
+        with both dense layers and mixtures of experts. False if all layers share one stacked tensor.
     """
 
     entry: Entry
@@ -94,9 +95,9 @@ class Stored:
         return tuple(x for x in (None if self.by_layer else self.layer, self.expert) if x is not None)
 
     def stack(self, shape: ModelShape) -> tuple[int, ...]:
-        """Return the numbers of layers and experts over which a checkpoint stacks the tensor; () if it is not stacked.
+        """Return the sizes of a stacked tensor's first axes, layers then experts; () if the tensor is not stacked.
 
-        Example: expert 3 of 8 in layer 2 of 4 has ``lead`` (2, 3) and stack (4, 8).
+        Example: for expert 3 of 8 in layer 2 of 4 it is (4, 8); ``lead``, the indices there, is (2, 3).
         """
         counts = (None if self.by_layer else self.layer, shape.num_layers), (self.expert, shape.num_experts)
         return tuple(count for number, count in counts if number is not None)

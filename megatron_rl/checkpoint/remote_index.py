@@ -27,10 +27,10 @@ from megatron_rl.storage.remote import RemotePath
 
 @contextlib.contextmanager
 def index_of(folder: RemotePath) -> Iterator[pathlib.Path]:
-    """Yield a temporary folder from which torch loads a checkpoint in an object store; a collective.
+    """Yield a temporary local folder, from which torch can load a checkpoint in an object store; a collective.
 
-    The folder holds the checkpoint's small files. Within the ``with`` block torch reads tensors from
-    the store. Raises CheckpointError on every rank if one rank cannot fetch the files.
+    The local folder holds only the checkpoint's small files. Within the ``with`` block torch reads
+    tensors from the store. Raises CheckpointError on every rank if one rank cannot fetch the files.
     """
     error: CheckpointError | None = None
     try:

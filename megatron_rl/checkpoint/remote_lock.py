@@ -44,9 +44,9 @@ class RemoteLock(RunLock):
         self.path.write_bytes(json.dumps(json.loads(self._content()) | {"number": self.number}).encode())
 
     def _read(self) -> tuple[dict | None, int | None]:
-        """Return (fields that name the holder, the number that the holder increases) from the lock's file.
+        """Return (fields that name the holder, a number that the holder increases while it lives) from the lock's file.
 
-        They are (None, None) if there is no lock, and (None, 0) if the file holds another text.
+        They are (None, None) if there is no lock, and (None, 0) if the file's content is not a lock's.
         """
         try:
             with self.path.open("rb") as file:

@@ -62,7 +62,7 @@ class RestoredRun:
         first rollout.
     supervised_steps: the number of supervised steps taken; None after the supervised start.
     queue_rows: the contents of the checkpoint's ``rollouts_<rank>.npz`` files that this rank reads.
-        There are several if more ranks have saved.
+        There are several if more ranks saved the checkpoint than now read it.
     """
 
     rollouts: int | None

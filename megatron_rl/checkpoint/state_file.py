@@ -99,7 +99,9 @@ def _check_key(value: object, where: str) -> None:
 def _check_places(asked: object, where: str) -> None:
     """Raise DamagedCheckpoint unless ``asked`` is a list of [group's index in its rollout, prompt id, attempt].
 
-    where: the list's place in state.json, for messages; the attempt is as in ``_check_key``.
+    attempt is as in ``_check_key``.
+
+    where: the list's place in state.json, for messages.
     """
     for i, entry in enumerate(check(asked, where, list)):
         if len(check(entry, f"{where}[{i}]", list)) != 3:

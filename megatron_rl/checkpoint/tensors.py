@@ -89,7 +89,10 @@ class ParameterState:
 
 
 class AdamStates:
-    """Holds ``of``: parameter → its ParameterState, over all optimizers in Megatron-Core's chained optimizer."""
+    """Holds AdamW's tensors of every parameter, over all optimizers in Megatron-Core's chained optimizer.
+
+    of: parameter → its ParameterState.
+    """
 
     def __init__(self, optimizer) -> None:
         self.of: dict[torch.nn.Parameter, ParameterState] = {}

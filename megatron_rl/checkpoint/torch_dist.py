@@ -134,9 +134,9 @@ class TorchDistReader:
         return self.tensors[key].properties.dtype
 
     def read(self, key: str, lead: tuple[int, ...] = ()) -> torch.Tensor:
-        """Return the tensor ``key``, joined from its chunks, or its part at the first indices ``lead``.
+        """Return the tensor ``key``, or its part ``tensor[lead]``, joined from its chunks.
 
-        lead: the numbers of layer and expert in a stacked tensor; () returns the whole tensor.
+        lead: the first indices in a stacked tensor, such as (layer, expert); () reads it whole.
 
         The call takes the memory of the result and one chunk. Raises ConfigError if the chunks do
         not cover the result.
@@ -179,10 +179,10 @@ class TorchDistReader:
 
 
 class TorchDistWriter:
-    """Writes a torch_dist folder chunk by chunk. A chunk is in its file when ``add_chunk`` returns.
+    """Writes a torch_dist folder a chunk at a time. A chunk is a rectangular piece of a tensor.
 
-    Each call of ``add_chunk`` states the whole tensor's size, so no tensor is declared beforehand.
-    ``finish`` completes the checkpoint.
+    When ``add_chunk`` returns, the chunk is in its file. Each call states the whole tensor's size, so
+    tensors need not be declared first. ``finish`` completes the checkpoint.
     """
 
     def __init__(self, folder: pathlib.Path):

@@ -251,7 +251,7 @@ class PendingSave:
 
 
 def _cause(error: BaseException, root: pathlib.Path | RemotePath) -> str:
-    """Return the text of the OSError behind ``error``, for which torch.save raises another ("unexpected pos").
+    """Return the text of the OSError that led to ``error``: torch.save raises another error instead ("unexpected pos").
 
     If no OSError is found, return the text of ``error`` with the number of free bytes under
     ``root``.

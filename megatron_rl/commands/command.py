@@ -1,4 +1,7 @@
-"""The dispatch of `megatron-rl`: it starts the command that the first argument names, or runs it in this process."""
+"""The dispatch of `megatron-rl`: the command that the first argument names replaces this process.
+
+Only `new` and `translate` run in this process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The start of a program in place of the `megatron-rl` process: one Python process, or torchrun with several ranks."""
+"""The replacement of the `megatron-rl` process by a program: one Python process, or torchrun if --nproc is given."""
 
 from __future__ import annotations
 

@@ -22,9 +22,10 @@ def byte_level(model: models.BPE) -> Tokenizer:
 
     model: the vocabulary and merges.
 
-    If the folder also has a config.json of model_type qwen2, AutoTokenizer (transformers 5.19) builds
-    a Qwen2Tokenizer, which takes only vocabulary and merges from the tokenizer's files. As both
-    tokenizers split text alike, adding the config.json does not change a text's tokens.
+    If the folder with the saved tokenizer also has a config.json of model_type qwen2, AutoTokenizer
+    (transformers 5.19) builds a Qwen2Tokenizer. That takes only vocabulary and merges from the
+    tokenizer's files. As both split text alike, a text has the same tokens with and without the
+    config.json.
     """
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.NFC()

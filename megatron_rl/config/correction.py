@@ -36,13 +36,13 @@ class CorrectionConfig:
     """
 
     old_logprobs: str = "auto"
-    """π_old: `recompute`: by a forward pass; `auto`: no pass for a rollout's first step; `rollout`: the engine's."""
+    """π_old: `recompute`: by forward pass; `auto`: so, but a rollout's first step has its own; `rollout`: engine's."""
     mode: str = "none"
-    """`none`, or kind of importance weight, and action out of bounds: `{token,sequence,geometric}_{truncate,mask}`."""
+    """`none`, or KIND_ACTION: weight per `token`, `sequence`, `geometric` mean; out of bounds: `truncate` or `mask`."""
     cap: Annotated[float, Range(1)] = 2.0
-    """Upper bound of the weight; a token on which engine and trainer agree has weight 1."""
+    """Upper bound of the importance weight; a token on which engine and trainer agree has weight 1."""
     floor: Annotated[float, Range(0, 1, open_low=True)] | None = None
-    """Lower bound of the weight; null: no lower bound."""
+    """Lower bound of the importance weight, applied as `correction.mode` says; null: no lower bound."""
     off_policy_delta: Annotated[float, Range(0, 10**6)] | None = None
     """δ in nats: samples with A < 0 and mean log μ − log π_old > δ are dropped (DeepSeek-V3.2, eq. 9); null: none."""
 
@@ -72,5 +72,8 @@ class CorrectionConfig:
 
     @property
     def is_on(self) -> bool:
-        """Return whether importance weights or off-policy masking are on, which can drop a sample for its log-probs."""
+        """Return whether importance weights or off-policy masking are on.
+
+        They can drop a sample because the engine's and the trainer's log-probs of it differ too much.
+        """
         return self.mode != "none" or self.off_policy_delta is not None

@@ -98,7 +98,7 @@ class ReplayConfig:
     """
 
     capacity_groups: Annotated[int, Range(0, 10**6)] = 0
-    """Number of groups kept, those of largest Σ |advantage| · Σ_f std(f), f a reward function; 0: none is kept."""
+    """Number of trained groups kept: those of largest Σ |advantage| · Σ_f std(rewards of function f); 0: none."""
     max_age_versions: Annotated[int, Range(1)] | None = 16
     """Largest number of weight versions from a group's oldest token to its replay; null: no limit."""
     max_uses: Annotated[int, Range(1)] = 1
@@ -116,8 +116,8 @@ class RerollConfig:
     start_fraction: Annotated[float, Range(0, 1)] = 0.5
     """Fraction of the run, from its start, in which no prompt is sampled again."""
     fail_threshold: Annotated[float, Range(-(10**9))] = 0.0
-    """A group failed if every reward of it is at most this number."""
+    """A group failed, and its prompt may be sampled again, if every reward of it is at most this number."""
     capacity_prompts: Annotated[int, Range(1)] = 1024
     """Largest number of prompts that wait to be sampled again; of more, the one that waited longest is removed."""
     max_attempts: Annotated[int, Range(1)] = 1
-    """Largest number of times that a prompt is sampled again."""
+    """Largest number of times that a prompt is sampled again, each after its group failed."""

@@ -41,7 +41,10 @@ _PATCHED = threading.RLock()  # a resolver of the user's may load a configuratio
 
 
 class Interpolations:
-    """Replaces texts with interpolations by markers (placeholders), and after a merge the markers by values."""
+    """Replaces each text that has an interpolation by a marker (placeholder), and each marker by the text's value.
+
+    Settings are merged between these two operations (``taken_out`` and ``put_in``).
+    """
 
     def __init__(self) -> None:
         self.texts: list[str] = []  # text n has the marker of number n
@@ -51,7 +54,7 @@ class Interpolations:
         self.num_calls = self.num_values = 0
 
     def taken_out(self, value: object) -> object:
-        """Return a tree of settings, or a value in one, where a marker replaces each text with an interpolation."""
+        """Return a tree of settings, or a value in one, with a marker in place of each text that contains ``${``."""
         if isinstance(value, dict):
             return {name: self.taken_out(part) for name, part in value.items()}
         if isinstance(value, list):
@@ -62,8 +65,9 @@ class Interpolations:
         return f"${{{_PENDING}:{len(self.texts) - 1}}}"
 
     def put_in(self, tree: dict[str, object], defaults: Callable[[], dict[str, object]]) -> dict[str, object]:
-        """Return a merged tree of settings, where each text's marker (placeholder) is replaced by the text's value.
+        """Return ``tree`` with each marker (placeholder) replaced by the value of the text that it stands for.
 
+        tree: the merged settings, with the markers of ``taken_out``.
         defaults: a function that returns the tree of all defaults. Interpolations may refer to
             settings that ``tree`` lacks, and then get the default.
 
@@ -86,9 +90,9 @@ class Interpolations:
         return tree
 
     def _settle(self, first: int, settings, tree: dict[str, object]) -> None:
-        """Evaluate a setting's text with an interpolation, after the texts that it refers to.
+        """Evaluate a setting's text that contains an interpolation, after the texts that it refers to.
 
-        In both ``settings`` and ``tree`` the values replace the texts' markers (placeholders).
+        In both ``settings`` and ``tree`` each text's value replaces the marker (placeholder) of the text.
 
         first: the text's number, its index in ``self.texts``.
         settings: OmegaConf's container in which texts are evaluated: ``tree``, and the defaults of
@@ -146,11 +150,12 @@ class Interpolations:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Return a context that checks this thread's calls of OmegaConf's resolvers, and notes texts needed first.
+        """Return a context that checks this thread's calls of OmegaConf's resolvers, and finds texts to evaluate first.
 
         A call raises LookupError if it is of oc.coerce, asks for a missing environment variable, or is
-        one of more than MOST_CALLS. If OmegaConf meets a marker, the placeholder of a text not yet
-        evaluated, the text's number is put into ``self.needed``, and LookupError is raised too.
+        one of more than MOST_CALLS. A marker stands for a text that is not evaluated yet. If
+        OmegaConf meets a marker, ``self.needed`` becomes that text's number, and LookupError is raised
+        too.
         """
         table = BaseContainer._resolvers  # OmegaConf's one table of resolvers, in 2.3 and 2.4
         with _PATCHED:
@@ -213,7 +218,7 @@ def _over(below: dict[str, object], above: dict[str, object]) -> dict[str, objec
 
 
 def _markers(value: object, path: Path) -> Iterator[tuple[Path, int]]:
-    """Yield (path, number) of each marker, the placeholder of the text of this number, in a tree of settings.
+    """Yield (path, number) of each marker in a tree of settings; a marker stands for the text of its number.
 
     value, path: the tree or a part of it, and its path from the root.
     """

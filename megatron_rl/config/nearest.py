@@ -55,7 +55,10 @@ def _endings(key: str) -> Iterator[str]:
 
 
 def name_elsewhere(key: str) -> str | None:
-    """Return the longest ending of a dotted key that another framework knows as a name; None if there is none."""
+    """Return the longest ending of a dotted key that is a setting's name in another framework; None if none is.
+
+    The endings of ``a.b.c`` are ``a.b.c``, ``b.c`` and ``c``.
+    """
     return next((ending for ending in _endings(key) if ending in ELSEWHERE or ending in NOT_HERE), None)
 
 

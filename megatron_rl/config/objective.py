@@ -29,11 +29,11 @@ class AdvantageConfig:
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of an estimator of your own, by name (docs/your-own.md)."""
     moves_equal_rewards: bool = False
-    """Whether your own estimator may give equal rewards a non-zero advantage; if so, it gets such groups too."""
+    """Whether your own estimator may give a group of equal rewards non-zero advantages; if so, it gets those groups."""
     epsilon: Annotated[float, Range(0, 1)] = 1e-6
     """ε, added to a standard deviation (unbiased, n − 1) before a division by it."""
     whiten: str = "scale"
-    """Whitening: `scale`: divide by σ, zeros stay 0; `center_and_scale`: as published, less the mean first; `none`."""
+    """Whitening: `scale`: divide by σ, so zeros stay 0; `center_and_scale`: (A − mean) / σ, as published; `none`."""
     gamma: Annotated[float, Range(0, 1)] = 1.0
     """`gae`: discount γ over loss tokens; 1: no discount."""
     lam: Annotated[float, Range(0, 1)] = 1.0
@@ -41,7 +41,7 @@ class AdvantageConfig:
     noise_std: Annotated[float, Range(0, 10**6)] = 0.0
     """Standard deviation of the noise on advantages; 0: no noise."""
     noise_steps: Annotated[int, Range(0)] = 0
-    """Number of RL's first optimizer steps with noise on advantages; a rollout's first step decides for all of it."""
+    """A rollout's advantages get noise if RL took fewer optimizer steps than this before the rollout; 0: no noise."""
 
     def __post_init__(self) -> None:
         choose_or_own("advantage.estimator", self.estimator, ESTIMATORS)
@@ -70,7 +70,7 @@ class SkipConfig:
     mode: str = "exact"
     """Drops: `exact`: samples whose gradient is provably 0; `approximate`: samples of zero advantage; `off`: none."""
     steps: str = "match"
-    """`match`: as many optimizer steps as without drops; `merge`: one step per rollout, over samples not dropped."""
+    """Optimizer steps if samples are dropped: `match`: as many as without drops; `merge`: one per rollout and epoch."""
     ghost: str = "dense"
     """If all samples of a step are dropped: `dense`: step on a zero gradient, as without drops; `freeze`: no step."""
     advantage_epsilon: Annotated[float, Range(0, 10**6)] = 0.0
@@ -98,7 +98,7 @@ class LossConfig:
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of a policy term of your own, by name (docs/your-own.md)."""
     reduction: str = "token_mean"
-    """A token's weight in the sum: `token_mean`, `token_sum`, `prompt_mean`, `sequence_{mean,sum_mean,sum_norm}`."""
+    """A token's weight in the loss: `token_mean`, `token_sum`, `prompt_mean`, `sequence_{mean,sum_mean,sum_norm}`."""
     denominator: str = "original"
     """Samples that count in the reduction's divisor: `original`: all before the drop; `kept`: those not dropped."""
     clip_low: Annotated[float, Range(0, 1000)] = 0.2

@@ -61,7 +61,7 @@ class PlanConfig:
     share_prompts: bool | None = None
     """Whether a micro-batch runs the common prompt of several samples once; null: yes, unless a setting forbids it."""
     repack: bool = True
-    """true: pack samples not dropped; false: pack all, omit micro-batches of dropped ones: bitwise as without drops."""
+    """true: pack only kept samples; false: pack all, omit micro-batches with none kept: bitwise as without drops."""
     microbatch_overhead_tokens: Annotated[int, Range(0)] = 256
     """Assumed fixed cost of a micro-batch, in tokens; on a pipeline it decides how many micro-batches a plan has."""
     on_long_sample: str = "own_microbatch"

@@ -24,7 +24,7 @@ class ReferenceConfig:
     kl_target: Annotated[float, Range(0, 1000, open_low=True)] = 0.1
     """KL that an adaptive β is steered to, in nats per token."""
     kl_horizon: Annotated[int, Range(1, 10**12)] = 10_000
-    """Number of samples over which a KL far above the target multiplies an adaptive β by about e^0.2."""
+    """Pace of an adaptive β: in so many samples it grows or shrinks by a factor of at most about e^0.2."""
 
     def __post_init__(self) -> None:
         choose("reference.kl_in", self.kl_in, ("loss", "reward"))
@@ -50,7 +50,7 @@ class TeacherConfig:
     requests_at_once: Annotated[int, Range(1, 1000)] = 16
     """Largest number of requests that a rank has under way at once."""
     discount: Annotated[float, Range(0, 1)] = 0.0
-    """γ: a token's advantage is Σ_k γ^k · (log-prob gap k loss tokens later); 0: the token's own gap alone."""
+    """γ: a token's advantage is Σ_k γ^k · (teacher's − policy's log-prob k loss tokens later); 0: its own alone."""
 
     def __post_init__(self) -> None:
         if self.hf_path is not None and self.servers:

@@ -24,7 +24,7 @@ class RewardConfig:
     functions: tuple[str, ...] = ()
     """Any of `arithmetic`, `math_verify`, `reward_model`, `environment`, `module:function`, `./file.py:function`."""
     completions: str = "text"
-    """What your own functions get as `completions` if they take lists: `text` or `messages` (docs/coming-from.md)."""
+    """`completions` of your own functions that take lists of samples: `text` or `messages` (docs/coming-from.md)."""
     model_path: str | None = None
     """For `reward_model`: folder of a classifier with one label (docs/supervised.md#reward-models); null: none."""
     weights: tuple[Annotated[float, Range(-(10**6), 10**6)], ...] = ()
@@ -34,7 +34,7 @@ class RewardConfig:
     error_warning_share: Annotated[float, Range(0, 1)] = 0.05
     """Fraction of a rollout's rewards that must fail for a warning; 0: one is enough. If all fail, the run ends."""
     num_workers: Annotated[int, Range(0, 1000)] = 0
-    """Processes per rank that call the functions, up to twice as many if some are slow; 0: the rank calls them."""
+    """Worker processes per rank that call the functions; as many again if calls take long; 0: the rank calls them."""
     deadline_s: Annotated[float, Range(0.1, 10**6)] = 30.0
     """Seconds that a worker may take for a sample; a late worker is replaced, and `reward.on_error` applies."""
     worker_environment: tuple[str, ...] = ()

@@ -23,13 +23,13 @@ class ProducerConfig:
     """
 
     mode: str = "sync"
-    """`sync`: generate, then train; `prefetch`: generate ahead while training; `streaming`: as `prefetch`, in parts."""
+    """`sync`: generate, then train; `prefetch`: generate ahead while training; `streaming`: also score part by part."""
     prefetch_rollouts: Annotated[int, Range(0, 1000)] = 1
     """Number of rollouts that are generated ahead of the rollout in training."""
     min_groups: Annotated[int, Range(1, 10**6)] | None = None
-    """Number of groups in each part of a rollout; each part is scored by itself; null: a rollout is one part."""
+    """Number of groups in a part of a rollout (fewer in the last); parts are scored one by one; null: a single part."""
     max_staleness_steps: Annotated[int, Range(0)] | None = None
-    """Most optimizer steps from sampling weights to a token's first training; null: bounded by `prefetch_rollouts`."""
+    """Most steps from the weights that sample a token to its first training; null: bounded by `prefetch_rollouts`."""
     straggler_share: Annotated[float, Range(0, 0.5)] = 0.0
     """Fraction of a rollout's groups that may be unfinished when it trains; they join the next rollout; 0: none."""
 
@@ -72,7 +72,7 @@ class DynamicSamplingConfig:
     on_exhausted: str = "skip"
     """If groups without signal are left after the last round: `skip`: drop them as usual; `fail`: end the run."""
     metric: str | None = None
-    """Reward that must differ in a group: a function's name; `reward`: the sum; `shaped`: none; null: docs/async.md."""
+    """Reward that must differ in a group: a function's; `reward`: the sum; `shaped`: none must; null: docs/async.md."""
 
     def __post_init__(self) -> None:
         choose("rollout.dynamic_sampling.on_exhausted", self.on_exhausted, ("skip", "fail"))
@@ -93,7 +93,7 @@ class RolloutConfig:
     max_response_tokens: Annotated[int, Range(1, 10**8)] = 256
     """Largest number of tokens of a response, over all turns, observations included."""
     start_order: str = "drawn"
-    """Order in which prompts start: `drawn`: the data's; `longest_first`: those of longest earlier responses first."""
+    """Order of prompts' start: `drawn`: the data's; `longest_first`: new ones, then by longest earlier response."""
     temperature: Annotated[float, Range(0.01, 100)] = 1.0
     """Sampling temperature; all log-probs, of engine and trainer, are taken at it."""
     bitwise: bool = False
@@ -125,9 +125,9 @@ class RolloutConfig:
     max_restarts: Annotated[int, Range(0, 10**6)] = 3
     """With `vllm`: number of times in a row that a lost engine is started again; then the run ends."""
     warn_logprob_gap: Annotated[float, Range(0, 10**6)] | None = None
-    """Log-prob gap of a rollout, in nats, above which the log warns; null: 0.05 in bfloat16, 0.001 in float32."""
+    """Mean |trainer's − engine's log-prob| above which the log warns; null: 0.05 nats in bfloat16, 0.001 in float32."""
     max_logprob_gap: Annotated[float, Range(0, 10**6, open_low=True)] | None = 0.5
-    """Log-prob gap of a rollout, in nats, above which the run ends; null: never."""
+    """Mean |trainer's − engine's log-prob| of a rollout, in nats, above which the run ends; null: never."""
     routing_replay: str = "off"
     """What chooses experts in training: `off`: the router; `old_logprobs`: the pass of π_old; `rollout`: the engine."""
     producer: ProducerConfig = field(default_factory=ProducerConfig)
@@ -172,7 +172,7 @@ class WeightSyncConfig:
     channel: str = "auto"
     """`auto`: `cuda_ipc` on a shared GPU, else `shared_memory` on one host, `broadcast` (NCCL, gloo) across hosts."""
     interval_steps: Annotated[int, Range(1)] = 1
-    """Number of optimizer steps that the engines' weights may lag behind before the next sync."""
+    """A starting rollout sends weights to the engines if theirs are at least so many optimizer steps old."""
     in_flight: bool = False
     """Whether weights are sent while completions are under way, which then go on with the new weights."""
     bucket_mb: Annotated[float, Range(0, 10**6, open_low=True)] = 512.0

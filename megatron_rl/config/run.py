@@ -29,7 +29,7 @@ class RunConfig:
     deadline_s: Annotated[float, Range(1, 10**6)] = 1800.0
     """Longest time, in seconds, of a collective, of an engine without progress, and of a user's function in a rank."""
     slow_stage_s: Annotated[float, Range(0, 10**6)] = 60.0
-    """Seconds after which the log names each rank's stage, such as `update`; again at 2, 4, … times this. 0: never."""
+    """Seconds in one stage until the log names each rank's, such as `update`; again at 2, 4, … times this. 0: never."""
 
     @property
     def path(self) -> pathlib.Path:
@@ -108,15 +108,15 @@ class MetricsConfig:
     completions_every_rollouts: Annotated[int, Range(1)] = 1
     """Number of rollouts between recordings of completions; evaluations are always recorded."""
     print_completions_every_rollouts: Annotated[int, Range(0)] = 20
-    """The log shows two recorded completions of one in so many rollouts, and of every evaluation; 0: of none."""
+    """Every so many rollouts, and at each evaluation, the log shows two recorded completions; 0: at neither."""
     progress: bool = True
     """Whether the first rank shows a live progress bar."""
     dense_every_rollouts: Annotated[int, Range(0)] = 20
-    """Number of rollouts between log-prob passes of some dropped samples, for the metrics alone; 0: never."""
+    """Every so many rollouts the log-prob pass includes some samples that `skip` drops, for metrics alone; 0: never."""
     dense_samples: Annotated[int, Range(0, 10**6)] = 4
     """Number of dropped samples that `metrics.dense_every_rollouts` adds to a rollout's log-prob pass; 0: none."""
     save_rollouts: bool = False
-    """Whether `rollouts/` gets whole rollouts, one in `metrics.completions_every_rollouts`, for `megatron-rl watch`."""
+    """Whether one of n rollouts is saved whole for `megatron-rl watch`; n: `metrics.completions_every_rollouts`."""
     save_plans: bool = False
     """Whether each rollout's plan of steps and micro-batches is written as JSON to `plans/` in the run's folder."""
     untrained_warning_steps: Annotated[int, Range(1)] | None = 20
@@ -182,7 +182,7 @@ class ProfileConfig:
     memory: bool = False
     """Whether memory is recorded: a snapshot on a GPU; on a CPU the main thread's peak in each named range."""
     stacks: bool = False
-    """`torch`: whether Python's calls are recorded; files are then many times larger."""
+    """With the tool `torch`: whether Python's call stacks are recorded; files are then many times larger."""
 
     def __post_init__(self) -> None:
         choose("profile.tool", self.tool, ("torch", "nsys"))

@@ -29,11 +29,11 @@ class ServeConfig:
     logprobs: str = "all"
     """Answers' log-probs: `all`: every target's; `trained`: 0 for targets without gradient, to save forward passes."""
     least_advantage: Annotated[float, Range(0, 1)] = 0.0
-    """Advantages of at most this size count as 0; 1e-6 covers the rounding of equal rewards; 0.0: only 0 itself."""
+    """Advantages whose absolute value is at most this count as 0; 1e-6 covers rounding errors; 0.0: only 0 itself."""
     max_models: Annotated[int, Range(1, 10**5)] = 16
     """Largest number of models in training whose states are kept in host memory."""
     max_samplers: Annotated[int, Range(1, 10**5)] = 32
-    """Largest number of samplers without a name whose weights host memory holds; the oldest are removed."""
+    """Largest number of unnamed samplers whose weights are kept in host memory; beyond it the oldest are removed."""
     max_body_mb: Annotated[float, Range(0, 10**6, open_low=True)] = 64.0
     """Largest body of a training request, in MiB; the SDK splits its requests at 5 MB."""
     max_queue_mb: Annotated[float, Range(0, 10**7, open_low=True)] = 4096.0
@@ -43,7 +43,7 @@ class ServeConfig:
     save_every_steps: Annotated[int, Range(0)] = 0
     """Number of optimizer steps of a model between saves of its state, against a crash; 0: only when a client asks."""
     gap_s: Annotated[float, Range(1, 10**6)] = 120.0
-    """Seconds that requests wait for an earlier request that has not arrived."""
+    """Seconds that a model's requests wait for one with a lower sequence number to arrive; then they fail."""
     queue_s: Annotated[float, Range(1, 10**7)] = 7200.0
     """Seconds that a request may wait for its turn."""
     poll_s: Annotated[float, Range(0, 40)] = 20.0

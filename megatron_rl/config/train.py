@@ -43,7 +43,7 @@ class SftConfig:
     eval_every_steps: Annotated[int, Range(1)] | None = None
     """Number of supervised steps between evaluations; null: none between the first and the last."""
     save_every_steps: Annotated[int, Range(0)] = 0
-    """Number of supervised steps between checkpoints; 0: only those of `checkpoint.save_every_rollouts`."""
+    """Number of supervised steps between checkpoints; 0: none during the supervised steps, except on a signal."""
 
     def __post_init__(self) -> None:
         choose("sft.schedule", self.schedule, ("constant", "cosine", "linear"))

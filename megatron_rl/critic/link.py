@@ -151,9 +151,8 @@ class PolicyCriticLink:
         """Wait for the message under ``key`` and return it without its arrays. Any rank may call it.
 
         The message comes from the critic's ranks to the policy's, or back. Raises PeerError if either
-        side failed, or if the sender gave no sign of life for ``run.deadline_s`` seconds. After
-        SIGTERM, SIGUSR1 or SIGINT this rank gives up after 3 · BEAT_S seconds without one, if that is
-        sooner.
+        side failed, or if the sender gave no sign of life for ``run.deadline_s`` seconds. Once this
+        rank got SIGTERM, SIGUSR1 or SIGINT, 3 · BEAT_S seconds are the limit if that is shorter.
         """
         heard, since = self._beat_heard(), time.monotonic()
         while True:

@@ -22,8 +22,9 @@ def check_messages(value: object, where: str) -> list[Message]:
     """Return the messages in ``value``, a list of at least one message, each with a role and a content that are texts.
 
     Null fields, which Arrow fills in, and empty lists of tool calls are left out. An assistant's
-    message that calls tools may have a null content or no content field. A null content is kept,
-    since templates treat the two differently. Other fields are kept for the template.
+    message that calls tools may have a null content or no content field. Its null content is kept,
+    since templates treat a null and a missing content differently. Other fields are kept for the
+    template.
 
     Raises ConfigError for a value of another form.
 
@@ -141,11 +142,14 @@ def text_behind_turn(
     *,
     beside: Mapping[str, object] | None = None,
 ) -> str:
-    """Return the text that the template writes after an assistant's turn without tool calls, whatever its content.
+    """Return the text that the template writes after the content of an assistant's turn without tool calls.
+
+    It is the end of the turn, then ``messages``, then a generation prompt. It is the same after any
+    content.
 
     before: the messages before the turn.
-    messages: the messages after the turn, to which a generation prompt is added. If empty, the
-        result is the end of the turn alone.
+    messages: the messages after the turn. If there are none, the result is the end of the turn
+        alone, without a generation prompt.
     where: what the messages are (row, column), for errors.
     beside: the template's variables other than the messages; None for none.
 
@@ -194,15 +198,15 @@ def check_stays(
 def tokens_behind(
     encode: Callable[[str], tuple[int, ...]], behind: str, end: str, stop_id: int | None
 ) -> tuple[int, ...]:
-    """Return the tokens of the text after a turn, without the turn's ending token, which the policy sampled itself.
+    """Return the tokens between a sampled turn and the next one, without the token that ended the sampled turn.
 
     A template may end a turn by the first token of the next message (GLM-4.5's
     ``<|observation|>``). It may also end the last turn by another token than earlier turns
     (gpt-oss: ``<|return|>`` and ``<|end|>``). In each case the turn gets one end only.
 
     encode: called with a text; returns its token ids.
-    behind: the text after the turn.
-    end: the text after a turn that no message follows.
+    behind: the text that the template writes after the turn's content.
+    end: the same text if no message follows the turn.
     stop_id: the last token of the turn, as sampled; None if unknown.
     """
     token_ids, end_ids = encode(behind), encode(end)

@@ -138,7 +138,7 @@ def _is_in(message: Message, text: str) -> bool:
 
 
 def _without_nulls(value: Mapping) -> dict[str, object]:
-    """Return an object without its null fields, since Arrow fills in the fields of other rows (data/rows.py)."""
+    """Return an object without its null fields; Arrow adds them for fields that only other rows have (data/rows.py)."""
     held = {name: part for name, part in value.items() if part is not None}
     return {name: _without_nulls(part) if isinstance(part, Mapping) else part for name, part in held.items()}
 

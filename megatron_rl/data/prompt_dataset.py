@@ -196,21 +196,24 @@ class PromptDataset:
         return (self._cursors["prompts"] - len(self._returned)) / (epochs * len(self))
 
     def next_solutions(self, count: int) -> list[Solution]:
-        """Return the next ``count`` solutions for supervised steps; drawing prompts (``next``) does not advance them.
+        """Return the next ``count`` solutions for supervised steps.
+
+        They have their own position in the order of the rows, which drawing prompts (``next``) does
+        not move.
 
         A solution is the response in the ``data.solution_key`` column. Under ``data.template=chat``
         the template writes it, as the assistant's message or as the messages of an episode. Each
         turn then ends with the token that the template writes (data/turns.py).
 
-        Under another template a turn is its text and the end-of-sequence token. Messages between
-        two turns are then unchanged text without loss.
+        Under any other ``data.template`` a turn is its text and the end-of-sequence token. Messages
+        between two turns are unchanged text without loss.
 
         A turn is tokenized apart from the text before it, as in sampling: there a prompt's tokens
         are fixed before the model answers.
 
-        Raises ConfigError for a row without a solution that ends in an assistant's message, for a
-        tokenizer without an end-of-sequence token, and for prompt and solution beyond
-        ``context_tokens``.
+        Raises ConfigError for a row without a solution, or with one whose last message is not the
+        assistant's. It is also raised for a tokenizer without an end-of-sequence token, and for
+        prompt and solution beyond ``context_tokens``.
         """
         self._check_solutions()
         return self._solutions(self._draw("solutions", count))

@@ -74,8 +74,8 @@ class Responses:
     def _column(self, key: str, setting: str) -> tuple[str, str]:
         """Return (the column from which a response is read, the setting that names this column).
 
-        They are ``key`` and ``setting`` themselves, except for a solution if ``data.messages_key``
-        is set. Then the solution is read from the column that ``data.messages_key`` names.
+        They are ``key`` and ``setting`` themselves, unless ``data.messages_key`` is set and ``key``
+        is ``data.solution_key``. Then the column that ``data.messages_key`` names is read.
         """
         if self._data.messages_key is not None and key == self._data.solution_key:
             return self._data.messages_key, "data.messages_key"
@@ -201,7 +201,7 @@ def tokenize_solution(prompt: Prompt, response: str | Sequence[Message], tokeniz
 
     prompt: a prompt that is a text.
     response: a text, or messages of which the first and the last are the assistant's.
-    template: ``data.template``.
+    template: ``data.template``, a text with ``{prompt}`` in it, not "chat".
     """
 
     def turn(text: str) -> tuple[int, ...]:

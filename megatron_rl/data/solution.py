@@ -23,11 +23,11 @@ class Solution:
 
 
 def read_at_end(solution: Solution) -> Solution:
-    """Return the solution with its last token repeated; the added token alone has a loss.
+    """Return the solution with its last token repeated, so that a value head is read at the response's last token.
 
     A value head computes a token's value from the hidden state before the token (critic/critic.py).
-    So the added token's value is read at the response's last token, as in transformers' sequence
-    classifiers. The added token's id is not used.
+    So the added token's value comes from the state of the token that it repeats, as in
+    transformers' sequence classifiers. The added token alone has a loss; its id is not used.
 
     Example: response (7, 2) → (7, 2, 2) with mask (F, F, T).
     """

@@ -144,10 +144,10 @@ class TurnFinder:
         return Turns(text=text, spans=(*spans, (first, last)))
 
     def _first(self, text: str) -> int:
-        """Return the index of the character in ``text`` at which the first turn begins: after the prompt.
+        """Return the index in ``text`` of the first turn's first character, right after the prompt.
 
         A template may write less of the generation prompt before a finished turn than before a turn
-        that is still to be generated.
+        that is still to be generated. The turn then begins after the part that is written.
         """
         asked = self._messages[: self._own[0]]
         prompt = self._render(asked, prompt=True)
@@ -173,9 +173,9 @@ class TurnFinder:
         return self._prompts[role]
 
     def _shared(self, text: str, other: str) -> int:
-        """Return the length of the common beginning of two texts, shortened if it would end inside a token.
+        """Return the length of the common beginning of two texts, shortened if it would end inside an added token.
 
-        Tokens here are the texts of ``Words.added``, each of which is one token.
+        Added tokens are the texts of ``Words.added``, such as ``<|im_end|>``, each of which is one token.
         """
         if other.startswith(text):
             return len(text)
@@ -188,10 +188,10 @@ class TurnFinder:
         return cut
 
     def _behind(self, number: int, following: Sequence[Message], prompt: str) -> Iterator[str]:
-        """Yield the texts, at most two, to look for after the turn of message ``number``.
+        """Yield the texts, at most two, by which the end of message ``number``'s turn can be found.
 
-        The first is what the template writes after a turn without tool calls. For a message with tool
-        calls, the second is what it writes after the last call, beginning at the next special token.
+        The first is what the template writes after a turn without tool calls. A message with tool calls
+        has a second: what the template writes after the last call, from the next special token on.
 
         following: the messages after the turn.
         prompt: the generation prompt, which is removed from the end of each text.
@@ -217,9 +217,12 @@ class TurnFinder:
         )
 
     def _end_in(self, behind: str, number: int) -> int:
-        """Return the index in ``behind``, the text after a turn, at which the turn's ending token ends.
+        """Return the index in ``behind`` just after its first special token, which ends the turn.
 
-        Raises ConfigError if the text has no special token. ``number`` is the message's number.
+        behind: what the template writes after the turn's text or last call.
+        number: the message's number.
+
+        Raises ConfigError if there is no special token.
         """
         special = self._special_in(behind)
         if special is None:

@@ -112,8 +112,8 @@ class Job:
     def _linger(self, number: int) -> None:
         """Wait until the other ranks have left, since the store may end with this process.
 
-        Then set the store's count of calls of ``wait_for_all`` to what it is once every rank has called
-        it. So the next call begins a new meeting, even if a rank never called it.
+        Then set the store's count of calls of ``wait_for_all`` as if every rank had called it. So the
+        next call begins a new meeting, even if a rank never came to this one.
 
         number: the number of earlier meetings of all ranks (the property ``round``).
         """

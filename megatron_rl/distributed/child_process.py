@@ -39,8 +39,9 @@ def end_with_parent(parent: int) -> None:
 
     Linux sends SIGKILL when the *thread* that started this process ends. So start it from a thread
     that lives as long as the rank. Requests to leave are signals (SIGTERM, SIGUSR1, SIGINT). They
-    get an empty handler here, and the default handler in processes forked from here. If this
-    process ignored them, its forked processes would ignore them too, and could not be terminated.
+    get an empty handler here. In a process forked from here, a hook sets the default handler. If
+    this process ignored the signals, programs that it starts would ignore them too, and could not
+    be terminated.
     """
     for number in _ASKS_TO_LEAVE:
         signal.signal(number, _stay)

@@ -24,7 +24,10 @@ class Closed(ConnectionError):
 
 
 def encode(header: Mapping[str, object], arrays: Mapping[str, np.ndarray] | None = None) -> bytes:
-    """Return a frame as bytes; numpy numbers in the header become JSON numbers. Raises TypeError for other values."""
+    """Return a frame as bytes. Numpy numbers in the header become JSON numbers.
+
+    Raises TypeError if the header holds another value that is not JSON.
+    """
     arrays = arrays or {}
     listed = [[name, str(array.dtype), list(array.shape)] for name, array in arrays.items()]
     text = json.dumps({**header, "arrays": listed}, default=_number, check_circular=False).encode()

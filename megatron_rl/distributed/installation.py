@@ -159,7 +159,7 @@ def has_address(name: str) -> bool:
 
 
 def own_name() -> tuple[str, bool]:
-    """Return (the name that torchrun gives this host, whether it has an address)."""
+    """Return (the name that torchrun gives this host, whether that name resolves to an address here)."""
     name = socket.getfqdn()
     return name, has_address(name)
 

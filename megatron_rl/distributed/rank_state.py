@@ -150,8 +150,9 @@ class LongWait:
         self._since = 0.0
 
     def look(self, now: float, *, in_own_code: bool = False) -> str | None:
-        """Return the position of a wait that has lasted ``after_s`` seconds at ``now`` (monotonic seconds); else None.
+        """Return where in the code the thread waits, if the wait has lasted ``after_s`` seconds; else None.
 
+        now: monotonic seconds.
         in_own_code: whether the thread is in a user's function, as for ``where_is``.
         """
         frame = sys._current_frames().get(self.thread)

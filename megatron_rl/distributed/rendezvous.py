@@ -1,4 +1,4 @@
-"""The meeting of the job's ranks at MASTER_ADDR:MASTER_PORT, in bounded time, whatever listens there."""
+"""The meeting of the job's ranks at MASTER_ADDR:MASTER_PORT, within a time limit, whatever program listens there."""
 
 from __future__ import annotations
 

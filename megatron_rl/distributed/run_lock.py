@@ -1,9 +1,9 @@
 """A lock on a run's folder: one run at a time, on one host or on several hosts that share the file system.
 
 The lock is a small JSON file that names its holder by host, machine, process id and a random token.
-The machine is the host's current boot and its namespace of process ids. The file also holds the
-process's start, in clock ticks since boot. The holder touches the file every BEAT_S seconds. A
-process that finds a lock decides:
+A "machine" here is one boot of a host, with one namespace of process ids, such as a container's. The
+file also holds the process's start, in clock ticks since boot. The holder touches the file every
+BEAT_S seconds. A process that finds a lock decides:
 
 1. The holder is on the same machine: the lock is stale if no process of that id and start lives. So
    a crash is seen at once.

@@ -28,8 +28,8 @@ def go_on_in_a_child(parent: int, descriptors: Collection[int]) -> None:
     """Fork, and return only in the child, which becomes the worker; this process becomes its subreaper.
 
     parent: process id of the rank, which started this process.
-    descriptors: the worker's file descriptors, which the subreaper closes, so that a reader at their
-        other end sees the worker's end.
+    descriptors: the worker's pipes and sockets. The subreaper closes its copies, so that readers get
+        end-of-file once the worker has exited.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {END, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
     adopt_orphans()

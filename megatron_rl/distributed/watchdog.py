@@ -90,11 +90,12 @@ class Watchdog:
     In a run of one rank there is no connection, and the watch thread itself reports slow stages.
 
     who, server_who: this rank's and rank 0's names for messages.
-    deadline_s: seconds that a user's function may take in the main thread.
+    deadline_s: the limit in seconds for ``join``, for a user's function in the main thread and, with
+        ``times_waits``, for each wait for other ranks.
     slow_stages: the reporter of slow stages in a run of one rank; None in a larger run, in which
         rank 0's server reports them.
-    times_waits: whether a wait of ``deadline_s`` in one call counts as a failed collective, as is
-        needed under NCCL (see 4 in the module's docstring).
+    times_waits: whether the main thread's wait for other ranks counts as a failed collective once it
+        takes ``deadline_s``, as is needed under NCCL (see 4 in the module's docstring).
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Watchdog:
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def join(self, line: JsonConnection, token: str) -> None:
-        """Join rank 0's watch and return when every rank has joined; raise PeerError after ``deadline_s``.
+        """Register at rank 0's server and return when every rank has; raise PeerError after ``deadline_s``.
 
         line: this rank's connection to rank 0's server.
         token: the run's secret, by which the server knows its ranks.
@@ -152,19 +153,19 @@ class Watchdog:
 
     @contextlib.contextmanager
     def own_code(self, name: str) -> Iterator[None]:
-        """Return a context for a call of a user's function: the stage is ``name``, and a long call ends the rank.
+        """Return a context for a call of a user's function, which may take ``run.deadline_s``.
 
-        The call may take ``run.deadline_s``. Nothing can interrupt the function, so this rank ends, and
-        the run with it.
+        The rank reports the call as its stage ``name``. Nothing can interrupt the function, so a longer
+        call ends this rank's process, and the run with it.
         """
         with self.stage(name), self.own_call(name):
             yield
 
     @contextlib.contextmanager
     def own_call(self, name: str) -> Iterator[None]:
-        """Return a context that ends the rank if its block takes longer than ``run.deadline_s``.
+        """Return a context that ends this rank's process, and the run, if its block exceeds ``run.deadline_s``.
 
-        The rank's stage does not change. Other ranks hear of the block only if it takes too long.
+        Unlike ``own_code`` it leaves the stage that the rank reports, such as "update", as it is.
 
         name: the block's name for the report.
         """
@@ -204,7 +205,7 @@ class Watchdog:
         self._line.send(**{"is": "raised", "error": f"{type(error).__name__}: {error}"[:2000]})
 
     def leave(self) -> None:
-        """End the watch of this rank; nothing is reported afterwards."""
+        """Stop watching this rank, which reports nothing afterwards."""
         self._left.set()
         if self._line is not None:
             self._line.send(**{"is": "bye"})
@@ -252,7 +253,10 @@ class Watchdog:
         self._learn(Cause(rank=self.rank, text=text))
 
     def _time_wait(self, now: float) -> None:
-        """Ask the server for the failed rank, once, if the main thread has waited in one call for ``deadline_s``."""
+        """Ask rank 0's server which rank failed, if one wait of the main thread has lasted ``deadline_s``.
+
+        This method asks at most once in a run.
+        """
         if self._long_wait is None or self._line is None or self._cause is not None or self._left.is_set():
             return
         if position := self._long_wait.look(now, in_own_code=self._own is not None):
@@ -298,7 +302,8 @@ def open_watchdog(
 ) -> Iterator[Watchdog]:
     """Run the block under a watchdog on every rank, and yield the watchdog. A collective over the world.
 
-    deadline_s: seconds for every rank to join, and for a user's function in a main thread.
+    deadline_s: seconds that may pass until every rank has connected to rank 0's server, and that a
+        call of a user's function may take in a rank's main thread.
     slow_stage_s: seconds in one stage after which rank 0 reports every rank's stage; 0 never
         reports.
     say: a function that takes the text of such a report.

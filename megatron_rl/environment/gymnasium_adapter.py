@@ -47,7 +47,7 @@ class GymnasiumAdapter:
         self.invalid = invalid
 
     def reset(self, prompt: Prompt) -> None:
-        """Begin the episode with the row's ``seed``. Raises ValueError if the row has another first observation."""
+        """Begin the episode with the row's ``seed``. Raises ValueError if its first observation is not the row's."""
         row, name = prompt.columns, f"prompt {prompt.prompt_id}"
         if "seed" not in row:
             raise ValueError(f"{name} has no column 'seed', which its episode begins from; rows() writes it")

@@ -8,8 +8,8 @@
    deadline later.
 4. If PATIENCE · ``num_threads`` calls in a row have missed their deadline, the waiting calls are
    given up untried. So an environment that is down costs few deadlines, however many samples wait.
-5. With ``stops`` (a failure ends the run), the first call that fails ends every wait, and the
-   waiting calls are not tried.
+5. With ``stops`` (a failure ends the run), every ``wait`` returns at the first call that fails, and
+   the waiting calls are not tried.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ class Ticket:
 class StepPool:
     """Runs calls on up to ``num_threads`` threads, each call with a deadline.
 
-    stops: whether the first call that fails ends every wait.
-    key: the name of the setting of ``deadline_s``, for messages.
+    deadline_s: the seconds after which a call is given up.
+    stops: whether every ``wait`` returns as soon as one call has failed.
+    key: the name of the setting that gives ``deadline_s``, for messages.
 
     Example: ``pool.wait(pool.submit(lambda: 6 * 7)).result()`` is 42.
     """
@@ -139,7 +140,7 @@ class StepPool:
 
     @property
     def failed(self) -> Ticket | None:
-        """Return the first call that failed; None if none failed, or if failures end no wait (``stops=False``)."""
+        """Return the first call that failed; None if none failed. With ``stops=False`` it is always None."""
         return self._failed
 
     def wait(self, ticket: Ticket) -> Ticket:

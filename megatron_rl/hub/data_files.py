@@ -141,7 +141,7 @@ def _folder(name: HubName) -> pathlib.Path:
 
 
 def _known(name: HubName, key: str) -> str | None:
-    """Return the pattern of a data set's files if all of them are in the cache; None if the hub must be asked."""
+    """Return the glob pattern of a data set's files if the cache has all of them; None if the hub must be asked."""
     chosen = _choices(name).get(_asked_for(name, key))
     if not isinstance(chosen, list) or len(chosen) != 2:
         return None
@@ -151,15 +151,19 @@ def _known(name: HubName, key: str) -> str | None:
 
 
 def _choices(name: HubName) -> dict[str, object]:
-    """Return the choices saved for a data set's commit, {what was asked for: [configuration, split]}; {} if none."""
+    """Return {result of ``_asked_for``: [configuration, split] chosen for it}, saved for a data set's commit.
+
+    {} if none is saved.
+    """
     file = _folder(name) / CHOICES
     return read_object(file) if file.is_file() else {}
 
 
 def _asked_for(name: HubName, key: str) -> str:
-    """Return the text under which ``_choices`` has the configuration and split that were chosen for a name.
+    """Return the text by which ``_choices`` finds the configuration and split that were chosen for ``name``.
 
-    A name without a split may mean another split under ``data.train``, so the text differs there.
+    A name without a split may mean another split under ``data.train`` than under other settings.
+    So the text says whether the setting is ``data.train``.
 
     key: the setting that names the data set.
     """

@@ -94,8 +94,8 @@ class Stubbed:
 
     groups:          all prompt groups.
     dead_groups:     groups of which every sample became a stub (a sample cut to two tokens).
-    equal_groups:    groups of equal rewards without a stub. Their advantages are not exactly 0 if
-        float32 rounds the mean of the rewards, as that of 8 rewards of 0.1.
+    equal_groups:    groups of two or more samples of equal reward, none of which became a stub. float32
+        can round the mean of equal rewards, as of 8 rewards of 0.1; then no advantage is exactly 0.
     samples, stubs:  the numbers of all samples and of stubs.
     dense_tokens:    prompt and response tokens of the whole batch.
     executed_tokens: prompt and response tokens that run, stubs included.
@@ -178,7 +178,7 @@ def _own_rewards(args: Any, package: str) -> Callable | None:
 
 
 def obstacles_of(args: Any) -> list[str]:
-    """Return the arguments, each as ``key=value``, under which samples of advantage 0 may not be cut; [] if none."""
+    """Return the arguments, each as ``key=value``, that forbid shortening samples of advantage 0; [] if none do."""
     arguments = vars(args)
     obstacles = (
         [] if args.advantage_estimator in EXACT_ESTIMATORS else [f"advantage_estimator={args.advantage_estimator}"]
@@ -196,7 +196,7 @@ def obstacles_of(args: Any) -> list[str]:
 
 
 def field_obstacles(train_data: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each field of the train data that cannot be cut here, such as pictures; [] if none."""
+    """Return a remark on each field of the train data that cannot be shortened here, such as pictures; [] if none."""
     return [f"the field {name} (not tried)" for name in sorted(train_data.keys() - KEPT_FIELDS - CUT_FIELDS)]
 
 
@@ -220,12 +220,14 @@ def with_stubs(
     groups: the key of each sample's prompt group; only the counts use it.
     per_token: whether the trainer sums the loss over tokens (``--calculate-per-token-loss``).
 
-    A cut sample (a stub) has the prompt's last token and the response's first token. Its loss mask
-    is chosen so that the trainer divides the loss by the same number as without cuts:
+    A cut sample (a stub) has the prompt's last token and the response's first token. The one entry
+    of its loss mask is chosen so that the trainer divides the loss by the same number as without
+    cuts:
 
-    - Mean over rollouts: 0, since the trainer divides by ``rollout_mask_sums``, which is not cut.
-    - Sum over tokens: the sum of the uncut response's mask, since the trainer divides by
-      Σ max(Σ mask, 1) over samples. The token trains nothing, since its advantage is 0.
+    - Without ``per_token`` (mean over rollouts) the entry is 0, since the trainer divides by
+      ``rollout_mask_sums``, which is not cut.
+    - With ``per_token`` the entry is the sum of the uncut response's mask, since the trainer divides
+      by Σ max(Σ mask, 1) over samples. The token trains nothing, since its advantage is 0.
     """
     cut = {name: list(values) if name in CUT_FIELDS else values for name, values in train_data.items()}
     tokens, rewards = train_data["tokens"], train_data["rewards"]

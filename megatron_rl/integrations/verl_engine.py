@@ -48,7 +48,7 @@ class SkippingEngine(MegatronEngineWithLMHead):
         loss_function, forward_only: as in verl's method; ``forward_only`` is False in training.
 
         Returns what verl's method returns. The metrics of the last pipeline stage also hold the
-        savings, summed over the data-parallel ranks.
+        numbers of tokens that ran and of all tokens, summed over the data-parallel ranks.
 
         Raises ConfigError on every rank if a row of any rank exceeds a micro-batch's token limit.
         verl's own method raises AssertionError on that rank alone.
@@ -84,7 +84,10 @@ class SkippingEngine(MegatronEngineWithLMHead):
         return output
 
     def _obstacles(self, data: TensorDict, loss_function: Callable) -> list[str]:
-        """Return the reasons why no row of this mini-batch may be left out, the same on every rank; [] if none."""
+        """Return the reasons why even rows without signal must run in this mini-batch; [] if there are none.
+
+        They are the same on every rank.
+        """
         obstacles = loss_obstacles(loss_function, ppo_loss, data, get_policy_loss_fn)
         obstacles += model_obstacles(vars(self.tf_config))
         untried = {
@@ -169,7 +172,7 @@ class SkippingEngine(MegatronEngineWithLMHead):
             number += step
 
     def _ghost(self, dense_tokens: int) -> dict[str, Any]:
-        """Return the result of ``forward_backward_batch`` for a mini-batch that did not run: loss 0 and the savings.
+        """Return the result of ``forward_backward_batch`` for a mini-batch that did not run: loss 0 and metrics.
 
         Returns {} on ranks whose result verl does not read.
 
@@ -206,7 +209,7 @@ def _counting(loss_function: Callable, loss_tokens: int) -> Callable:
 
 
 def _metrics(executed: int, dense: int, *, ghost: bool) -> dict[str, Metric]:
-    """Return the metrics of a mini-batch's savings, equal on every rank.
+    """Return the metrics that tell how much of a mini-batch ran, equal on every rank.
 
     executed, dense: the tokens that ran and the tokens of the whole mini-batch, over all
         data-parallel ranks.

@@ -1,12 +1,12 @@
-"""The choice of the rows of verl's training batch that run, and the reasons why none may be left out.
+"""The choice of the rows of verl's training batch that run, and the settings under which every row must run.
 
 In verl's terms a row is a sample, and a mini-batch is trained by one optimizer step. Every
 data-parallel rank holds its own rows. Nothing here imports verl or calls a collective.
 
 Invariants:
 
-1. Only a row whose every advantage × mask is 0 is left out or used as a filler; NaN and infinity
-   are not 0.
+1. Only a row whose every advantage × mask is 0 is left out or used as a filler (see 3); NaN and
+   infinity are not 0.
 2. All data-parallel ranks run the same number of micro-batches.
 3. A filler is a row of weight zero of its own rank: the shortest one, repeated as often as needed.
 """
@@ -85,7 +85,7 @@ def _padded(values: torch.Tensor) -> torch.Tensor:
 
 
 def loss_obstacles(loss_function: Callable, own_loss: Callable, batch: Any, policy_loss: Callable) -> list[str]:
-    """Return the settings of the loss, each as ``key=value``, under which a row of advantage 0 may not be left out.
+    """Return the settings of the loss, each as ``key=value``, under which a row must run even at advantage 0.
 
     loss_function: the loss of this mini-batch.
     own_loss: verl's function ``ppo_loss``.

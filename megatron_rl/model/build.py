@@ -42,8 +42,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return Megatron-Core's TransformerConfig of a model that this package describes (``model.provider=native``).
 
-    Its fields follow from the model's shape, the topology, and the loss, a sum over tokens that
-    nothing divides. The user's ``megatron.transformer`` gives the rest.
+    Its fields follow from the model's shape, the topology and the loss, a sum over tokens, which
+    Megatron-Core is set not to divide. The user's ``megatron.transformer`` gives the rest.
 
     Raises ConfigError for a user's field that is refused.
     """

@@ -18,12 +18,12 @@ def build_frozen(
     """Build this rank's chunks of a frozen model in evaluation mode; return them and the model's shape. A collective.
 
     The weights are not loaded here. Call the chunks under ``torch.no_grad``. Each chunk is wrapped
-    in DistributedDataParallel, since the schedule takes only wrapped chunks. Over frozen parameters
-    DistributedDataParallel (0.16.1) makes no buffer, bucket or hook, whatever ``megatron.ddp``
-    says.
+    in DistributedDataParallel, since the schedule takes only wrapped chunks. All parameters are
+    frozen while it is built, so it (0.16.1) makes no buffer, bucket or hook, whatever
+    ``megatron.ddp`` says.
 
-    The parameters that the policy trains have ``requires_grad=True`` here too, so that both models
-    round their products in the same way.
+    Afterwards the parameters that the policy trains get ``requires_grad=True`` here too, so that both
+    models round their products in the same way.
     """
     models, shape = build_model(settings, hf_config, topology)
     if settings.lora.rank is not None:

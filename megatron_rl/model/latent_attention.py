@@ -7,12 +7,12 @@ the angles of the packed tokens' own positions (model/rotary.py). So samples may
 their prompt.
 
 Projections to the latents: Megatron-Core's local spec splits their weights over tensor ranks and
-gathers their outputs. Backward of that gather does not sum gradients over ranks. The sum is needed,
-since all heads use the rotated part of k, and a rank computes its gradient from its own heads only.
-So here these weights are whole on every tensor rank, as in Transformer Engine's spec. Under sequence
-parallelism each rank projects its own tokens, and backward of the gather along the sequence sums the
-gradients. Megatron-Core's ``finalize_model_grads`` then sums the weights' gradients over tensor
-ranks.
+gathers their outputs. Backward of that gather does not sum gradients over ranks. The sum is needed:
+all heads of all ranks use the one rotated part of k, and a rank's gradient of that part comes from
+its own heads only. So here these weights are whole on every tensor rank, as in Transformer Engine's
+spec. Under sequence parallelism each rank projects its own tokens, and backward of the gather along
+the sequence sums the gradients. Megatron-Core's ``finalize_model_grads`` then sums the weights'
+gradients over tensor ranks.
 """
 
 from __future__ import annotations
@@ -100,7 +100,10 @@ def latent_fields(shape: ModelShape, hf_config: Any, extra: dict[str, Any]) -> d
 
 
 class LatentRotary(PackedRotary):
-    """Computes the rotary angles of a latent attention's tokens, and returns the factor on cos and sin with them."""
+    """Computes the rotary angles of a latent attention's tokens; returns (angles, ``factor``).
+
+    factor: multiplies cos and sin.
+    """
 
     def __init__(self, inv_freq: torch.Tensor, factor: float):
         super().__init__(inv_freq)
@@ -165,11 +168,11 @@ class EngineLatentAttention(SpecifiedLatentAttention):
         packed_seq_params: PackedSequences | None = None,
         **kwargs,
     ):
-        """Return what Megatron-Core's method of this name does (q, k, v, latents), by the tokens' own rotary angles.
+        """Return q, k, v and latents by Megatron-Core's method of this name, called without sequence bounds.
 
-        Megatron-Core's method gets no sequence bounds (cu_seqlens) here, so it takes row t of the
-        angles for token t. With bounds it would look the angles up by position, from 0 in each
-        sequence.
+        Row t of the rotary angles is that of token t's own position, and without bounds (cu_seqlens)
+        the method takes it for token t. With bounds it would look the angles up by position, from 0
+        in each sequence.
         """
         unbounded = dataclasses.replace(
             packed_seq_params,
@@ -197,9 +200,9 @@ class LatentAttention(SpecifiedLatentAttention):
     def _run_core_attention(self, query, key, value, attention_mask, attn_mask_type=None, **given):
         """Return the core attention's output.
 
-        Megatron-Core 0.19.2's method, which this one replaces, cuts values that are wider than the
-        keys to the keys' width. ``TorchAttention`` needs no such help: it takes keys and values of
-        different widths.
+        This replaces Megatron-Core 0.19.2's method, which cuts values that are wider than the keys to
+        the keys' width. ``TorchAttention`` takes keys and values of different widths, so nothing is
+        cut here.
         """
         return self.core_attention(query, key, value, attention_mask, attn_mask_type=attn_mask_type, **given)
 

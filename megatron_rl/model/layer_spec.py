@@ -128,15 +128,15 @@ def mlp_spec(module: type[MLP], linear_fc1: type, linear_fc2: type) -> ModuleSpe
 def settle_expert_biases(model: torch.nn.Module) -> None:
     """Correct how Megatron-Core adds and reduces the biases of the experts' down projections.
 
-    Experts with biases are whole on every rank (0.16.1 ``transformer_config.py``: expert tensor
-    size 1), so a down projection has nothing to reduce. Then Megatron-Core's linear returns a view
-    of the product, to which its MLP cannot add the bias in place. ``explicit_expert_comm=True``
-    avoids the view. Two attributes of the bias are wrong as well:
+    An expert with biases is not split over tensor ranks (0.16.1 ``transformer_config.py``: expert
+    tensor size 1), so a down projection has nothing to reduce. Then Megatron-Core's linear returns a
+    view of the product, to which its MLP cannot add the bias in place. ``explicit_expert_comm=True``
+    avoids the view. Two attributes of the bias are changed as well:
 
-    - ``sequence_parallel=True`` would sum the bias's gradient over tensor ranks. But an expert's
-      gradient is reduced over the ranks that hold the expert.
-    - Without ``tensor_model_parallel=True`` the gradient norm would count the bias of one tensor
-      rank only. But the ranks hold different experts.
+    - ``sequence_parallel`` becomes False. True would sum the bias's gradient over tensor ranks, but
+      an expert's gradient is reduced over the ranks that hold the expert.
+    - ``tensor_model_parallel`` becomes True. Without it the gradient norm would count the bias of one
+      tensor rank only, but the ranks hold different experts.
     """
     for module in model.modules():
         if isinstance(module, tensor_parallel.RowParallelLinear) and module.is_expert and module.bias is not None:

@@ -92,7 +92,7 @@ def parts_of(settings: ModelSettings) -> Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainParts:
-    """Gives the modules of torch's or Transformer Engine's layers, and the modules that some families need.
+    """Chooses a model's modules: those of torch's or Transformer Engine's layers, and those that its family needs.
 
     model: the settings ``model.*``.
     may_turn: whether the core attention may apply the rotary angles itself. It may not if the user

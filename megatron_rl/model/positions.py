@@ -36,7 +36,8 @@ def angles_of(hf_config: Any, shape: ModelShape) -> Angles:
 def turning_attention(shape: ModelShape, *, half: bool, shares: bool) -> type[torch.nn.Module] | None:
     """Return the class of core attention that is to apply the rotary angles; None if Megatron-Core applies them.
 
-    half: whether the model is bfloat16 on a GPU, where torch's layers use fused kernels.
+    half: whether the model is bfloat16 on a GPU. If not, torch's layers are the reference: they use
+        no fused kernels, and Megatron-Core applies the angles.
     shares: whether samples may share one copy of their prompt.
     """
     if shape.layer_spec == "transformer_engine":
@@ -57,12 +58,12 @@ def give_inputs(
     packed: bool,
     turning: type[torch.nn.Module] | None,
 ) -> None:
-    """Set up a chunk's rotary embedding, and on the first pipeline stage the factor on the embeddings (Gemma).
+    """Set up a chunk's rotary embedding, and on the first pipeline stage the factor that multiplies embeddings (Gemma).
 
     angles: the model's rotary frequencies.
-    packed: whether a module computes each token's angles from the token's own position; otherwise
-        Megatron-Core's table gives them. With latent attention, or angles for each kind of layer, a
-        module always does.
+    packed: whether a module of this package computes each token's angles from the token's own
+        position; otherwise Megatron-Core's table gives them. Such a module is used in any case with
+        latent attention, or if each kind of layer has its own angles.
     turning: the core attention class that rotates queries and keys itself; None: Megatron-Core
         rotates them.
     """

@@ -1,9 +1,9 @@
 """Rotary angles of packed tokens: one row of angles for each token, instead of Megatron-Core's table by position.
 
 Megatron-Core (0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``) slices its table for
-every sequence, twice in every layer, and asks the device for the lengths. Here the packed parameters
-hold no bounds (cu_seqlens). Megatron-Core then applies the given angles as they are: [T, 1, d] to q
-[T, h, d].
+every sequence, twice in every layer, and asks the device for the lengths. Here its PackedSeqParams
+hold no sequence bounds (cu_seqlens). So Megatron-Core applies the given angles as they are, row by
+row: [T, 1, d] to q [T, h, d].
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ class RotaryByKind(PackedRotary):
     """
 
     def forward(self, position_ids: torch.Tensor, *_, **__) -> torch.Tensor:
-        """Return [kinds, T, 1, d], the angles of tokens at ``position_ids`` [T]; both halves of d are the same."""
+        """Return [kinds, T, 1, d]: for each kind of layer, the angles of tokens at ``position_ids`` [T].
+
+        Both halves of d are the same.
+        """
         angles = position_ids.to(self.inv_freq.dtype)[:, None] * self.inv_freq[:, None]
         return torch.cat([angles, angles], dim=-1)[:, :, None]
 

@@ -40,9 +40,9 @@ REFUSED_FIELDS: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 def check_routing_replay(replayed: str, transformer: Mapping[str, object], shape: ModelShape) -> None:
-    """Raise ConfigError if the model, or a field of Megatron-Core's TransformerConfig, does not allow replayed experts.
+    """Raise ConfigError if the model, or a field of Megatron-Core's TransformerConfig, does not allow routing replay.
 
-    replayed: ``rollout.routing_replay``, the source of the experts.
+    replayed: ``rollout.routing_replay``, which says whose choice of experts is replayed.
     transformer: the user's ``megatron.transformer`` fields.
     """
     setting = f"rollout.routing_replay={replayed}"
@@ -66,7 +66,7 @@ def check_routing_replay(replayed: str, transformer: Mapping[str, object], shape
 
 
 Recording = dict[int, tuple[Any, dict[int, torch.Tensor]]]
-"""Maps a micro-batch's ``id`` to (micro-batch, {index in ``RoutingReplay.layers``: experts, int64 [rows, top_k]})."""
+"""Maps ``id(microbatch)`` to (micro-batch, {index in ``RoutingReplay.layers``: experts, int64 [rows, top_k]})."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -198,8 +198,8 @@ class RoutingReplay:
     def recording(self) -> Iterator[Recording]:
         """Yield a ``Recording``, a dict that receives the routers' own choices of experts within the ``with`` block.
 
-        It maps the ``id`` of a micro-batch to (micro-batch, {index in ``layers``: experts, int64
-        [tokens, top_k]}).
+        Its keys are Python's ``id(microbatch)``. Its values are (micro-batch, {index in ``layers``:
+        experts, int64 [tokens, top_k]}); the micro-batch is held so that its id stays unique.
         """
         self._recorded = {}
         try:

@@ -167,15 +167,16 @@ def overruled(settled: Mapping[str, Any], extra: Mapping[str, Any], family: str)
 
 
 def build_config(cls: type, settled: dict[str, Any], extra: dict[str, Any], family: str) -> TransformerConfig:
-    """Return Megatron-Core's config with the fields ``settled``; a user's value in ``extra`` takes precedence.
+    """Return Megatron-Core's config with the fields ``settled`` and ``extra``.
 
     cls: TransformerConfig or a subclass.
     settled: the fields that the family, the topology and the token-sum loss need.
     extra: the user's fields.
     family: the model's family, for messages.
 
-    Raises ConfigError as ``overruled`` does, or if Megatron-Core refuses the fields. The message
-    then names the user's fields that seem to cause the refusal.
+    Raises ConfigError if a user's value differs from ``settled`` in a field outside USERS_CHOICE, or
+    if Megatron-Core refuses the fields. The message then names the user's fields that seem to cause
+    the refusal.
     """
     fields = overruled(settled, extra, family)
     fault = _fault(cls, fields)

@@ -17,12 +17,13 @@ def fuse_weight_gradients(model: torch.nn.Module) -> None:
     """Make the backward products of Transformer Engine's linears add their weight gradients to main_grad.
 
     So each micro-batch's gradient reaches a float32 main_grad without rounding to bfloat16.
-    Transformer Engine was read in 2.3 and 2.20 (pytorch/module/linear.py, layernorm_linear.py,
-    grouped_linear.py):
+    This relies on three facts of Transformer Engine 2.3 and 2.20 (pytorch/module/linear.py,
+    layernorm_linear.py, grouped_linear.py):
 
     - It reads the field ``fuse_wgrad_accumulation`` at each forward.
-    - If a weight has ``grad_added_to_main_grad``, autograd gets an uninitialised tensor as its
-      gradient, as in model/logprob/linear.py. DistributedDataParallel sets that attribute.
+    - If a weight has ``grad_added_to_main_grad``, which DistributedDataParallel sets, autograd gets an
+      uninitialised tensor as its gradient. DistributedDataParallel's hook ignores that tensor, as in
+      model/logprob/linear.py.
     - The very first micro-batch of a module (``is_first_microbatch``) overwrites main_grad instead
       of adding to it. At that time main_grad holds zeros.
 

@@ -93,8 +93,8 @@ def divide(sums: Mapping[str, float]) -> dict[str, float]:
 def step_metrics(result: StepResult) -> dict[str, float]:
     """Return the ``train/*`` metrics of one optimizer step.
 
-    They are what ``divide`` makes of its sums, its gradient norm, its learning rate, and
-    ``train/applied``, which is 0 if the step moved no weight.
+    Most are means per loss token: ``divide`` makes them from the step's sums. Others are the
+    gradient norm, the learning rate, and ``train/applied``, which is 0 if the step moved no weight.
     """
     replayed = result.sums.get("replayed", 0.0)
     return {
@@ -109,9 +109,10 @@ def step_metrics(result: StepResult) -> dict[str, float]:
 def skip_metrics(
     mini_batch: StepPlan, facts: BatchFacts, signal_S: np.ndarray, *, share_prompts: bool = False
 ) -> dict[str, float]:
-    """Return what the skip saved in one optimizer step, as ``skip/*`` and ``tokens/*`` metrics.
+    """Return what dropping samples saved in one optimizer step, as ``skip/*`` and ``tokens/*`` metrics.
 
-    A sample has no signal if its advantage is 0; the skip drops such samples.
+    A sample has no signal if its advantage counts as 0. Such samples are dropped, unless a setting
+    keeps them.
 
     signal_S: [S] bool, True for each sample of the batch that has signal.
     share_prompts: whether a micro-batch runs a prompt once for all of its samples.
@@ -122,8 +123,8 @@ def skip_metrics(
     - ``skip/tokens_executed``: the tokens that run, those of fillers (samples of weight 0) included.
     - ``skip/speedup_ideal``: ``skip/tokens_dense`` divided by the tokens of the samples not dropped;
       left out for a step in which the policy runs no backward pass.
-    - ``skip/zero_advantage_ratio``: the fraction of the mini-batch's samples without signal, dropped
-      or not.
+    - ``skip/zero_advantage_ratio``: the fraction of the mini-batch's samples that have no signal,
+      whether dropped or kept.
     - ``tokens/trailing``: the response tokens from the last loss token on, over the samples that run.
     - ``tokens/shared``: the number of prompt tokens that ``share_prompts`` saved.
     """

@@ -34,10 +34,11 @@ class ProgressBar:
 
     total_steps: the number of steps that the run is to take.
     enabled: if False, nothing is printed.
-    untrained_warning_steps: the final table warns if at least so many last steps trained nothing;
-        None for no warning.
-    done_steps, done_ghosts: the steps before the checkpoint of a resumed run, and how many of them
-        were ghosts, in which no sample had a gradient.
+    untrained_warning_steps: the final table warns if at least so many steps at the run's end (in a
+        shorter run all its steps) trained nothing; None for no warning.
+    done_steps: the number of steps that a resumed run took before its checkpoint.
+    done_ghosts: how many of these trained nothing: ghosts, in which no sample had a gradient, and
+        steps of a critic's warm-up.
     console: where to print, stdout by default. A terminal gets a live bar, anything else plain
         lines at most every 5 s.
     clock: a function that returns monotonic seconds.

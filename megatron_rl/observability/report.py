@@ -40,10 +40,11 @@ def completion_of_page(completion: Completion) -> dict[str, object]:
 
 
 def _first_and_last(path: pathlib.Path) -> list[dict[str, object]]:
-    """Return the completions of each source's first and last step as dicts, at most SHOWN of each such step.
+    """Return completions as dicts: for each source, at most SHOWN of its first step and as many of its last.
 
     A source is training or an evaluation. The field ``recorded`` is added: the number of
-    completions recorded at that step. The file is read once, and no others are kept in memory.
+    completions recorded at that step. The file is read once, and completions of other steps are not
+    kept in memory.
     """
     batches_of: dict[str, list[list[Completion]]] = {}
     for completion in read_completions(path) if path.exists() else ():
@@ -61,7 +62,7 @@ def _first_and_last(path: pathlib.Path) -> list[dict[str, object]]:
 
 
 def _cell(value: object) -> object:
-    """Return a metrics row's value for the page: a float is rounded to six digits, or a text if JSON cannot hold it."""
+    """Return a metrics row's value for the page: floats are rounded to six digits; NaN or infinity becomes a text."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.6g}") if math.isfinite(value) else str(value)
@@ -87,7 +88,8 @@ def packed_rows(rows: Sequence[Row]) -> str:
 def _state(folder: pathlib.Path) -> dict[str, object]:
     """Return the run's state for the page, read from its status.json.
 
-    A run that has not ended gets the state "written" and the time of this report.
+    If status.json does not say that the run has ended, the state is called "written", and its time is
+    the report's.
     """
     try:
         status = read_status(folder)

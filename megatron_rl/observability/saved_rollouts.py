@@ -9,6 +9,10 @@
 ``tokens`` holds the bytes of every token id that occurs. Each byte is written as the character with
 its number (Latin-1), since a token's bytes may be only a part of a character. A number that JSON
 cannot hold is null.
+
+``advantages`` has one number per token if the sample's tokens differ, else null. ``advantage`` is the
+sample's one advantage, or the mean over its loss tokens. ``excluded`` is the environment's error for
+which the sample does not count in its group, or null.
 """
 
 from __future__ import annotations

@@ -46,7 +46,10 @@ class Sink(Protocol):
         """
 
     def show(self, step: int, source: str, completions: Sequence[Completion]) -> None:
-        """Receive completions of one source ("train" or an evaluation), sampled before ``step``'s row."""
+        """Receive completions of one source ("train" or an evaluation); ``write`` for ``step`` comes before.
+
+        They were sampled after the previous step's row.
+        """
 
     def follow(self, live: ReadLive) -> None:
         """Receive a function that returns the run's current values, for a sink that is read between steps.

@@ -113,7 +113,7 @@ class SpanSink:
         row: the row of metrics.jsonl.
 
         A span's parent is the root span of the rollout that the row belongs to. For a stage that ended
-        before the row's step began, it is the root span of the previous row.
+        before the row's step began, it is the root span of the previous row's rollout.
         """
         whole = next((each for each in reversed(self._pending) if each.stage == STEP), None)
         if whole is None:

@@ -25,11 +25,12 @@ WAY_OUT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallCounts:
-    """Counts a run's optimizer steps, and by cause those since the last one that moved a weight.
+    """Counts a run's optimizer steps, and those of them since a weight last moved, by their cause.
 
     steps: the number of all steps of the run so far, without those of a critic's warm-up.
-    ghosts, zero_gradients, not_finite: of the steps since the last one that moved a weight, how many
-        had no sample with a gradient, a gradient of zero, and a gradient that is not finite.
+    ghosts: of the steps since a weight last moved, those in which no sample had a gradient.
+    zero_gradients: those whose gradient was zero.
+    not_finite: those whose gradient was not finite.
     """
 
     steps: int = 0
@@ -81,7 +82,7 @@ class StallCounts:
 
 
 def stall_counts(rows: Iterable[Mapping[str, object]]) -> StallCounts:
-    """Return the counts at the end of a run.
+    """Return a run's counts after its last row: all its steps, and those since a weight last moved.
 
     rows: all rows of its metrics.jsonl, in order.
     """
@@ -130,7 +131,10 @@ class StallWarning:
         return due
 
     def end(self) -> None:
-        """Log a warning if none of the run's steps moved a weight, and they were fewer than ``warning_steps``."""
+        """Log a warning if no step of the run moved a weight and there were fewer than ``warning_steps`` steps.
+
+        A longer run has been warned by ``observe``.
+        """
         if self._counts.is_worth_saying(self._steps) and self._next == self._steps:
             self._warn()
 

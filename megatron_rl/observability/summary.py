@@ -109,7 +109,7 @@ class RunSummary:
 
     @property
     def executed_ratio(self) -> float | None:
-        """Return the tokens that ran over the tokens of a run that drops no sample; None if they are not known."""
+        """Return the number of tokens that ran, divided by that of a run that drops no sample; None if not known."""
         return self.tokens_executed / self.tokens_dense if self.tokens_dense else None
 
 

@@ -44,8 +44,8 @@ def step_times(timer: StepTimer, facts: BatchFacts) -> dict[str, float]:
 def _cost(model: TrainableModel, mini_batch: StepPlan, tokens: SampleTokens) -> dict[str, float]:
     """Return the metrics ``cost/*``; {} before the first fit of the cost model.
 
-    They are the fitted costs of a micro-batch on its slowest pipeline stage, and the predicted
-    seconds of this mini-batch.
+    They are the slowest pipeline stage's fitted seconds per micro-batch, per token and per squared
+    token, and the seconds predicted for this mini-batch.
     """
     if not model.fit.is_fitted:
         return {}

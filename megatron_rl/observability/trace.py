@@ -151,7 +151,7 @@ def append_trace(path: str | pathlib.Path, rollout: int, samples: TracedRollout,
 
 
 class Grid(Protocol):
-    """Holds the degrees of parallelism on which a pipeline stage's fitted costs depend, as a Topology does."""
+    """Holds the degrees of parallelism on which a pipeline stage's fitted costs depend; a Topology has these fields."""
 
     tensor_size: int
     context_size: int

@@ -13,16 +13,17 @@ by the number v of interleaved chunks:
     seconds of the rank = Σ_i t_i + Σ_{s ≠ slowest} max_i(t_i on s) / v
 
 For equal micro-batches on p equal stages this is the time of 1F1B, m + p − 1 times t_1 if v = 1
-(Narayanan et al., arXiv:2104.04473, §2.2). For unequal ones it is the time of a flow shop whose jobs
-take equally long on every machine.
+(Narayanan et al., arXiv:2104.04473, §2.2). For unequal micro-batches on equal stages it is the
+makespan of a proportionate flow shop: each job (micro-batch) takes equally long on every machine
+(stage).
 
 Invariants (tests/unit/planning/test_cost.py):
 
 1. Coefficients are never negative, whatever was measured. Before any measurement they are those of
    ``prior``.
 2. More tokens, longer sequences or one more micro-batch never predict less time on a stage.
-3. ``best_count`` is the number of micro-batches with the least predicted time (compared with brute
-   force), if micro-batches are equal except for one that holds the longest sample.
+3. For micro-batches that are equal, except for one that holds the longest sample, ``best_count`` is
+   the number with the least predicted time (compared with brute force).
 4. Equal measurements give equal coefficients, so every rank derives the same plan.
 """
 
@@ -46,7 +47,7 @@ class StageCost:
 
     overhead: the fixed cost of a micro-batch.
     token: the cost of a token.
-    square: the cost of a squared token; a sequence of l tokens has l² squared tokens.
+    square: the cost of attention for each unit of Σ l², over the lengths l of the sequences.
     """
 
     overhead: float
@@ -73,7 +74,8 @@ class CostModel:
     virtual: the number of chunks that each pipeline rank interleaves.
 
     Example: two stages, both of overhead 256, token 1 and square 0. Micro-batches of 1000 and 500
-    tokens take 1256 + 756 on a stage. Filling and draining the pipeline takes 1256 more: 3268.
+    tokens take 1256 + 756 on one stage. While the pipeline fills and drains, the other stage adds
+    the longer time, 1256, once: 3268 in all.
     """
 
     stages: tuple[StageCost, ...]
@@ -99,7 +101,7 @@ class CostModel:
         more micro-batches shrink the bubble and add fixed costs.
 
         tokens: the number of tokens of all the rank's samples together.
-        squares: their squared tokens, Σ l² over the samples' lengths l if none share a prompt.
+        squares: Σ l² over the samples' lengths l; the square of a shared prompt's length counts once.
         longest: the number of tokens of the longest sample, since a sample cannot be split.
         """
         if tokens <= 0 or len(self.stages) == 1:
@@ -176,7 +178,8 @@ def prior(
         and the number of its layers (ModelShape.rank_shares).
     virtual: the number of chunks that each pipeline rank interleaves.
     overhead_tokens: the fixed cost of a micro-batch on an average stage, in this unit.
-    square_share: the cost of a squared token over the cost of a token (ModelShape.square_share).
+    square_share: in one layer, attention over a sequence of l tokens costs square_share · l², with a
+        token's other cost as the unit (ModelShape.square_share).
     head_layers: the LM head's cost in layers, which the last stage carries.
     """
     per_stage = sum(count for _, count in rank_shares) / len(rank_shares)
@@ -200,10 +203,11 @@ NUM_SUMS = 11  # columns of CostFit.sums
 class CostFit:
     """Fits each stage's costs to measured micro-batches by least squares; older steps weigh less.
 
-    Let X have a row (1, T, Σ l²) for each micro-batch, and y its forward seconds. ``sums`` has one row
-    of NUM_SUMS numbers for each stage: Xᵀ X (upper triangle, 6), Xᵀ y (3), the total of the forward
-    seconds and that of the backward seconds. Rows of different ranks and steps can be added. So ranks
-    exchange nothing but ``sums``, by one all-reduce.
+    Let X have a row (1, T, Σ l²) for each micro-batch, with T its tokens and l the lengths of its
+    sequences. Let y be its forward seconds. ``sums`` has one row of NUM_SUMS numbers for each stage:
+    Xᵀ X (upper triangle, 6), Xᵀ y (3), the total of the forward seconds and that of the backward
+    seconds. Rows of different ranks and steps can be added. So ranks exchange nothing but ``sums``, by
+    one all-reduce.
 
     prior: the costs that are used until every stage has been measured.
     forget: the factor on the earlier sums at each measured step.
@@ -270,11 +274,12 @@ class CostFit:
 
 
 def measured(tokens: np.ndarray, squares: np.ndarray, forward_s: np.ndarray, backward_s: float) -> np.ndarray:
-    """Return float64 [NUM_SUMS], the sums that ``CostFit`` fits one stage to, over a rank's M micro-batches of a step.
+    """Return float64 [NUM_SUMS], the sums over a rank's M micro-batches of a step to which ``CostFit`` fits a stage.
 
     They have the order of a row of ``CostFit.sums``.
 
-    tokens, squares, forward_s: [M], tokens, Σ l² and forward seconds of each micro-batch.
+    tokens, forward_s: [M], the number of tokens and the forward seconds of each micro-batch.
+    squares: [M], Σ l² over the lengths l of each micro-batch's sequences.
     backward_s: the backward seconds of all micro-batches together.
     """
     features = np.stack([np.ones(len(tokens)), tokens, squares]).astype(np.float64)

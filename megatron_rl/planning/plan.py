@@ -1,11 +1,12 @@
 """Plans of optimizer steps: which samples are dropped, and on which rank and in which micro-batch each other one runs.
 
 Pure numpy. Equal inputs give every rank the same plan. The **members** are a mini-batch's samples. A
-member has **signal** if it may have a gradient. Under ``drops`` members without signal are dropped,
-and under ``repack`` the others are packed anew. The **dense plan** is the plan with no sample
-dropped. A **block** is ``lockstep_ranks`` neighbouring ranks that share experts. A **filler** is a
-micro-batch without a loss, which only brings a rank to the number of invariant 9. A **ghost step** is
-an optimizer step on a zero gradient.
+member has **signal** if it may have a gradient. The **dense plan** is the plan with no sample
+dropped. Under ``drops`` and ``repack``, members without signal are dropped and the others packed into
+new micro-batches. Without ``repack``, the dense plan loses only whole micro-batches. A **block** is
+``lockstep_ranks`` neighbouring ranks that share experts. A **filler** is a micro-batch without a loss,
+which only makes up the number that invariant 9 asks of a rank. A **ghost step** is an optimizer step
+on a zero gradient.
 
 Invariants (``assert_invariants`` in tests/unit/planning/test_plan.py):
 
@@ -24,9 +25,9 @@ Invariants (``assert_invariants`` in tests/unit/planning/test_plan.py):
 9. All ranks of a block run equally many micro-batches: the block's largest number without fillers,
    rounded up to a multiple of ``microbatch_multiple``. A block without samples runs none.
 10. A filler holds one sample: the shortest that runs, or without ``repack`` the shortest member.
-    Fillers come last on their rank. Invariants 1, 3 and 7 do not count them. Under a token cap, a
-    rank takes fillers only if each of its other micro-batches holds one sample. This does not hold
-    if samples are dropped without ``repack``.
+    Fillers come last on their rank. Invariants 1, 3 and 7 do not count them. Under a token cap,
+    unless samples are dropped without ``repack``, a rank takes fillers only if each of its other
+    micro-batches holds one sample.
 11. Under ``on_long_sample="fail"``, the members' lengths alone decide whether planning fails, not
     signal or ``drops``.
 12. On a pipeline under a token cap, the costs of a rank's micro-batches rise and then fall, fillers
@@ -123,8 +124,8 @@ class Degrees(Protocol):
 class Sizes(Protocol):
     """Describes the costs of a model that ``plan_rules`` reads; a ModelShape has them.
 
-    square_share: the cost of a squared token over the cost of a token; l tokens of one sequence have
-        l² squared tokens.
+    square_share: in one layer, attention over a sequence of l tokens costs square_share · l², with a
+        token's other cost as the unit.
     head_layers: the LM head's cost, with an average layer as the unit.
     rank_shares: called with the number of pipeline ranks; returns for each rank the cost of its
         layers, in the same unit, and their number.
@@ -222,8 +223,8 @@ def plan_steps(
 
     Raises ConfigError for a sample above the token cap under ``on_long_sample="fail"``.
 
-    Example: two mini-batches [0, 1] and [2, 3], signal only in sample 1. The first step runs [1]; its
-    ``kind`` is REAL. The second runs no sample (GHOST): a step on a zero gradient.
+    Example: two mini-batches [0, 1] and [2, 3], signal only in sample 1. The first step runs [1]
+    (``StepKind.REAL``). The second runs no sample (``StepKind.GHOST``): a step on a zero gradient.
     """
     if merge and mini_batches:
         mini_batches = [np.concatenate(mini_batches)]
@@ -306,15 +307,15 @@ def _lockstep_counts(per_rank: Cut, rules: PlanRules) -> np.ndarray:
 def _assemble(members: np.ndarray, per_rank: Cut, padded: np.ndarray, rules: PlanRules, *, num_dense: int) -> StepPlan:
     """Return a StepPlan of each rank's micro-batches, with fillers so that the ranks of a block run equally many.
 
-    A block is the ``lockstep_ranks`` ranks that share experts. A filler, a micro-batch without a
-    loss, holds the shortest sample that is not dropped. Without ``repack`` it holds the shortest
-    sample of the mini-batch, as in the dense plan.
+    A block is the ``lockstep_ranks`` ranks that share experts. A filler is a micro-batch without a
+    loss. Under ``repack`` it holds the shortest sample that is not dropped. Otherwise it holds the
+    shortest of the mini-batch's samples, as if none were dropped.
 
     members: int64, indices of the mini-batch's samples.
     per_rank: each rank's micro-batches without fillers.
     padded: [S], the number of tokens of each sample, pads included.
-    num_dense: the number of micro-batches of the dense plan, in which nothing is dropped, fillers
-        included.
+    num_dense: the number of micro-batches, fillers included, of the plan in which no sample is
+        dropped.
     """
     with_loss = [m for rank in per_rank for m in rank]
     run = np.concatenate(with_loss) if with_loss else np.empty(0, dtype=np.int64)
@@ -355,10 +356,10 @@ def cut(samples: np.ndarray, costs: SampleCosts, rules: PlanRules) -> Cut:
 def _pack_block(shares: list[np.ndarray], costs: SampleCosts, rules: PlanRules) -> Cut:
     """Return the micro-batches of each rank of a block, equally many if each rank has enough samples.
 
-    A block is the ``lockstep_ranks`` ranks that share experts. A filler, a micro-batch that only makes
-    up a rank's number, trains nothing. So a rank splits its samples further before it takes
-    fillers. If one rank needs more micro-batches to stay within the token cap, the number grows for
-    all ranks of the block. A rank never has more micro-batches than samples.
+    A block is the ``lockstep_ranks`` ranks that share experts. If one rank needs more micro-batches to
+    stay within the token cap, the number grows for all ranks of the block. A rank with fewer samples
+    than that gets one micro-batch for each. What it lacks, ``_assemble`` makes up later with fillers,
+    which train nothing.
 
     shares: for each rank of the block, int64 indices of its samples.
     """
@@ -416,7 +417,7 @@ def _pack(share: np.ndarray, costs: SampleCosts, rules: PlanRules, count: int) -
 
 
 def _in_order(bins: list[np.ndarray], costs: SampleCosts, rules: PlanRules) -> list[np.ndarray]:
-    """Return the micro-batches ``bins`` ordered by their first samples, or on a pipeline the costliest in the middle.
+    """Return the micro-batches ``bins`` in the order of their first samples; on a pipeline, cheap ones at both ends.
 
     While a pipeline fills and drains, stages wait for the micro-batches at the start and the end, so
     these should be cheap. By the simulation of planning/timeline.py, this order saves a few percent

@@ -1,9 +1,10 @@
 """The distribution of samples over bins of near-equal cost: data-parallel ranks, then micro-batches. Pure numpy.
 
 Samples of one prompt (a group) that are in one bin run their prompt once (planning/tokens.py). If a
-group is split over two bins, its prompt runs twice. So groups are split only if the costliest bin,
-repeated prompts included, then costs over 1 % less. A distribution that ignores groups is computed
-too. It is taken if its costliest bin costs over 1 % less than in the best distribution by groups.
+group is split over two bins, its prompt runs twice. Several distributions are tried: first with
+whole groups, then with ever smaller parts of groups, and last without regard to groups. Each is
+taken only if its costliest bin, repeated prompts included, costs over 1 % less than in the best
+distribution before it.
 """
 
 from __future__ import annotations

@@ -138,7 +138,8 @@ def simulate(
     forward_s, backward_s: [stages, M], seconds of each micro-batch on each stage, predicted or
         measured. Stages are in the order of the layers.
     pipeline: the number of pipeline ranks.
-    group: see ``rank_order``.
+    group: the number of micro-batches that go through a chunk before the next chunk runs; None:
+        ``pipeline``.
     transfer_s: seconds that a tensor takes from one stage to the next.
 
     Example: two stages, two micro-batches, forward 1 s and backward 2 s each: the makespan is (2 + 2

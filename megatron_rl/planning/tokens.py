@@ -1,4 +1,4 @@
-"""The number of tokens that samples run, where samples of one prompt may share its tokens. Pure numpy."""
+"""The number of tokens that a model computes for samples, where samples of one prompt may share it. Pure numpy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_rl.types import BatchFacts
 class SampleTokens:
     """Holds the numbers of tokens of S samples: each sample's own tokens, and the tokens of a shared prompt.
 
-    own:    int64 [S], tokens that run for the sample alone.
-    prompt: int64 [S], tokens of the sample's prompt, which run once for all samples of its group in
-            a micro-batch. 0 if the prompt is not shared and counts in ``own``.
+    own:    int64 [S], tokens that are computed for the sample alone.
+    prompt: int64 [S], tokens of the sample's prompt, which are computed once for all samples of its
+            group in a micro-batch. 0 if the prompt is not shared and counts in ``own``.
     group:  int64 [S], equal for samples whose prompts are equal.
     windows: for each layer the number of tokens that a token attends to, 0 for all earlier ones.
         Empty if no layer has a window.
@@ -24,7 +24,7 @@ class SampleTokens:
     Attention over a sequence of l tokens costs l², called its squared tokens. It is twice the number
     of query-key pairs. A response of r tokens to a shared prompt of p tokens has p·r pairs with the
     prompt and r²/2 within itself, so it costs r² + 2·p·r. The prompt costs p² once. With windows,
-    ``window_squares`` takes the place of l².
+    the cost is ``window_squares`` instead of l².
     """
 
     own: np.ndarray
@@ -43,12 +43,12 @@ class SampleTokens:
 
     @property
     def whole(self) -> np.ndarray:
-        """Return int64 [S], the number of tokens that each sample would run by itself."""
+        """Return int64 [S], each sample's number of tokens if it shares its prompt with no other."""
         return self.own + self.prompt
 
     @property
     def shares(self) -> bool:
-        """Return whether any sample has a prompt to share."""
+        """Return whether any sample's prompt may be shared with other samples."""
         return bool(self.prompt.any())
 
     def padded(self, multiple: int) -> SampleTokens:
@@ -131,12 +131,13 @@ def read_tokens(facts: BatchFacts) -> np.ndarray:
 
 
 def tokens_of(facts: BatchFacts, *, share_prompts: bool, windows: tuple[int, ...] = ()) -> SampleTokens:
-    """Return the numbers of tokens that a batch's samples run, without pads.
+    """Return the numbers of tokens that the model computes for a batch's samples, without pads.
 
     Of a response only the tokens before the last loss token are counted (``read_tokens``).
 
-    share_prompts: whether equal prompts of a micro-batch run once.
-    windows: the attention window of each layer, as in SampleTokens; needed for squared tokens alone.
+    share_prompts: whether equal prompts of a micro-batch are computed once.
+    windows: each layer's attention window, as in SampleTokens. It changes the cost of attention, and
+        no number of tokens.
     """
     responses = read_tokens(facts)
     if not share_prompts or facts.prompt_keys is None:

@@ -192,9 +192,9 @@ class Pool:
     def _hand_out(self, work: TaskQueue, columns: Sequence[str]) -> None:
         """Give idle workers the tasks that may begin, and start a worker if none is idle.
 
-        At most ``num_workers`` tasks run. A task that has taken longer than SUSPECT_S is suspected.
-        For each suspected task one more worker may run one of its samples alone. Workers that have
-        no task run further such samples.
+        At most ``num_workers`` tasks run. If a task has taken longer than SUSPECT_S, its samples are
+        also tried one by one, to find the one that hangs. One worker beyond ``num_workers`` may do so
+        for each such task, and so may workers that have no task.
 
         columns: the names of the dataset's columns.
         """

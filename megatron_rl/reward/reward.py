@@ -47,7 +47,7 @@ class RewardFailure:
 
     @property
     def last_line(self) -> str:
-        """Return the message's main line: the last line of a traceback, or the first line of a sentence."""
+        """Return the line that says what went wrong: a traceback's last line, or any other message's first line."""
         lines = [line for line in self.message.splitlines() if line.strip()] or [""]
         return (lines[-1] if "Traceback" in self.message else lines[0])[:300]
 
@@ -162,7 +162,7 @@ class Reward:
 
     @property
     def runs_apart(self) -> bool:
-        """Return whether workers make every call, so that ``score`` may run in another thread."""
+        """Return whether worker processes call every reward function, so that ``score`` may run in another thread."""
         return self.pool is not None and not self._functions
 
     def close(self) -> None:

@@ -45,9 +45,10 @@ class Split:
     left: the number of samples whose own result is not stored yet.
     failure: how the whole task failed; None if it has not failed.
     error: the whole task's traceback, or a sentence that says what is wrong.
-    found_guilty: whether a sample failed when it was tried alone.
-    is_moot: whether the whole task has answered in the end. Its samples' own results are then dropped.
-    early: (task, result) of each sample that ended alone while the whole task still ran.
+    found_guilty: whether a sample failed in a task of its own.
+    is_moot: whether the whole task was slow and has answered. Its samples' own results are dropped.
+    early: (task, result) of each sample whose own task ended while the whole task still ran. They
+        count only if the whole task fails.
     """
 
     task: Task
@@ -60,7 +61,7 @@ class Split:
 
     @property
     def is_innocent(self) -> bool:
-        """Return whether every sample of the whole task was tried alone, and none failed."""
+        """Return whether each sample of the failed task has been tried in a task of its own, and none failed."""
         return self.left == 0 and not self.found_guilty
 
 
@@ -82,12 +83,12 @@ class Task:
 
     @property
     def is_early(self) -> bool:
-        """Return whether this is one sample of a larger task that takes long and has not failed."""
+        """Return whether one sample is tried early: it is from a larger task that takes long and has not failed."""
         return self.split is not None and self.split.failure is None
 
     @property
     def is_moot(self) -> bool:
-        """Return whether this is one sample of a larger task that has answered; its own result is then not needed."""
+        """Return whether this task's result is not needed: it is one sample of a larger task, which has answered."""
         return self.split is not None and self.split.is_moot
 
 
@@ -143,7 +144,7 @@ class TaskQueue:
 
     @property
     def num_early(self) -> int:
-        """Return how many samples of slow tasks (``suspect``) ``next_early`` can still hand out, to be tried alone."""
+        """Return how many tasks ``next_early`` can still hand out, each one sample of a slow task (``suspect``)."""
         return len(self._early)
 
     def next(self) -> Task:
@@ -153,7 +154,7 @@ class TaskQueue:
         return self._early.popleft()
 
     def suspect(self, task: Task) -> None:
-        """Queue each sample of a task that takes long, to be tried alone while the task goes on."""
+        """Queue each sample of a task that takes long, to be tried in a task of its own while the task goes on."""
         if len(task.samples) == 1 or task in self._suspected:
             return
         split = self._suspected[task] = Split(task=task, left=len(task.samples))
@@ -162,8 +163,8 @@ class TaskQueue:
     def answered(self, task: Task, outcomes: Sequence[Outcome]) -> None:
         """Store a task's outcomes, one for each of its samples.
 
-        The outcome of one sample of a larger task that still runs is kept aside, and stored only if
-        the larger task fails.
+        While a slow task runs, its samples are also tried in tasks of their own. Such an outcome is
+        kept aside, and stored only if the slow task fails.
         """
         split = self._suspected.pop(task, None)
         if split is not None:
@@ -235,7 +236,7 @@ class TaskQueue:
         return [Task(function=task.function, samples=[sample], split=split) for sample in task.samples]
 
     def unexplained(self, function: int) -> list[tuple[list[Rollout], str]]:
-        """Return (samples, traceback) of each task of ``function`` that raised as a whole, but on no sample alone."""
+        """Return (samples, traceback) of each task of ``function`` that raised, though no sample of it failed alone."""
         raised = [split for split in self.splits if split.failure is Failure.RAISED and split.is_innocent]
         return [([self.rollouts[i] for i in s.task.samples], s.error) for s in raised if s.task.function == function]
 

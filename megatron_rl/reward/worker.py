@@ -3,12 +3,12 @@
     python -m megatron_rl.reward.worker FD STACK_FD PARENT_PID      # started by pool.py, never by hand
 
 FD and STACK_FD are file descriptors: of the socket to the rank, and of a file for stack traces. The
-started process becomes a subreaper (distributed/subreaper.py), and its child the worker. The first
-message names the functions. Then tasks arrive one at a time, and each is answered. Functions are
-called in the main thread, since math-verify's time limits use SIGALRM. Only the pool interrupts a
-task, by killing the process: a call on a whole list cannot be interrupted otherwise. Once the
-fraction STACK_AT of the deadline has passed, the stack traces of all threads are written to
-STACK_FD.
+started process forks: it becomes a subreaper (distributed/subreaper.py), and its child is the
+worker. The first message names the functions. Then tasks arrive one at a time, and each is
+answered. Functions are called in the main thread, since math-verify's time limits use SIGALRM. The
+worker itself interrupts no call. At a task's deadline the pool kills the process, since a call on a
+list of samples cannot be stopped otherwise. Once the fraction STACK_AT of the deadline has passed,
+the stack traces of all threads are written to STACK_FD.
 """
 
 from __future__ import annotations

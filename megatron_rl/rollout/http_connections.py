@@ -40,9 +40,10 @@ def protocol_of(most: int) -> type[H11Protocol]:
     """Return a subclass of uvicorn's h11 protocol with this module's limits. ``most``: the maximum of connections."""
 
     class Connection(H11Protocol):
-        """Serves one connection. If its server then has too many, closes the connection that was idle longest.
+        """Serves one connection. If its server had ``most`` already, closes the connection that was idle longest.
 
-        The maximum is ``most``, the argument of ``protocol_of``.
+        ``most`` is the argument of ``protocol_of``. If no other connection is idle, the new one is
+        closed again.
 
         waiting: the timer that closes the connection if a request's headers do not arrive in time.
             None if no timer runs.

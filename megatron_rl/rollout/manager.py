@@ -178,9 +178,9 @@ class RolloutManager:
             self.worker.start(job)
 
     def collect(self, job: RolloutJob, places: Sequence[int]) -> CollectDurations:
-        """Wait until the groups at ``places`` are scored on all ranks; return the seconds of waiting and of scoring.
+        """Wait until each group at ``places`` is scored by its rank; return the seconds of waiting and of scoring.
 
-        places: positions in the rollout, of groups of any rank.
+        places: positions in the rollout, among the groups of all ranks.
 
         If an engine is lost, the samples that it had not finished are requested again after the
         engine has new weights. An error of one rank is raised on every rank.
@@ -203,10 +203,11 @@ class RolloutManager:
     def collect_some(
         self, jobs: Sequence[RolloutJob], choose: Callable[[list[list[list[int]]]], list[int] | None]
     ) -> tuple[list[int], CollectDurations]:
-        """Wait until ``choose`` accepts the groups that are scored on all ranks.
+        """Wait until ``choose`` accepts some of the groups that are scored so far.
 
-        choose: a callable. Its argument holds, at [rank][job], the list of the positions whose
-            groups are scored. It returns the positions that it chooses, or None to wait on.
+        choose: a callable. Its argument holds, at [rank][job], the positions in the job's rollout of
+            the rank's scored groups. It returns the positions that it chooses, or None to go on
+            waiting.
 
         Returns the chosen positions, and the seconds of waiting and of scoring. The errors are as
         in ``collect``.
@@ -275,7 +276,7 @@ class RolloutManager:
             self._mend(lost)
 
     def _owed(self) -> list[list[str]]:
-        """Return for each rank texts that say why its engine was lost: one for each job that this left unfinished."""
+        """Return at [rank] why the rank's engine was lost: one text for each job that the loss left unfinished."""
         return collectives.gather_json([job.lost for job in self.jobs if job.lost is not None])
 
     def _drain(self) -> None:

@@ -284,7 +284,9 @@ class RolloutQueue:
         return reward_metrics(self.scorer.scoring, scored, errors) | {"async/staleness_max": float(staleness)}
 
     def remember(self, taken: TrainingBatch, advantages: np.ndarray) -> dict[str, float]:
-        """Offer the trained groups to the replay buffer; return the metrics of replay and re-roll. Not a collective.
+        """Offer the trained groups to the replay buffer; return the metrics of replay and of re-roll.
+
+        Re-roll samples some prompts again. Not a collective.
 
         taken: the batch that ``take`` returned.
         advantages: float64 [S], the samples' advantages from rewards alone, without the noise of

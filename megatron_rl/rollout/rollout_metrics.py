@@ -1,4 +1,7 @@
-"""The metrics of rollouts, added up over ranks and jobs until they become one line of the metrics file."""
+"""The metrics of rollouts, added up over all ranks and jobs until they become one line of the metrics file.
+
+A job is the generation of one rollout, or of further groups for a rollout.
+"""
 
 from __future__ import annotations
 

@@ -103,7 +103,10 @@ class GroupScorer:
         return scored_batch(self.scoring, batch, totals, by_function)
 
     def join(self, parts: Sequence[ScoredBatch], places: Collection[int]) -> ScoredBatch:
-        """Return the groups at the positions ``places`` as one batch (see ``joined``). Not a collective."""
+        """Return those groups of ``parts`` whose positions in the rollout are in ``places``, as one batch.
+
+        See ``joined``. Not a collective.
+        """
         return joined(parts, places, rank=self.backend.topology.rank)
 
 
@@ -142,7 +145,7 @@ def scored_batch(scoring: Scoring, batch: Batch, totals: np.ndarray, by_function
 
 
 def joined(parts: Sequence[ScoredBatch], places: Collection[int], *, rank: int) -> ScoredBatch:
-    """Return the groups at the positions ``places`` as one batch, ordered by position.
+    """Return those groups of ``parts`` whose positions are in ``places`` as one batch, ordered by position.
 
     The result equals a batch in which these groups were gathered together. If several parts have a
     group at the same position, the last part's group is taken. Pure.

@@ -88,7 +88,8 @@ def merge_passes(facts: BatchFacts, passes: Sequence[LogProbPass], unchanged: se
     """Return the log-probs of forward passes over parts of a rollout, arranged for the whole batch.
 
     facts: what every rank knows of the whole batch's samples.
-    unchanged: the positions in the rollout whose groups were not replaced after the passes.
+    unchanged: the positions in the rollout whose groups are still those of the passes. The groups at
+        other positions were replaced; their log-probs are not known.
     """
     offsets = facts.response_offsets
     values, covered = np.zeros(int(offsets[-1]), dtype=np.float32), np.zeros(facts.num_samples, dtype=bool)

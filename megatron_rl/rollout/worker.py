@@ -94,7 +94,7 @@ class RolloutJob:
 
     prompts: position in the rollout → prompt, for all ranks.
     mine: this rank's positions, in the order in which their groups are started.
-    rollouts: position → the group's rollouts, once they are generated.
+    rollouts: position → the group's generated samples, once all of them are complete.
     scores: position → the group's scores, once they are known.
     lost: why the engine was lost during the job; None if it was not.
     error: a thread's exception, for the main thread to raise; None without one.
@@ -130,12 +130,15 @@ class RolloutJob:
 
     @property
     def unscored(self) -> list[int]:
-        """Return the positions that are generated but not scored, in the order in which their generation ended."""
+        """Return the positions of the groups that are generated but not scored, in the order in which they ended."""
         return [place for place in self.rollouts if place not in self.scores]
 
     @property
     def scored(self) -> list[int]:
-        """Return the positions that are scored, ascending. The scoring thread may add others at any time."""
+        """Return the positions in the rollout of the groups that are scored, ascending.
+
+        The scoring thread may add others at any time.
+        """
         with self.change:
             return sorted(self.scores)
 
@@ -295,9 +298,9 @@ class RolloutWorker:
     def _score_ready(self, job: RolloutJob) -> bool:
         """Score the groups that are generated, if there are enough of them; return whether any were scored.
 
-        After generation has ended, any number of groups is enough. Before that, groups are scored
-        only if scoring beside generation is configured. Only one thread at a time may call this for
-        a job.
+        Once all groups are generated, any number is enough. Before that, groups are scored only if
+        scoring beside generation is configured, and only from this rank's share of ``min_groups``
+        on. Only one thread at a time may call this for a job.
         """
         # Choose the groups under the job's lock.
         with job.change:
@@ -329,7 +332,7 @@ class RolloutWorker:
     def wait(self, job: RolloutJob, places: Sequence[int], *, since: float | None = None, most_s: float = INF) -> bool:
         """Wait until the groups at ``places`` are scored, or the engine is lost; return whether the wait has ended.
 
-        places: positions of this rank.
+        places: positions in the rollout of groups that this rank samples.
         since: time.monotonic() when the wait began, if a caller splits it into several calls. None:
             now.
         most_s: the maximum of seconds of this call, after which it returns False.
@@ -364,13 +367,13 @@ class RolloutWorker:
         return True
 
     def _waits_on(self, job: RolloutJob, began: float, part_ends_at: float) -> bool:
-        """Wait for a change of the job, LOOK_S seconds at most. Return whether the caller may wait on.
+        """Wait for a change of the job, LOOK_S seconds at most. Return whether the caller may go on waiting.
 
-        Returns False if nothing has progressed for ``deadline_s`` seconds. The caller holds the
-        job's lock.
+        Returns False if nothing has progressed for ``deadline_s`` seconds, else True, with or
+        without a change. The caller holds the job's lock.
 
-        began: time.monotonic() when the wait began.
-        part_ends_at: time.monotonic() at which this call must end.
+        began: time.monotonic() when the caller's wait began.
+        part_ends_at: time.monotonic() after which this method does not wait any longer.
         """
         ends_at = max(began, self._progressed_at, self.engine.progressed_at) + self.deadline_s
         left_s = min(ends_at, part_ends_at, time.monotonic() + LOOK_S) - time.monotonic()

@@ -9,7 +9,7 @@ from megatron_rl.config import Config
 
 
 def serve(config: Config) -> bool:
-    """Serve Tinker's API until the process is asked to end. Returns True, since a server is never preempted."""
+    """Serve Tinker's API until the process is asked to end. Returns True: the run was not preempted."""
     from megatron_rl.serve.server import serve as run  # Megatron-Core is imported from here on
 
     return run(config)

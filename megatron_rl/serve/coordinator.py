@@ -144,7 +144,10 @@ class Coordinator:
             self.journal.add(operation.line, value.metrics, seconds)
 
     def _discard(self, operation: Operation) -> None:
-        """Discard a model's gradient on all ranks if later training depends on ``operation``, which failed."""
+        """Discard a model's accumulated gradient on all ranks, if training depends on the failed ``operation``.
+
+        Otherwise a later optimizer step could use an incomplete gradient.
+        """
         if operation.depends and operation.line in self.held:
             self._run(Message(header={"do": "discard", "model": operation.line}))
 
@@ -253,7 +256,10 @@ class Coordinator:
             self._save_own(model, operation.seq)
 
     def _save_own(self, model: str, seq: int) -> None:
-        """Save a model after its optimizer step, operation ``seq``; from then on it is restored from this state."""
+        """Save a model after its latest optimizer step. Later restores of the model start from this state.
+
+        seq: the number of the operation that took the step.
+        """
         folder = self._own_folder(model)
         header = {"do": "save", "model": model, "folder": str(folder), "with_adam": True}
         outcome = self._run(Message(header={**header, "spec": spec_facts(self.registry.spec(model))}))
@@ -343,7 +349,7 @@ def note_end(registry: Registry) -> Callable[[Operation], None]:
 
 
 def restore_lines(registry: Registry, operations: Operations) -> int:
-    """Open a line, a queue of operations, for each model of an earlier run.
+    """Open a queue of operations for each model of an earlier run.
 
     Returns for how many of these models the restart of the server lost operations.
     """

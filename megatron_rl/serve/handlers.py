@@ -1,8 +1,9 @@
 """The handlers of clients' requests: look up names and numbers, check fields, and queue operations.
 
-An operation is a request in its model's queue. Operations run by their numbers. A request for a
-known model with a right number may still be impossible to serve. Then it becomes an operation that
-fails when its number comes. So later requests do not wait for its number.
+An operation is a request in its model's queue. A model's operations run in the order of the numbers
+that its client gives them. A request for a known model with a valid number may still be impossible
+to serve. Then it becomes an operation that fails in its turn. So the requests behind it do not wait
+for its number.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class ServedModel:
     name: the name by which clients request the model.
     tokenizer_id: the name by which clients load its tokenizer.
     family: the name of the model's architecture, such as "qwen3".
-    context_tokens: the maximum of tokens that the model reads.
-    longest: the maximum of tokens of a prompt and its sample together.
+    context_tokens: the model's context length, which limits the sequences of training requests.
+    longest: the maximum of tokens of a prompt and its sample together; at most ``context_tokens``.
     lora_rank: the largest rank of adapters; None if every weight is trained.
     stop_ids: the model's end-of-sequence tokens.
     lora_targets: the layers that may have adapters.
@@ -72,7 +73,7 @@ class RequestHandlers:
     # ---- models -----------------------------------------------------------------------------------------------------
 
     def create_model(self, owner: str, body: bodies.CreateModel) -> Operation:
-        """Queue the creation of a model, as operation 0 of the model's line (its queue)."""
+        """Queue the creation of a model, as operation 0 of the model's queue."""
         self.registry.session(body.session_id, owner)
         self._check_base(body.base_model)
         spec = self._spec(body.lora_config or bodies.LoraConfig())
@@ -87,9 +88,9 @@ class RequestHandlers:
         return self._begin(owner, body.session_id, body.model_seq_id, "create_model", header, facts)
 
     def _begin(self, owner: str, session: str, seq: int, kind: str, header: dict, facts: dict) -> Operation:
-        """Open a model's line (the queue of its operations), and queue operation 0.
+        """Open the queue of a model's operations, and put operation 0 into it.
 
-        A repeated request opens no second line.
+        A repeated request opens no second queue.
 
         seq: the model's number in its session.
         kind: the kind of request, such as "create_model".
@@ -107,7 +108,7 @@ class RequestHandlers:
             depends=True,
             digest=digest_of(repr(sorted(header.items())).encode()),
         )
-        with self._beginning:  # the row comes before the line, so that a client can repeat after a full disk
+        with self._beginning:  # the row comes before the queue, so that a client can repeat after a full disk
             if self.registry.store.get("models", model) is None:
                 self.registry.open_model(model, owner, session, facts)
             self.operations.open_line(model)
@@ -176,7 +177,7 @@ class RequestHandlers:
     # ---- a model's operations ---------------------------------------------------------------------------------------
 
     def forward_backward(self, owner: str, body: bytes) -> Operation:
-        """Queue a training request. If its data cannot be read or served, the operation fails when its number comes."""
+        """Queue a training request. If its data cannot be read or served, it is queued too, and fails in its turn."""
         message = parse_message(body)
         self._model(message.model_id, owner)
         kind = "forward" if message.forward_only else "forward_backward"
@@ -234,7 +235,7 @@ class RequestHandlers:
         return self._ordered(owner, body, what, header, digest_of(_content(body)))
 
     def fail(self, owner: str, body: bodies.Numbered, kind: str, error: RequestError, content: bytes) -> Operation:
-        """Queue a request that cannot be served. Its number is used, and it fails with ``error`` when its number comes.
+        """Queue a request that cannot be served, so that its number is used. In its turn it fails with ``error``.
 
         kind: the kind of request, such as "optim_step".
         content: the request's body.
@@ -267,9 +268,10 @@ class RequestHandlers:
         )
 
     def _add(self, operation: Operation) -> Operation:
-        """Queue an operation and return it. An operation that was lost in a crash is returned without being queued.
+        """Queue an operation and return it. If it repeats one that is in the store but not in memory, do not queue it.
 
-        A client that asks for such an operation's answer is told of the loss.
+        The server's restart lost the earlier one, or its answer was dropped. A client that asks for the
+        answer is told so.
         """
         known = self.registry.store.operation(operation.id)
         if known is not None and self.operations.find(operation.id) is None and known.digest == operation.digest:

@@ -204,7 +204,10 @@ def _says_nothing(datum: Datum) -> bool:
 
 
 def coefficients(loss: ServedLoss, datum: Datum) -> np.ndarray:
-    """Return float32 [N, K], a datum's input that weighs each target (``loss.coefficient``); ones if it is absent."""
+    """Return float32 [N, K], the weight in the loss of each of K targets after each of a datum's N tokens.
+
+    It is the input named by ``loss.coefficient``; all are 1 if the datum lacks it.
+    """
     return datum.inputs.get(loss.coefficient, np.ones(datum.targets.shape, dtype=np.float32))
 
 

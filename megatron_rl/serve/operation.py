@@ -84,9 +84,10 @@ class Line:
     ordered: whether its operations run in the order of their numbers.
     next: the number that runs next in an ordered queue.
     waiting: number → operation.
-    failed: the failure (message, fault) of which the client must be told before anything runs; None
-        if there is none.
-    failed_at: the number of the first operation whose error tells the client of that failure.
+    failed: a failure (message, fault) of which the client was not told yet; None if there is none.
+        Until the client is told, nothing in the queue runs.
+    failed_at: the client counts as told once it gets the error of an operation with this number or a
+        higher one.
     running: whether one of its operations runs now.
     turn: a number that grows each time the queue is opened or served. The queue with the lowest
         number is served next.
@@ -101,9 +102,11 @@ class Line:
     turn: int = 0
 
     def stop(self, why: tuple[str, Fault], failed_at: int) -> None:
-        """Stop an ordered queue until its client was told of the failure ``why``. An unordered queue goes on.
+        """Stop an ordered queue until its client was told of a failure. An unordered queue goes on.
 
-        failed_at: the number of the first operation whose error tells the client.
+        why: the failure (message, fault).
+        failed_at: the client counts as told once it gets the error of an operation with this number or
+            a higher one.
         """
         if self.ordered:
             self.failed, self.failed_at = why, failed_at

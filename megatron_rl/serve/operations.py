@@ -38,8 +38,8 @@ class Operations:
 
     gap_s: seconds that a model's operations wait for an operation with a lower number to arrive.
     queue_s: seconds that an operation may wait in its queue.
-    max_bytes: the maximum of bytes of all operations that have not ended, and also of all ended ones
-        that are kept with their answers.
+    max_bytes: two limits in one: the maximum of bytes of all operations that have not ended, and that
+        of all ended ones, which are kept with their answers.
     max_batch: the maximum of samples that run together.
     ended: a function that is called with each operation that has ended; it may call this object.
     clock: a function that returns monotonic seconds.
@@ -78,8 +78,8 @@ class Operations:
         line: the name of the model or sampler.
         first: the number of the queue's next operation.
         ordered: whether operations run in the order of their numbers, as a model's do.
-        failed: a failure of which the client must be told before anything runs; None if there is
-            none.
+        failed: a failure (message, fault) that stops the queue until its client was told; None if
+            there is none.
         """
         with self._lock:
             if line in self._lines:
@@ -89,7 +89,12 @@ class Operations:
             return True
 
     def fail_line(self, line: str, error: tuple[str, Fault]) -> None:
-        """End the waiting operations of the queue ``line`` with ``error``, and later ones until its client was told."""
+        """End the operations that wait in the queue named ``line`` with an error.
+
+        Operations that arrive later end with it too, until the queue's client was told of it.
+
+        error: (message, fault).
+        """
         with self._lock:
             failed_at = self._lines[line].next
             doomed = self._doom(line, error)
@@ -105,9 +110,9 @@ class Operations:
 
         accept: a function that is called once with a new operation, before it can run.
 
-        If its queue has failed, and the client was not told yet, the operation fails at once. Raises
-        RequestError for a number that another request has used, and, with HTTP status 429, if too
-        many bytes wait.
+        If its queue is stopped by an earlier failure of which the client was not told yet, the
+        operation fails at once. Raises RequestError if another request has used the operation's number,
+        or if the queue is past that number. Raises it with HTTP status 429 if too many bytes wait.
         """
         with self._lock:
             # Return the operation that this one repeats, or refuse it.
@@ -167,7 +172,8 @@ class Operations:
     def tell(self, operation: Operation) -> None:
         """Note that a client was given an operation's answer or error.
 
-        If the error reports that the whole queue failed, operations that arrive from now on can run.
+        If the queue was stopped by a failure that this error reports, it goes on: operations that
+        arrive from now on can run.
         """
         with self._lock:
             operation.asked_at, operation.told = self._clock(), True
@@ -176,16 +182,17 @@ class Operations:
                 line.failed = None
 
     def tell_line(self, line: str) -> None:
-        """Note that a client was told that its queue ``line`` failed. Operations that arrive from now on can run.
+        """Note that the client of the queue ``line`` was told of its failure. New operations can run.
 
-        This is for a client that was told when it asked for an operation that is not in memory.
+        Call it if the answer about an operation that is not in memory told the client. For other
+        operations ``tell`` notes it.
         """
         with self._lock:
             if line in self._lines:
                 self._lines[line].failed = None
 
     def failure_of(self, line: str) -> tuple[str, Fault] | None:
-        """Return the failure (message, fault) of the queue ``line`` if its client was not told of it yet; else None."""
+        """Return the failure (message, fault) that stops the queue named ``line`` until its client is told, or None."""
         with self._lock:
             return self._lines[line].failed if line in self._lines else None
 
@@ -287,10 +294,10 @@ class Operations:
         self._announce([operation])
 
     def fail(self, operation: Operation, message: str, fault: Fault) -> None:
-        """End an operation with an error. If training depends on it, all that wait in its queue fail too.
+        """End an operation with an error. If training depends on it, all operations waiting in its queue fail too.
 
-        All this is one change under the lock. So a request that the client sends once it knows of the
-        error does not fail with this operation.
+        They fail in one step under the lock. So a request that the client sends after it knows of the
+        error is not among them.
         """
         with self._lock:
             self._end(operation, error=(message, fault))
@@ -346,9 +353,9 @@ class Operations:
                     loop.call_soon_threadsafe(event.set)
 
     def _end_overdue(self) -> None:
-        """End with an error all operations of a queue in which one has waited too long.
+        """If an operation has waited too long, end all waiting operations of its queue with an error.
 
-        It waited for an operation with a lower number to arrive, or for its turn.
+        The limits: ``gap_s`` for an operation with a lower number to arrive, ``queue_s`` for its turn.
         """
         now, doomed = self._clock(), []
         with self._lock:

@@ -215,9 +215,10 @@ class Routes:
         return Response(content, media_type=kind)
 
     def _retrieve_lost(self, owner: str, id: str) -> Response:
-        """Return the answer for operation ``id``, which is not in memory.
+        """Return the response to a client that asks for the answer of operation ``id``, which is not in memory.
 
-        The server was restarted since, or has forgotten the operation's answer.
+        The server was restarted since, or has dropped the answer. So the response is an error, unless
+        the operation was a model's creation that has ended.
         """
         line, seq = line_of(id)
         if (row := self.registry.store.operation(id)) is None:
@@ -255,7 +256,7 @@ def _key(headers: Mapping[str, str]) -> str:
 
 
 def _numbered(content: bytes) -> bodies.Numbered | None:
-    """Return a body's model and number; None if one of them is faulty."""
+    """Return the model and the operation's number in a request's body; None if one of them is faulty."""
     try:
         return bodies.read(bodies.Numbered, content, most=len(content))
     except RequestError:

@@ -101,7 +101,7 @@ def keys_of(settings: ServeConfig) -> tuple[str, ...]:
 
 
 def serve(config: Config) -> bool:
-    """Serve Tinker's API until the process is asked to end. Returns True, since a server is never preempted."""
+    """Serve Tinker's API until the process is asked to end. Returns True: the run was not preempted."""
     check_config(config.model, config.rollout, config.weight_sync, config.loss, config.sft, config.serve)
     hf_config = load_hf_config(config.model.hf_path)
     if config.rollout.engine == "vllm":

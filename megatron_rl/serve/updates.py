@@ -87,7 +87,9 @@ def prepare(backend: MegatronBackend, call: TrainingCall, *, logprobs: str, leas
 
 
 def _read_targets(loss: ServedLoss, datum: Datum, everything: bool) -> np.ndarray:
-    """Return bool [N], True for a datum's input tokens whose target's log-prob the loss or the answer needs.
+    """Return bool [N], one for each input token of a datum: True if its target's log-prob is needed.
+
+    It is needed for the loss or for the answer.
 
     everything: whether the answer has the log-probs of all targets.
     """
@@ -102,8 +104,8 @@ def _read_targets(loss: ServedLoss, datum: Datum, everything: bool) -> np.ndarra
 def _start(read: np.ndarray) -> int:
     """Return the index of a datum's first input token whose target's log-prob is needed; 0 if there is none.
 
-    The tokens up to this index become the sample's prompt. Equal prompts may be run once for
-    several samples.
+    The tokens up to and including this index become the sample's prompt. Equal prompts may be run
+    once for several samples.
 
     read: bool [N], True for each such token.
     """
@@ -111,7 +113,7 @@ def _start(read: np.ndarray) -> int:
 
 
 def _sample(number: int, datum: Datum, read: np.ndarray, start: int) -> Sample:
-    """Return a datum as the backend's Sample: tokens up to index ``start`` are its prompt, later ones its response.
+    """Return a datum as the backend's Sample. Its prompt ends with the token at index ``start``; its response follows.
 
     The last target is appended as the last token. The result is a plain Sample if each target whose
     log-prob is needed is the next token of the sequence. Otherwise it is a TargetSample, which holds

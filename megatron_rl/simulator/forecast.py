@@ -37,7 +37,8 @@ MAX_OPERATIONS = 400_000  # per mini-batch; above, the clock runs only for the b
 class Drawn:
     """Holds the pipeline that the picture shows: a mini-batch on its slowest data-parallel rank.
 
-    It is the first mini-batch in which a sample runs, with M micro-batches on that rank.
+    It is the first mini-batch of which not all samples are dropped. M is the number of its
+    micro-batches on that rank.
 
     rank: the data-parallel rank.
     timeline: when each pass of that pipeline begins and ends.
@@ -120,7 +121,8 @@ class Forecast:
         samples with signal. None if no sample has signal.
     gain: the dense update's predicted time over the skip update's.
     memory: the memory of each pipeline stage in the dense update.
-    constraints: the limits that make the skip update slower, the one that costs the most time first.
+    constraints: the limits without which the skip update would take less time, such as the pipeline
+        bubble; the one that costs the most time first.
     dead_samples: the share of samples without signal.
     costs: the costs from which the seconds were computed.
     """
@@ -165,8 +167,8 @@ class Job:
     def rules(self) -> PlanRules:
         """Return the planner's rules, as the trainer's backend would set them.
 
-        The rules contain the costs by which micro-batches are planned. They are the job's, if a run
-        has measured those and ``plan.calibrate`` is on, else the planner's assumed costs.
+        The rules contain the costs by which micro-batches are planned: ``costs.model`` if a run has
+        measured it and ``plan.calibrate`` is on, else the planner's assumed costs.
         """
         config = self.config
         shares = shares_prompts(config.plan, config.parallel, config.megatron, self.shape.layer_spec)
@@ -406,13 +408,13 @@ def _drawn(rank: int, timeline: Timeline, mini_batch: StepPlan, lengths: np.ndar
 def _constraints(
     job: Job, rules: PlanRules, signal: np.ndarray, skip: Outcome, *, drops: bool
 ) -> tuple[Constraint, ...]:
-    """Return the limits that make an update slower, the one that costs the most time first.
+    """Return the limits that cost an update time, such as the pipeline bubble, the most costly first.
 
     The time that a limit costs follows from the times in ``skip``, or from planning and timing the
-    samples again with that limit relaxed.
+    samples again without that limit, or with twice the token limit.
 
-    drops: whether samples without signal are dropped.
-    skip: the predicted times and counts of that update, made with the same ``drops``.
+    drops: whether the update drops samples without signal.
+    skip: the predicted times and counts of the update, made with the same ``drops``.
     """
     epochs_s, longest = skip.update_s, int(job.padded(rules).whole.max(initial=0))
 

@@ -39,9 +39,9 @@ def job_size(
     """Return the number of a job's GPUs.
 
     It is taken from ``nodes`` and ``gpus_per_node``, else from torchrun's or SLURM's variables. If
-    none states it, one node is assumed, with as many of its GPUs as whole replicas of the policy
-    (and the critic's own ranks) fill. If one node is too small, the fewest whole nodes that suit
-    are assumed.
+    none states it, one node is assumed. Of its GPUs, the largest number is taken that the critic's
+    own ranks and whole replicas of the policy fill exactly. If one node is too small, the fewest
+    whole nodes that they fill exactly are assumed.
 
     environment: the variables of this process.
     host_gpus: the number of GPUs of this host, assumed for a node of unknown size; 0 if it has
@@ -109,9 +109,11 @@ def _assumed(on_node: int, unit: int, *, of_critic: int, of_engines: int) -> Job
 def _sizes(on_node: int, unit: int, of_critic: int) -> Iterator[int]:
     """Yield numbers of GPUs to try, in the order in which they are preferred.
 
-    First come the numbers up to one node's GPUs, the largest first, then whole nodes. Last come
-    multiples of ``unit`` plus the critic's ranks, without end.
+    First come the numbers from ``on_node`` down to 1, then the GPUs of 2, 3, … whole nodes, up to
+    ``unit + of_critic + 1`` nodes. Last come, without end, the multiples of ``unit``, each plus the
+    critic's ranks.
 
+    on_node: the GPUs of a node.
     unit: the number of ranks that one replica of the policy takes.
     of_critic: the number of the critic's ranks.
     """

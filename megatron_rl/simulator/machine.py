@@ -184,18 +184,20 @@ def assumed_flops(shape: ModelShape) -> tuple[float, str]:
 
 
 def load_coefficients(path: str | pathlib.Path, placed: PlacedModel, *, loss_share: float) -> Costs:
-    """Return the costs in a JSON file, or in the coefficients.json of a run's folder.
+    """Return the costs in a JSON file, which has one of two forms.
 
-    loss_share: the number of loss tokens over the number of all tokens.
+    path: the file; or a folder, such as a run's, of which coefficients.json is read.
+    loss_share: the number of loss tokens over the number of all tokens, for the LM head's cost.
 
-    A file that a run wrote is ``{"stages": [{"overhead": s, "token": s, "square": s}, ...],
+    First, a file that a run wrote is ``{"stages": [{"overhead": s, "token": s, "square": s}, ...],
     "virtual": 1, "optimizer_s": s, "measured_on": "..."}``, with one entry per pipeline stage.
     "overhead" is a stage's seconds per micro-batch, "token" those per token, and "square" those per
     squared length of a sample. "virtual" is the number of model chunks per rank. The file may also
-    have ``forward_share``, and ``fitted_with``: settings that must equal this configuration's.
+    have "forward_share", the forward pass's share of a micro-batch's time. It may have "fitted_with",
+    settings that must equal this configuration's.
 
-    A file on a GPU's speed is ``{"machine": {"flops_per_s": ..., ...}, "measured_on": "..."}``,
-    with the fields of Machine.
+    Second, a file on a GPU's speed is ``{"machine": {"flops_per_s": ..., ...}, "measured_on":
+    "..."}``, with the fields of Machine.
 
     Raises ConfigError for a file that cannot be read, or that was measured under other settings.
     """

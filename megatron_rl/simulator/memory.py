@@ -161,7 +161,7 @@ def kept_elements(model: PlacedModel, layer: int) -> float:
       split by sequence parallelism. Norms after attention and MLP save input and normalised values.
     - Attention saves the joint projection that includes v, the rotated q and k, its output, and the
       cosines and sines. Norms of q and k also save their normalised values and the input of q's
-      norm. The input of k's norm is part of the projection.
+      norm, a copy. The input of k's norm is no copy but a part of the saved projection.
     - Multi-latent attention saves q, k, v and its output, each at q's width. If v's width differs,
       the output is also saved at v's width. The norms of the latents count like the other norms.
     - The MLP saves gate and up, then the activated gate, up again, and their product. If gate and up
@@ -206,9 +206,9 @@ def fused_kept_elements(model: PlacedModel, layer: int) -> float:
     - The two norms: each saves its input, and the matrix product after a norm saves the norm's
       output, 4 · hidden_size in all.
     - SwiGLU saves gate and up; the matrix product after SwiGLU saves their product.
-    - With norms of q and k, q's norm saves its input; that of k's norm is part of the saved
-      projection.
-    - Cosines and sines are saved once per micro-batch.
+    - With norms of q and k, q's norm saves its input, a copy. The input of k's norm is no copy but a
+      part of the saved projection.
+    - Cosines and sines are not counted: all layers share one copy per micro-batch.
     - An expert's output is not saved, since its SwiGLU already applies the router's weights.
     """
     shape, degrees = model.shape, model.degrees
@@ -279,7 +279,7 @@ def stage_memory(model: PlacedModel, stage: int, *, tokens: int, loss_tokens: in
 
 
 def _logit_bytes(model: PlacedModel, loss_tokens: int) -> float:
-    """Return the bytes of the logits on the last pipeline stage, which are computed for some tokens at a time."""
+    """Return the bytes of logits that a rank of the last pipeline stage holds at once, for part of ``loss_tokens``."""
     shape, degrees, size = model.shape, model.degrees, model.element_bytes
     columns = 1 if shape.value_head else shape.padded_vocab_size // degrees.tensor_size
     # torch's CUDA builds, for which the forecast is made, include Triton
@@ -300,7 +300,7 @@ def beside_critic(
     """Return the memory of the policy's stages with a critic on the same ranks added.
 
     The critic's pipeline may have another number of stages, so that one policy stage shares its ranks
-    with several critic stages. The result is then the memory of the GPU that needs the most.
+    with several critic stages. Its entry is then that of the GPU of the stage that needs the most.
 
     num_ranks: the number of ranks, which both models have in common.
     """

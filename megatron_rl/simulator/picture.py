@@ -32,9 +32,9 @@ CSS = """
 
 
 def picture(forecast: Forecast, title: str) -> str:
-    """Return SVG text: a mini-batch's pipeline with all samples, and below it without those that the skip drops.
+    """Return SVG text: a pipeline schedule with all samples, and below it one without those that the skip drops.
 
-    Each of the two plans is shown by its first mini-batch in which a sample runs, on the slowest
+    Each schedule shows the first mini-batch of which not all samples are dropped, on the slowest
     data-parallel replica.
 
     title: the picture's heading.

@@ -81,7 +81,7 @@ def remedies(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: i
     gpus_per_node: the most ranks of tensor parallelism, which stays within a node.
 
     First one setting at a time is changed, and the smallest change of each setting that fits is
-    returned. If no change fits, all are tried again together with full recompute, bfloat16, or
+    returned. If no change fits, each is tried again with full recompute added, then bfloat16, then
     both. If still none fits, changes of several degrees of parallelism are returned.
     """
     families = list(_families(job, int(job.padded(job.rules()).whole.max(initial=1)), gpus_per_node))
@@ -142,8 +142,8 @@ def _rough_needs(job: Job, usual: int, gpu_bytes: float) -> GpuNeeds:
     """Return roughly the bytes that a job needs on a GPU; no plan is made, since planning takes seconds.
 
     job: a job under changed degrees of parallelism.
-    usual: the tokens of the largest micro-batch before that change. This job's largest is assumed to
-        have 0.8 times as many.
+    usual: the tokens of the largest micro-batch under the degrees before the change. For ``job``, 0.8
+        times as many are assumed: other degrees hardly make it smaller.
     """
     total = int(job.padded(job.rules()).whole.sum())
     many = max(1, total // max(1, usual * job.degrees.data_size))
@@ -253,7 +253,7 @@ def _families(job: Job, longest: int, gpus_per_node: int) -> Iterator[Sequence[C
 
 
 def _shares(current: float) -> list[int]:
-    """Return the integers 2 to 18, twentieths of a GPU's memory, the nearest to the share ``current`` first."""
+    """Return the integers 2 to 18 (twentieths of a GPU's memory), sorted by distance from the share ``current``."""
     return sorted(range(2, 19), key=lambda twentieths: abs(twentieths / 20 - current))
 
 

@@ -107,8 +107,8 @@ NEARLY = 0.9  # share of a GPU's memory; what is not counted may take the rest
 def binding(content: dict[str, Any]) -> str:
     """Return a sentence on the limit whose removal would shorten the update the most.
 
-    content: the result of ``figures``. The sentence is about the update under its key "skip", which
-        drops samples without signal.
+    content: the result of ``figures``. The sentence is about the update ``content["skip"]``, in which
+        samples without signal are dropped.
     """
     first = content["constraints"][0]
     share = first["saves_s"] / content["skip"]["update_s"] if content["skip"]["update_s"] else 0.0

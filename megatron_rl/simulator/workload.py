@@ -74,12 +74,15 @@ class Workload:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return [S] int64, the tokens of each sample that the model reads, prompt and response together."""
+        """Return [S] int64, the number of tokens that the model reads of each sample, prompt and response together."""
         return self.prompt_tokens + self.read_response_tokens
 
     @property
     def read_response_tokens(self) -> np.ndarray:
-        """Return [S] int64, the response tokens that the model reads: those before the last loss token, or all."""
+        """Return [S] int64, how many response tokens the model reads.
+
+        They are those before the last loss token; all if ``response_inputs`` is None.
+        """
         return self.response_tokens if self.response_inputs is None else self.response_inputs
 
     def tokens(self, *, share_prompts: bool, windows: tuple[int, ...] = ()) -> SampleTokens:

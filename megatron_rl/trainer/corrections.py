@@ -52,9 +52,12 @@ class Corrections:
     advantage_epsilon: float
 
     def __call__(self, batch: Batch, decision: Decision, advantages: Advantages, old: np.ndarray) -> CorrectedSignal:
-        """Return a rollout's importance weights, and the samples that are still trained on under them. A collective.
+        """Return a rollout's importance weights, and the samples that are left to train on. A collective.
 
-        decision: was made by the advantages alone. Its ``trained`` are the samples to train on. Its
+        A sample is left out if |weight · advantage| is above ``advantage_epsilon`` at none of its
+        tokens.
+
+        decision: the choice by the advantages alone. ``trained`` are the samples to train on;
             ``runs`` are those that the plan runs, which may be more.
         old: [T], log π_old of each response token, sample after sample; known for samples in
             ``runs``.

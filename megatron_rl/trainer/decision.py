@@ -22,9 +22,9 @@ class Decision:
     signal:  bool [S], the samples with signal.
     trained: bool [S], the samples that train the policy. It equals ``signal``, except in a critic's
              warm-up: then it is all False.
-    runs:    bool [S], the samples in the plan's micro-batches. Under ``plan.repack=false`` samples are
-             packed before any is dropped. A micro-batch then runs whole if one of its samples is
-             trained.
+    runs:    bool [S], the samples that the plan runs: those of ``trained``, or all samples if drops are
+             off. Under ``plan.repack=false`` samples are packed before any is dropped. Then the other
+             samples of a micro-batch run too if one of them is trained.
 
     Example under ``plan.repack=false``: of four samples, two to a micro-batch, the first has signal.
     ``signal`` and ``trained`` are (T, F, F, F), ``runs`` is (T, T, F, F).
@@ -37,12 +37,12 @@ class Decision:
 
 
 def decide(backend: MegatronBackend, batch: Batch, signal: np.ndarray, kind: StepKind, *, drops: bool) -> Decision:
-    """Plan a rollout's optimizer steps over the samples with signal. A collective.
+    """Choose the samples that a rollout's optimizer steps train on and run, and plan the steps. A collective.
 
     signal: bool [S], the samples with signal: |weight · advantage| is above ``skip.advantage_epsilon``
         at a loss token, where weight is the importance weight.
-    kind: HELD in a critic's warm-up, in which no sample trains the policy; else REAL.
-    drops: whether samples without signal are dropped.
+    kind: HELD in a critic's warm-up, in which no sample trains the policy; else REAL, an ordinary step.
+    drops: True: samples without signal are dropped. False: the steps run all samples.
     """
     if kind is StepKind.HELD:
         trained = np.zeros_like(signal)

@@ -66,9 +66,10 @@ def _sums(backend: MegatronBackend | RewardModel, batch: Batch) -> np.ndarray:
 def prepare_pairs(
     backend: MegatronBackend | RewardModel, batch: Batch, outcome: PairOutcome, rule: SignalRule
 ) -> ResponseUpdate:
-    """Choose the responses whose coefficient is not 0, and plan the one optimizer step on them. A collective.
+    """Plan one optimizer step on the responses that add to the gradient of the pairs' loss. A collective.
 
-    The loss is the mean over all P pairs of the batch, those with dropped responses included.
+    A response's coefficient is its weight in that gradient; at 0 it adds nothing. The loss is the mean
+    over all P pairs of the batch, those with dropped responses included.
 
     outcome: the pairs' losses and coefficients, from ``compare_pairs``.
     rule: says whether responses are dropped, and up to which absolute value a coefficient counts as 0.
@@ -84,9 +85,9 @@ def prepare_pairs(
 
 
 class Comparison:
-    """Trains a policy or a reward model on preference pairs; ``rule`` says which responses are dropped.
+    """Trains a policy or a reward model on preference pairs. Methods are collectives.
 
-    Methods are collectives.
+    rule: says whether steps leave out responses that add nothing to the gradient.
     """
 
     phase = PREFERENCE

@@ -58,11 +58,11 @@ class Reference(Protocol):
         ...
 
     def state(self) -> dict[str, float | None]:
-        """Return the state that a checkpoint saves between two rollouts, as JSON-able values. Not a collective."""
+        """Return JSON-able values: what a checkpoint keeps of the reference besides its weights. Not a collective."""
         ...
 
     def load_state(self, state: Mapping[str, float | None]) -> None:
-        """Restore the state that a checkpoint has saved; call it after the backend was loaded."""
+        """Restore what ``state`` returned when the checkpoint was saved; call it after the backend was loaded."""
         ...
 
 

@@ -44,10 +44,10 @@ def build_queue(
 ) -> RolloutQueue:
     """Return the queue of rollouts.
 
-    passes_parts: whether a rollout gets a log-prob pass for each ``rollout.producer.min_groups``
-        scored groups, while the others are still generated.
-    passes_all: whether such a pass takes all samples of these groups, or only those that may have
-        an advantage other than 0.
+    passes_parts: whether log π_old is computed for each part of a rollout, while later parts are still
+        generated. A part has ``rollout.producer.min_groups`` groups.
+    passes_all: True: it is computed for all samples of a part. False: only for those that may have
+        an advantage other than 0 and are not too old.
     """
     scorer = GroupScorer(Scoring.of(config.reward, config.advantage, config.rollout, config.loss), backend)
     groups = GroupSettings(

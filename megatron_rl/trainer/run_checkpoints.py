@@ -1,4 +1,4 @@
-"""The saving and restoring of a run's state beside its models: queue, data, reference policy and records."""
+"""The saving and restoring of a run's state without its models: rollouts, position in the data, KL's β and records."""
 
 from __future__ import annotations
 

@@ -50,7 +50,10 @@ def check_run_folder(path: pathlib.Path, *, make: bool = True) -> None:
 
 
 def _exists(path: pathlib.Path) -> bool:
-    """Return whether the folder exists; raise OSError if ``path`` is a file or the folder could not be created."""
+    """Return whether the folder exists; create nothing.
+
+    Raises OSError if ``path`` is a file, or if the folder does not exist and could not be created.
+    """
     try:
         path.stat()
     except FileNotFoundError:
@@ -80,7 +83,7 @@ def look_at_run_folder(folder: pathlib.Path) -> None:
 def held_run_folder(folder: pathlib.Path, deadline_s: float) -> Iterator[None]:
     """Return a context that holds the lock of the run's folder, on the job's first rank. Not a collective.
 
-    deadline_s: ``run.deadline_s``, for which the ranks wait for each other.
+    deadline_s: ``run.deadline_s``, the longest wait for the store by which the job's ranks agree.
 
     Raises ConfigError if the folder cannot be written or another run holds the lock. The other ranks
     then end too, since all ranks must agree before they start (distributed/agreement.py).

@@ -34,7 +34,7 @@ class TraceRecord(Record):
         return {}
 
     def row(self, row: Row) -> None:
-        """Replace coefficients.json by the cost model's coefficients, fitted to the times of all steps so far."""
+        """Replace coefficients.json by the cost model's fit to the times of all steps so far; ``row`` is not read."""
         self.recorder.fit()
 
 
@@ -49,7 +49,7 @@ class QueueRecord(Record):
         return self.queue.remember(taken, result.plain)
 
     def update(self, update: Update) -> Mapping[str, float]:
-        """Return the metrics of generation and weight sync since the last update."""
+        """Return the metrics of generation and weight sync since this method's last call; ``update`` is not read."""
         return self.queue.manager.take_metrics()
 
 

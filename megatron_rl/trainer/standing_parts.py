@@ -54,9 +54,9 @@ class StandingParts:
 
     @property
     def supervised_steps_done(self) -> int:
-        """Return the number of supervised steps taken before the checkpoint that the run resumes from.
+        """Return the number of supervised steps done, if the run resumes within the supervised start; else 0.
 
-        0 without such a checkpoint, and if it was saved after the supervised start.
+        A run that resumes from a later checkpoint has 0, too: no supervised step is left.
         """
         return self.resume_point.supervised_steps or 0 if self.resume_point is not None else 0
 
@@ -73,8 +73,8 @@ class StandingParts:
     def evaluates_first(self) -> bool:
         """Return whether the run may evaluate before its first rollout.
 
-        False with a supervised start, whose last step makes that evaluation. False also if the run
-        resumes after a rollout.
+        False if supervised steps come first: the last of them evaluates the same weights. False also if
+        the run resumes after a rollout.
         """
         return not (self.config.sft.steps or self.rollouts_done)
 

@@ -147,8 +147,8 @@ class SupervisedStart:
                      within the start.
     total_rl_steps:  the optimizer steps of RL that may move the policy; the schedule of RL's
                      learning rate ends after them.
-    keeps_reference: whether the loss compares with the policy before the first step, which is then
-                     kept as the reference.
+    keeps_reference: whether the supervised loss needs a reference policy, as DPO does. The weights
+                     before the first supervised step are then kept as the reference.
     """
 
     task: SupervisedTask

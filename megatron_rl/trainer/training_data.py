@@ -43,7 +43,7 @@ def load_prompts(
 def context_tokens(pairs: PreferenceConfig, hf_config) -> int:
     """Return the most tokens that a row may have: the context length, less one if a reward model is trained.
 
-    A reward model's score is its number for one token that is added after the response.
+    A reward model reads its score at one extra token, which is added after the response.
     """
     return hf_config.max_position_embeddings - int(pairs.trains_reward_model)
 

@@ -207,9 +207,9 @@ def dead_groups(
     capacity_groups: int,
     max_rounds: int,
 ) -> str | None:
-    """Return an error message if a setting acts on groups without a gradient, but there are none, else None.
+    """Return an error message if a setting acts on groups without a gradient, and every group has one, else None.
 
-    With a critic, a teacher or KL in the reward, for instance, every group has a gradient.
+    Every group has a gradient with a critic, a teacher or KL in the reward, for instance.
 
     capacity_groups, max_rounds: ``replay.capacity_groups`` and
         ``rollout.dynamic_sampling.max_rounds``.

@@ -71,12 +71,18 @@ def _late(key: str, seconds: float, deadline_s: float) -> str | None:
 
 
 def teachers_answer(teacher: TeacherConfig, deadline_s: float) -> str | None:
-    """Return an error message if a wait for a teacher's servers may outlast the other ranks' wait, else None."""
+    """Return an error message if a wait for a teacher's servers may last ``deadline_s`` or longer, else None.
+
+    deadline_s: ``run.deadline_s``, the seconds that ranks wait for one another.
+    """
     return _late("teacher.request_s", teacher.request_s, deadline_s) if teacher.servers else None
 
 
 def engines_answer(rollout: RolloutConfig, deadline_s: float) -> str | None:
-    """Return an error message if a wait for vLLM's engines may outlast the other ranks' wait, else None."""
+    """Return an error message if a wait for vLLM's engines may last ``deadline_s`` or longer, else None.
+
+    deadline_s: ``run.deadline_s``, the seconds that ranks wait for one another.
+    """
     if rollout.engine != "vllm":
         return None
     for name, seconds in (("start_s", rollout.start_s), ("request_s", rollout.request_s)):
@@ -134,9 +140,14 @@ def stragglers(
 
     Under it a rollout is trained before its slowest groups (stragglers) end; these are trained one
     rollout later. That needs ``weight_sync.in_flight``: otherwise the next weight sync would wait for
-    the stragglers. Three settings exclude it. ``rollout.producer.min_groups`` scores a fixed number of
-    groups at a time, dynamic sampling waits for all prompts, and an environment's engine runs one call
-    at a time. A staleness limit must allow for one rollout's optimizer steps.
+    the stragglers. Stragglers cannot be combined with:
+
+    - ``rollout.producer.min_groups``, which scores a fixed number of groups at a time;
+    - dynamic sampling, which waits for all prompts;
+    - an environment, whose engine runs one call at a time.
+
+    Stragglers are trained one rollout's optimizer steps late; a staleness limit must be at least this
+    number.
     """
     # A share that is no group, settings that exclude stragglers, then their age.
     producer = rollout.producer
@@ -309,7 +320,9 @@ def delta(weight_sync: WeightSyncConfig, engine: str) -> str | None:
 def environment(
     environment: EnvironmentConfig, functions: tuple[str, ...], plays_episodes: bool, deadline_s: float
 ) -> str | None:
-    """Return an error message if the reward ``environment`` has no environment, or its deadline is too long, else None.
+    """Return an error message if the reward ``environment`` has no source, or its deadline is too long, else None.
+
+    Its source is an environment or an agent.
 
     functions: ``reward.functions``.
     plays_episodes: whether an environment or an agent makes the samples.

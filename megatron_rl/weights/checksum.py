@@ -121,7 +121,8 @@ def _signed(word: int) -> int:
 def _slabs(tensor: torch.Tensor, slab_bytes: int) -> Iterator[torch.Tensor]:
     """Yield a tensor's bytes in the order of its elements, uint8, in slabs of ``slab_bytes``; the last may be shorter.
 
-    Each slab is aligned to 8 bytes. A slab that is a copy is overwritten by the next one.
+    Each slab is aligned to 8 bytes. If the tensor is not, or not contiguous, its slabs are copied into
+    one buffer, and each overwrites the one before.
     """
     if tensor.is_contiguous():
         flat = _bytes_of(tensor)

@@ -206,7 +206,7 @@ def _check_own(fields: Mapping[str, object], where: str) -> None:
 
 
 def load_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, provider: str = "native") -> Any:
-    """Return the config of ``read_hf_config``, with ``tie_word_embeddings`` false if LM head and embedding differ."""
+    """Return ``read_hf_config``'s config; ``tie_word_embeddings`` is false if LM head and embedding differ on disk."""
     config = read_hf_config(folder, key, provider=provider)
     settle_tying(config, folder)
     return config
@@ -240,8 +240,8 @@ def random_state(
     """Return {tensor name: weights} of transformers' model of a config, with random weights drawn from ``seed``.
 
     shape: the sizes of this model, from which its weights are counted.
-    device: the torch.device that draws the weights if there are at most 2³¹; the CPU draws more. A
-        GPU takes a tenth of the CPU's time, and draws other numbers.
+    device: the torch.device that draws the weights. More than 2³¹ weights are drawn on the CPU
+        instead. A GPU takes a tenth of the CPU's time, and draws other numbers from the same seed.
 
     Raises ConfigError if transformers cannot make a model of the config, or if the weights would
     not fit in the host's memory.

@@ -39,9 +39,9 @@ class Difference:
     """Describes the form of a payload: codes that tell which words changed, then the new words.
 
     word_bytes: bytes of a word, 2 or 4.
-    code_bytes: 0 if the codes are a bit for each word. Else 1 or 2, the bytes of a code, which
-        counts the unchanged words before a changed one (the gap). A gap too large for one code
-        takes several.
+    code_bytes: 0: the codes are one bit for each word. 1 or 2: the bytes of a code, which counts the
+        unchanged words before a changed one (the gap). The largest code, 255 or 65535, means that
+        the gap goes on in the next code.
     num_codes: the number of codes; if ``code_bytes`` is 0, the number of bytes that hold the bits.
     num_changed: the number of changed words.
 
@@ -65,7 +65,9 @@ class Difference:
 
 
 def word_bytes_of(dtypes: Sequence[str]) -> int:
-    """Return the bytes of a bucket's words: the size of the bucket's smallest element, but at least 2 and at most 4.
+    """Return the number of bytes of a word, the unit in which a bucket is compared.
+
+    It is the size of the bucket's smallest element, but at least 2 and at most 4.
 
     dtypes: the tensors' dtypes by their names in torch.
     """
@@ -86,10 +88,10 @@ def changed_words(old: torch.Tensor, new: torch.Tensor, word_bytes: int) -> torc
 def compare(
     old: torch.Tensor, new: torch.Tensor, word_bytes: int
 ) -> tuple[int, tuple[Difference, torch.Tensor] | None]:
-    """Return (number of changed words, (difference, payload)) of two buckets.
+    """Compare two buckets word by word; return (number of changed words, (difference, payload)).
 
-    The second, as ``encode`` returns it, tells what changed. It is None instead of a pair if the
-    payload would not be smaller than the bucket.
+    Difference and payload tell what changed, as ``encode`` returns them. In place of this pair there
+    is None if the payload would not be smaller than the bucket.
 
     old, new: uint8 [bytes], as ``changed_words`` takes them.
     word_bytes: bytes of a word, 2 or 4.
@@ -102,9 +104,10 @@ def compare(
 
 
 def encode(changed: torch.Tensor, new: torch.Tensor, word_bytes: int) -> tuple[Difference, torch.Tensor] | None:
-    """Return (difference, payload), the payload uint8 [bytes] on the device of ``new``.
+    """Encode a bucket's changed words; return (difference, payload).
 
-    The result is None if the payload would not be smaller than the bucket.
+    The payload, uint8 [bytes] on the device of ``new``, holds their positions and new values. The
+    difference describes its form. None: the payload would not be smaller than the bucket.
 
     changed: bool [words], as ``changed_words`` returns it.
     new: the new bucket's bytes, uint8.

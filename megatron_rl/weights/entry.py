@@ -11,8 +11,8 @@ tensor-parallel ranks:
                   …], groups split over ranks (source: megatron-core 0.16.1
                   ``transformer/attention.py`` SelfAttention.get_query_key_value_tensors).
 - ``GATE_UP``: a rank holds its rows of gate, then its rows of up (0.16.1
-               ``transformer/mlp.py``). If the parameter is one Hugging Face tensor that does not
-               hold both gate and up (LoRA's B, say), it is split by rows.
+               ``transformer/mlp.py``). A parameter of one Hugging Face tensor that is not
+               gate and up together (LoRA's B, say) is split by rows.
 - ``SPLIT``:      one vector, split in equal slices (a norm over all heads of q or k, the logits
                   of attention sinks).
 - ``INTERLEAVED``: as ``GATE_UP`` in Megatron-Core. The one Hugging Face tensor is the transpose,
@@ -27,8 +27,8 @@ Hugging Face names are those of the checkpoint's **files**, which differ from th
 transformers 5 fuses a layer's experts in memory (weights/fused.py).
 
 If a file stacks all experts in one tensor (gpt_oss), each expert gets a name here, with the
-expert's number before the last component: ``…experts.3.down_proj`` is ``…experts.down_proj[3]``
-(weights/stacked.py).
+expert's number before the last component. ``…experts.3.down_proj`` stands for slice 3 of the file's
+tensor ``…experts.down_proj`` (weights/stacked.py).
 """
 
 from __future__ import annotations

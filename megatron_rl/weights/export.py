@@ -203,10 +203,10 @@ def export_weights(
     a view of the export's memory, or of the parameter itself if nothing is gathered.
 
     chunks: for each model chunk, {Megatron name: this rank's shard} of the parameters and frozen
-        buffers, or tensors of equal shapes (gradients). Shards must be gathered over replicas
-        before (backend.export does it).
+        buffers, or tensors of equal shapes (gradients). A pending gather of parameters over
+        data-parallel ranks must have ended before (backend.export waits for it).
     bucket_bytes: the most memory allocated beside the chunks: for all shards of a bucket, and for
-        one Hugging Face tensor copied from the shards. A larger entry takes as much as it needs.
+        one Hugging Face tensor copied from the shards. An entry that needs more gets more.
     entries: called with (shape, stage, number of expert-parallel ranks); returns the stage's
         entries to export. It gives the model's parameters, or LoRA's
         (``mapping.adapter_entries``).
@@ -233,11 +233,12 @@ def export_weights(
 def _gather(
     bucket: Bucket, chunks: Sequence[Mapping[str, torch.Tensor]], memory: torch.Tensor, topology: Topology
 ) -> Iterator[torch.Tensor]:
-    """Return an iterator over the bucket's entries that yields all shards of each, [holders, *shard].
+    """Return an iterator that yields, for each entry of the bucket, all ranks' shards, [bucket.holders, *shard].
 
     The shards lie in ``memory``. If nothing has to be gathered, the iterator yields each parameter
     itself, as [1, *shard].
 
+    chunks: as in ``export_weights``.
     memory: a vector of at least ``bucket.gathered_elements`` elements.
     """
     chunk, owner = divmod(bucket.stage, topology.pipeline_size)

@@ -248,9 +248,9 @@ def _shared_out(units: Sequence[Unit], sizes: Sizes, pipeline_rank: int, limits:
     """Return {rank: the units that it writes} for the ranks with this pipeline rank, with nearly equal bytes each.
 
     A unit is tensors that one rank must write together. Among units that the same ranks may write,
-    the largest is given first, to the rank with the fewest bytes so far. A stack of experts goes to
-    any of the ranks. An expert's tensors go to a rank that shares the expert. A parameter that all
-    tensor ranks hold whole goes to the first of them.
+    the largest is given first, to the rank with the fewest bytes so far. A stack (one tensor of all
+    experts) goes to any of the ranks. The tensors of a single expert go to a rank that holds the
+    expert or a part of it. A parameter that all tensor ranks hold whole goes to the first of them.
     """
     num_ranks = sizes.world_size // sizes.pipeline_size
     first = pipeline_rank * num_ranks

@@ -21,9 +21,9 @@ def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, 
     """Return {name in a checkpoint's files: view} of a model's tensors (weights or gradients).
 
     tensors: the tensors by their names in memory.
-    family: the config's ``model_type``. The names change only for a mixture of experts of a family
-        that is built here. Each expert gets names of its own, even if the files hold all experts in
-        one tensor (weights/stacked.py).
+    family: the config's ``model_type``. The names change only for families with a mixture of experts
+        whose model this package builds itself (weights/families). Each expert gets names of its
+        own, even if the files hold all experts in one tensor (weights/stacked.py).
 
     Example: ``model.layers.0.mlp.experts.down_proj`` of a mixtral →
     ``model.layers.0.block_sparse_moe.experts.0.w2.weight``, and so on for each expert.

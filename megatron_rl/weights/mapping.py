@@ -34,9 +34,9 @@ def layer_entries(shape: ModelShape, layer: int) -> tuple[Entry, ...]:
 
 
 def own_experts(shape: ModelShape, expert_size: int, layer: int) -> Iterator[tuple[Entry, ...]]:
-    """Yield, for each expert of this rank in layer ``layer``, a tuple with an ``Entry`` for each of its parameters.
+    """Yield, for each expert that one rank holds in layer ``layer``, a tuple with an ``Entry`` for each parameter.
 
-    Names are relative as in ``layer_entries``.
+    The experts are numbered within the rank. Names are relative as in ``layer_entries``.
 
     expert_size: the number of expert-parallel ranks.
     """
@@ -87,7 +87,7 @@ def trained_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator
 
 
 def target_entries(shape: ModelShape, layer: int, expert_size: int) -> tuple[Entry, ...]:
-    """Return the ``Entry`` objects of a layer's weights that get LoRA adapters, this rank's experts included.
+    """Return the ``Entry`` objects of a layer's weights that get LoRA adapters, one rank's experts included.
 
     Names are relative as in ``layer_entries``. A name in ``lora.targets`` stands for every linear
     layer of that name: linear_fc1 is in a dense MLP, in a shared expert and in each routed expert.

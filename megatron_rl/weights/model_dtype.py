@@ -16,8 +16,8 @@ def settle_dtype(model: ModelConfig, hf_config: Any, *, on_gpu: bool) -> ModelCo
     """Return the ``model`` section with `dtype: auto` replaced: float32 on a CPU, the model's own dtype on a GPU.
 
     hf_config: the policy's Hugging Face config. Its `dtype` decides; if it is None, the dtype of
-        the embedding in the files decides. float16 becomes bfloat16, since float16's range needs
-        loss scaling. Any other dtype, and a model without files, become float32.
+        the embedding in the files decides. bfloat16 stays. float16 becomes bfloat16, since
+        float16's range needs loss scaling. Any other dtype, or none, becomes float32.
     on_gpu: whether the run is, or would be, on GPUs.
     """
     if model.dtype != "auto":

@@ -81,8 +81,8 @@ def save_hugging_face(
 
     hf_config: transformers' config, saved as config.json.
     tokenizer: transformers' tokenizer, saved if no tokenizer files are copied.
-    path: on a disk the folder gets this name at the end. In an object store it is whole if
-        config.json is there (weights/store_folder.py).
+    path: the folder. On a disk it is written under another name, and renamed when it is complete. In
+        an object store it is whole if config.json is there (weights/store_folder.py).
     source: the directory that the model came from, whose generation_config.json, tokenizer and
         other side files are copied byte for byte; "" for none.
     tokenizer_source: the directory of another tokenizer; None for the tokenizer of ``source``.

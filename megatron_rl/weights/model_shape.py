@@ -187,7 +187,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> float:
-        """Return the number of weights that multiply one token in the matrices of a layer, as the mean over the layers.
+        """Return the number of matrix weights that one token passes through in a layer, as the mean over the layers.
 
         In a mixture these are the weights of ``experts_per_token`` experts, the shared expert, the
         router and attention.
@@ -195,7 +195,10 @@ class ModelShape:
         return sum(map(self.passed_parameters, range(self.num_layers))) / self.num_layers
 
     def passed_parameters(self, layer: int) -> int:
-        """Return the number of weights that multiply one token in the matrices of the model's layer ``layer``."""
+        """Return the number of matrix weights that one token passes through in layer ``layer``.
+
+        Of routed experts only the chosen ones count.
+        """
         if self.num_experts and not self.has_mixture(layer):
             width = 3 * self.dense_ffn_hidden_size
         else:

@@ -193,7 +193,9 @@ def _block_weight(
 
 
 def refuse_served(fields: Mapping[str, object], where: str) -> None:
-    """Raise ConfigError for quantised files, from which a vLLM engine would load other weights than the trainer sends.
+    """Raise ConfigError if config.json says that the files are quantised.
+
+    A vLLM engine would then hold quantised weights, and the trainer sends full ones.
 
     fields: the fields of config.json.
     where: the file's name, for messages.

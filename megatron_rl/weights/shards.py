@@ -34,9 +34,8 @@ class Planned:
 
     slices: the names under which the writer gets the tensor's slices along the first dimension, in
         order; () if it gets the whole tensor under ``name``.
-    parts: 0 if each slice comes as one tensor. Otherwise ``slices`` has ``parts`` names for each
-        slice. The slice's columns are cut into so many equal ranges, and each range comes
-        transposed, under its own name.
+    parts: 0 if each slice comes as one tensor. Otherwise each slice comes as ``parts`` tensors,
+        equal ranges of its columns. Each range is transposed, and has its own name in ``slices``.
     """
 
     name: str
@@ -49,7 +48,7 @@ class Planned:
     def arrivals(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
         """Return (name, shape, dtype) of each tensor that the writer gets.
 
-        They are one for each name in ``slices``, or the whole tensor if ``slices`` is ().
+        It gets one tensor for each name in ``slices``, or this tensor whole if ``slices`` is ().
         """
         if not self.slices:
             return ((self.name, self.shape, self.dtype),)

@@ -5,8 +5,8 @@ them. An expert's slice is called ``…mlp.experts.<expert>.gate_up_proj``, so t
 whole stack to load, send or convert an expert. vLLM reads this name too (0.32
 ``models/gpt_oss.py``, ``_try_load_streamed_expert``).
 
-llama4_text has two stacks, and stores an expert's matrices in them transposed: gate's columns and
-then up's, or down's. An expert's tensors are called
+llama4_text has two stacks, which hold an expert's matrices transposed: one has gate's columns and
+then up's, the other has down's. An expert's tensors are called
 ``…feed_forward.experts.<expert>.gate_proj.weight`` [ffn, hidden] and so on, as in a family with one
 tensor per expert. vLLM reads these names too (0.32 ``models/llama4.py``,
 ``load_moe_expert_weights``).

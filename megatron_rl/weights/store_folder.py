@@ -22,7 +22,8 @@ BLOCK_BYTES = 1 << 22
 def filled(place: RemotePath, last: str) -> Iterator[RemotePath]:
     """Yield the store folder ``place`` after removing all its objects; remove them again if the ``with`` block raises.
 
-    last: the name of the object that is written last and makes the folder whole.
+    last: the name of the object without which the folder is not whole. The caller writes it last;
+        here it is removed first.
     """
     clear(place, last)
     try:
@@ -56,6 +57,9 @@ def upload(folder: pathlib.Path, place: RemotePath, last: str) -> None:
 
 
 def clear(place: RemotePath, last: str) -> None:
-    """Remove every object below ``place``, first the one named ``last``: no loader takes the folder without it."""
+    """Remove every object below ``place``, first the one named ``last``, which is written last.
+
+    No loader takes a folder without it.
+    """
     for name in sorted(place.files(), key=lambda x: (x != last, x)):
         (place / name).unlink(missing_ok=True)

@@ -94,7 +94,7 @@ def torchrun_line(place: Place, head: str, words: Sequence[str]) -> list[str]:
 
 
 class Pod:
-    """Runs this pod's ranks once, from the meeting of the pods to the exit code.
+    """Runs this pod's ranks once: waits for the other pods, starts torchrun, and returns the pod's exit code.
 
     place: this pod's position in the job.
     config: the run's settings, from the command line and its configuration file.
@@ -128,7 +128,7 @@ class Pod:
         return self._exit_code(code)
 
     def _start(self, line: Sequence[str]) -> int:
-        """Start torchrun by the command ``line``; return its process id.
+        """Start torchrun by the command line ``line``; return its process id.
 
         SIGUSR1 is ignored in torchrun, and in its ranks until they install a handler.
         """

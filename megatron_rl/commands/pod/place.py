@@ -1,6 +1,6 @@
 """The position of a pod in its job, read from the environment variables of Kubernetes or of Kubeflow's operators.
 
-| what | our variable | an Indexed Job's | Kubeflow's, older last |
+| what | our variable | an Indexed Job's variable | Kubeflow's variables, older names last |
 |---|---|---|---|
 | the pod's number | – | JOB_COMPLETION_INDEX | PET_NODE_RANK, RANK |
 | the number of pods | NNODES | – | PET_NNODES, WORLD_SIZE |
@@ -8,9 +8,9 @@
 | torchrun's port on pod 0 | PORT | – | PET_MASTER_PORT, MASTER_PORT |
 | ranks of each pod | PROCESSES | – | PET_NPROC_PER_NODE |
 
-In each line, the first variable that is set counts. Sources: kubernetes.io "Indexed Job";
-kubeflow/trainer v1.9.4, pkg/controller.v1/pytorch/envvar.go and master.go, and v2.3.0,
-pkg/runtime/framework/plugins/torch.
+In each row, from left to right, the first variable that is set counts. Sources: kubernetes.io
+"Indexed Job"; kubeflow/trainer v1.9.4, pkg/controller.v1/pytorch/envvar.go and master.go, and
+v2.3.0, pkg/runtime/framework/plugins/torch.
 """
 
 from __future__ import annotations

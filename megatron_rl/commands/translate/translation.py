@@ -20,7 +20,8 @@ class Translation:
     given:   {their name: value} of the settings that the user wrote.
     assumed: {their name: default} of settings that the user did not write, if the default differs
         from ours.
-    unknown: {their name: reason} of settings that the user wrote and whose value is not known.
+    unknown: {their name: reason} of settings that the user wrote and whose value the file does not
+        tell, such as ``lr=$LR``.
     ours:    {our ``section.key``: value}.
     open:    {our key: reason} of keys that the user has to fill in. In ``ours`` they have the value
         ``???``, with which the configuration does not load.
@@ -41,8 +42,8 @@ class Translation:
     def get(self, name: str) -> Any:
         """Return the user's value of the other framework's setting ``name``, else its ``assumed`` default, else None.
 
-        The setting counts as read from now on. If the user's value is not known, the default in
-        ``assumed`` is returned, and ``left`` gets a note.
+        The setting counts as read from now on. If the user wrote a value that the file does not tell
+        (``unknown``), the ``assumed`` default is returned, and ``left`` gets a note.
         """
         self._read.add(name)
         if name in self.unknown:
@@ -76,10 +77,10 @@ class Translation:
         self.compute(key, (name,), convert)
 
     def compute(self, key: str, names: Sequence[str], function: Callable[..., Any]) -> None:
-        """Set our ``key`` to ``function`` of the values of the other framework's settings ``names``, if all have one.
+        """Set our ``key`` to the result of ``function`` for the values of the other framework's settings ``names``.
 
-        If a value is not known, or ``function`` raises ValueError or TypeError, the user has to
-        fill in the key.
+        Nothing is set if a setting is not written and has no ``assumed`` default. If one is
+        ``unknown``, or ``function`` raises ValueError or TypeError, the user has to fill in the key.
         """
         self._read |= set(names)
         for name in names:

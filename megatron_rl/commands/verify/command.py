@@ -100,7 +100,7 @@ class Thin:
     world: int
 
     def topology_facts(self) -> dict[str, object]:
-        """Return the parallelism and the settings under which the topology is measured, as JSON-able values."""
+        """Return the parallelism and other settings of the run compared with one process, as JSON-able values."""
         from megatron_rl.commands.verify.report import layout
 
         parallel, megatron = self.config.parallel, self.config.megatron

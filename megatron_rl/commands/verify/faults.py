@@ -1,6 +1,7 @@
-"""Faults that megatron-rl verify can put into the user's topology, to show that it finds them.
+"""Faults that megatron-rl verify can put into a run under the user's parallelism, to show that it finds them.
 
-They are typical mistakes of code that is ported to another topology, or that patches Megatron-Core.
+They are typical mistakes of code that is changed for other parallelism, or that patches
+Megatron-Core.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Fault:
         """Return a context manager that puts the fault into the backend's model or planner.
 
         Some faults end with the context. The others last as long as the backend. Raises ConfigError
-        if the topology cannot have this fault.
+        if a run with these settings cannot have this fault.
         """
         with {
             "tp_all_reduce": _tp_all_reduce,

@@ -40,9 +40,10 @@ class Bench:
     batch: Batch
 
     def mini_batch(self, *, drops: bool) -> tuple[StepPlan, bytes]:
-        """Plan the whole batch as one optimizer step; return (plan, its digest, which ranks compare).
+        """Plan the whole batch as one optimizer step; return (plan, digest of the plan).
 
-        ``self.batch`` then also has the tokens of the samples that this rank runs.
+        By the digest the ranks later check that their plans are equal. Afterwards ``self.batch`` also
+        has the tokens of the samples that this rank runs.
 
         drops: whether samples without signal are dropped.
         """
@@ -94,9 +95,10 @@ class Bench:
 
 @contextlib.contextmanager
 def open_bench(backend: MegatronBackend, work: Work, fault: Fault | None = None) -> Iterator[Bench]:
-    """Yield a Bench of the backend, with a fault if one is given.
+    """Yield a Bench, which measures the backend.
 
     work: the samples to measure the backend with.
+    fault: a deliberate error to put into the backend; None for none.
 
     At the end Megatron's process groups are destroyed, but torch.distributed stays initialized.
     """
@@ -155,7 +157,7 @@ def measure_topology(bench: Bench, watch: Watchdog, *, skips: bool) -> Measured:
     ``add_steps`` later adds the fields ``grad_norm`` and ``weights``.
 
     watch: the watchdog, which ends a measurement that hangs.
-    skips: whether the gradient with dropped samples is measured too.
+    skips: whether the gradient is also measured with the samples without signal dropped.
     """
     with watch.stage("activations of one sample"):
         traces = trace_sample(bench.backend, bench.work.traced)
@@ -238,7 +240,7 @@ def run_tokens(backend: MegatronBackend, sample: Sample) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """Holds one rank's part of the activations at one point.
+    """Holds one rank's part of one tensor of the forward pass; the Point names the tensor.
 
     part: [tokens of the rank, columns of the rank] float32.
     columns: True if each tensor-parallel rank holds a slice of the columns; False if it holds a
@@ -256,7 +258,7 @@ class Record:
     positions: list[int] = dataclasses.field(default_factory=list)
 
     def keep(self, layer: int, name: str, value: torch.Tensor, *, columns: bool = False) -> None:
-        """Store the activations at one point of the first micro-batch; ignore those of later ones.
+        """Store one tensor of the first micro-batch's forward pass; ignore those of later micro-batches.
 
         Later micro-batches are fillers of weight zero, added so that all ranks run equally many.
 
@@ -345,7 +347,7 @@ def assemble(backend: MegatronBackend, taken: Record, num_tokens: int) -> list[d
     if not ranks.is_main:
         dist.send(flat.contiguous(), 0)
         return []
-    # The main rank sorts them by replica and point, then joins each point's parts.
+    # The main rank sorts them by replica and Point, then joins each Point's parts.
     pieces: list[dict[Point, dict[tuple[int, int], torch.Tensor]]] = [{} for _ in range(ranks.data_size)]
     columns, positions = {}, {}
     for rank, report in enumerate(reports):
@@ -367,7 +369,7 @@ def assemble(backend: MegatronBackend, taken: Record, num_tokens: int) -> list[d
 def join(
     parts: Mapping[tuple[int, int], torch.Tensor], columns: bool, positions: Mapping[int, list[int]]
 ) -> list[torch.Tensor]:
-    """Return the whole activations at one point, [tokens, columns], joined from the parts of a replica's ranks.
+    """Return one whole tensor of the forward pass, [tokens, columns], joined from the parts of a replica's ranks.
 
     The list has one tensor, or one for each tensor-parallel rank if these ranks hold copies.
 

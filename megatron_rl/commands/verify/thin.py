@@ -240,8 +240,8 @@ def make_work(parallel: ParallelConfig, vocab_size: int, context_tokens: int, *,
     context_tokens: the model's context.
     world: the number of ranks.
 
-    The traced sample's length is no multiple of the number that samples are padded to. Raises
-    ConfigError if this sample exceeds the context.
+    If samples are padded to a multiple of some number, ``traced`` has a length that needs pads.
+    Raises ConfigError if ``traced`` exceeds the context.
     """
     random = np.random.default_rng(seed)
     groups = np.repeat(np.arange(3 * max(2, data_size(parallel, world))), GROUP_SAMPLES)

@@ -29,8 +29,8 @@ class Verdict:
 
     rows: the rows of the printed table, one for each check.
     diagnosis: a sentence on the first difference; "" if all checks pass.
-    tensors, skip_tensors: {tensor's name: relative error} of the dense gradient and of the gradient
-        with dropped samples.
+    tensors: {tensor's name: relative error} of the gradient over all samples.
+    skip_tensors: the same of the gradient with samples dropped, against the one over all samples.
     activations: the relative error of one sample's activations, for each compared tensor of the
         forward pass and each data-parallel replica.
     samples: {sample id: relative error of its log-probs}.
@@ -52,8 +52,9 @@ class Errors:
     activations: the errors of one sample's activations, for each compared tensor of the forward
         pass and each data-parallel replica.
     samples: {sample id: error of its log-probs}.
-    classes: {class of tensors: error of the dense gradient}.
-    skip: {class of tensors: error of the gradient with dropped samples against the dense one}.
+    classes: {class of tensors: error of the gradient over all samples, against the reference's}.
+    skip: {class of tensors: error of the gradient with samples dropped, against the one over all
+        samples}; {} if it was not measured.
     """
 
     activations: Sequence[ActivationError]
@@ -71,7 +72,7 @@ def judge(
     tolerance: the largest relative error that passes.
     counts: {name: number}, such as the numbers of micro-batches and of tensor-parallel ranks. If
         all gradients are wrong by one factor, the diagnosis names the counts that equal it.
-    no_skip: the reason why the gradient with dropped samples is not compared, if it is not.
+    no_skip: why the gradient with samples dropped was not measured; not used if it was.
     """
     errors = _errors_of(measured, wanted, tolerance)
     norm = abs(measured.grad_norm - wanted.grad_norm) / wanted.grad_norm
@@ -147,8 +148,8 @@ def diagnose(
 ) -> str:
     """Return a sentence on the first difference, looked for in the order of a training step.
 
-    The order is forward pass, backward pass, gradient norm, weights after the steps, and dropped
-    samples against dense.
+    The order is forward pass, backward pass, gradient norm, weights after the steps, and last the
+    gradient with samples dropped against the one over all samples.
 
     rows, errors: the table of checks, and the errors of the measurements.
     measured, wanted, tolerance, counts: the arguments of ``judge``.

@@ -15,8 +15,8 @@ from megatron_rl.model.attention.spans import ContextShard, Span, own_parts
 def chunked_spans(layout: Layout, context: ContextShard, chunk_tokens: int) -> list[Span]:
     """Return the spans of this context rank's queries, in a layer with chunks of ``chunk_tokens`` positions.
 
-    Causal triangles (spans in which query i sees keys 0 to i) come first. Each query is in exactly
-    one of them.
+    Causal triangles (spans in which query i sees keys 0 to i) come first, each query in exactly one.
+    Rectangles follow, by which queries see the earlier keys of their chunk.
 
     Example: a sequence of 5 tokens in chunks of 2 has three triangles: tokens 0 and 1, tokens 2 and
     3, and token 4.

@@ -140,9 +140,9 @@ def _kernel_for(query: torch.Tensor):
 
 
 def _heads_first(x: torch.Tensor, rows: slice, mirrored: bool = False) -> torch.Tensor:
-    """Return the n tokens ``rows`` of x [T, h, d] as [1, h, n, d], in reverse order if ``mirrored``.
+    """Return tokens ``rows``, n of them, of x [T, h, d] as [1, h, n, d], in reverse order if ``mirrored``.
 
-    A mirrored span (spans.py ``Span``) is a causal one if its queries and keys are read in reverse.
+    Reversing the queries and the keys of a mirrored span (spans.py ``Span``) makes its mask causal.
     """
     return _turned(x[rows], mirrored).transpose(0, 1)[None]
 
@@ -191,8 +191,9 @@ class _CpuFlash:
 class _CudaFlash:
     """Calls FlashAttention's variable-length kernel in torch, once for each batch of spans, in bfloat16 or float16.
 
-    ``torch.nn.attention.varlen.varlen_attn`` calls the same kernel (source of torch 2.11 and 2.13),
-    but its backward cannot be given a log-sum-exp that is merged over spans.
+    A span is a range of queries with the keys that they see. ``torch.nn.attention.varlen.varlen_attn``
+    calls the same kernel (torch 2.11 and 2.13). It is not used: its backward cannot be given a
+    log-sum-exp merged over spans.
     """
 
     @staticmethod
@@ -235,7 +236,7 @@ class _CudaFlash:
 
 
 class _CudaMemoryEfficient:
-    """Calls torch's memory-efficient kernel once for each span, in dtypes that FlashAttention does not take."""
+    """Calls torch's memory-efficient CUDA kernel for each ``Span``, for dtypes that FlashAttention does not take."""
 
     @staticmethod
     def forward(query, key, value, batch, scale) -> Iterator[tuple[Rows, torch.Tensor, torch.Tensor]]:

@@ -44,10 +44,10 @@ class KeySegments:
     gathered keys the last query sees all n, the query before it the first n − 1, and so on.
 
     pieces: the lengths of the pieces into which the micro-batch's keys are split. Each segment is
-        one piece. But a padded shared prompt is two, the prompt and its pads, since responses do not
-        see the pads.
-    order: the indices of the pieces that each segment sees, segment after segment; None if each
-        segment sees only its own piece.
+        one piece, except that a padded shared prompt is two: the prompt, and its pads, since
+        responses do not see the pads.
+    order: the indices of the pieces to gather: those that segment 0 sees, then those that segment 1
+        sees, and so on. None if each segment sees only its own piece.
     query_bounds: int32 [segments + 1], the index of each segment's first query, then the number of
         all queries.
     key_bounds: int32 [segments + 1], the index of each segment's first gathered key, then the
@@ -109,9 +109,9 @@ class KeySegments:
     def attend(
         self, key: torch.Tensor, value: torch.Tensor, attention: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return ``attention(keys, values)`` of the gathered keys and values, which are not kept for backward.
+        """Return ``attention(keys, values)`` of keys and values in which each response's rows follow its prompt's.
 
-        key, value: [T, g, d], before the gather.
+        key, value: [T, g, d], before ``gather`` repeats the prompts' rows.
         attention: a function of the gathered keys and values that returns the attention output.
 
         A prompt of p tokens with n responses has (n + 1)·p rows in each gathered tensor. Kept in
@@ -205,8 +205,8 @@ def pack(
     for_transformer_engine: True gives sequence bounds (cu_seqlens), which Transformer Engine's
         kernels read. False gives spans, ranges of queries with the keys that they see.
     share_prompts: whether samples may share one copy of their prompt. If True, Transformer Engine
-        gets ``KeySegments`` and no bounds. With bounds, a response's positions would begin at 0
-        instead of after its prompt.
+        gets ``KeySegments`` instead of bounds. Bounds would make a response a sequence of its own,
+        whose positions begin at 0 instead of after its prompt.
 
     Example: sequences of 2 and 3 tokens have the bounds [0, 2, 5]. As spans they are two causal
     triangles, in one batch.

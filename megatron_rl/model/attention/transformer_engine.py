@@ -3,8 +3,8 @@
 A prompt's queries see the prompt's keys. A response's queries see the prompt's keys and then the
 response's. So the keys are gathered: each response gets a copy of the prompt's keys. A response's
 last query and the last of its gathered keys are the same token, so the causal mask is aligned bottom
-right. FlashAttention and FusedAttention both take ``padding_causal_bottom_right``, with different
-bounds for queries and keys (read in Transformer Engine 2.3 and 2.18,
+right. FlashAttention and FusedAttention both take ``padding_causal_bottom_right``, with separate
+sequence bounds (cu_seqlens) for queries and for keys (read in Transformer Engine 2.3 and 2.18,
 pytorch/attention/dot_product_attention/utils.py ``get_attention_backend``). This module needs
 Transformer Engine.
 

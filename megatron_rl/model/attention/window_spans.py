@@ -1,10 +1,11 @@
 """Spans of sliding-window attention: a token sees itself and the ``window - 1`` tokens before it in its sequence.
 
 A span is a range of queries with the range of keys that they see. The queries are split in blocks
-of the window's length. A block's queries see the block's own keys by a causal triangle. They see
-the keys before the block by a mirrored triangle, since each later query sees one fewer of the
-earliest. If the block is shorter than the window, or fewer keys than a window precede it, rectangles
-cover the rest. So kernels compute only the pairs within the window, and no mask tensor is made.
+of the window's length. A block's queries see the block's own keys by a causal triangle. Of the keys
+before the block, each later query sees one fewer of the earliest: a mirrored triangle. If the block
+is shorter than the window, or fewer keys precede it, some queries see all these keys, or all queries
+see some keys: rectangles. So kernels compute only the pairs within the window, and no mask tensor is
+made.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from megatron_rl.model.attention.spans import ContextShard, Span, own_parts
 def windowed_spans(layout: Layout, context: ContextShard, window: int) -> list[Span]:
     """Return the spans of this context rank's queries in a layer with a sliding window.
 
-    Causal triangles (spans in which query i sees keys 0 to i) come first. Each query is in exactly
-    one of them.
+    Causal triangles (spans in which query i sees keys 0 to i) come first, each query in exactly one.
+    The others are of keys before a block of queries: rectangles, and mirrored triangles (query i
+    sees key i and the keys after it).
 
     window: the number of tokens that a token sees, itself included; at least 1.
 
@@ -47,14 +49,14 @@ def windowed_spans(layout: Layout, context: ContextShard, window: int) -> list[S
 def _seen_before(query: int, count: int, position: int, key: int, num_keys: int, window: int) -> Iterator[Span]:
     """Yield the spans by which a block of neighbouring queries sees a range of earlier keys of the same sequence.
 
-    query, count: the block's first query, as an index among this rank's tokens, and its number of
-        queries.
-    position: the first query's sequence position less the first key's.
+    query, count: the index of the block's first query among this rank's tokens, and the number of
+        its queries.
+    position: by how many positions of the sequence the first query comes after the first key.
     key, num_keys: the first key's index in the micro-batch, and the number of keys.
     window: the number of tokens that a token sees, itself included.
 
-    Query i of the block sees the keys j > i + position − window. Here i counts from the block's
-    first query, and j from the first key.
+    Count queries i from the block's first query, and keys j from the first key. Then query i sees
+    the keys j > i + position − window.
     """
     below = position - window + 1  # the number of keys before the first query's window
     # the first queries see every key

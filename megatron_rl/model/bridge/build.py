@@ -65,8 +65,9 @@ def norm_of(config: TransformerConfig) -> type[torch.nn.Module]:
 def bridged_config(shape: ModelShape, hf_config: Any, settings: ModelSettings, topology: Topology) -> TransformerConfig:
     """Return Megatron-Bridge's provider of a model, which is a TransformerConfig, with all fields set.
 
-    The provider's own values are changed in two ways. Some follow from the topology and from the
-    loss, a sum over tokens that nothing divides. Others are the user's ``megatron.transformer``.
+    Two kinds of the provider's fields are overwritten: those that the topology and the loss need, and
+    those that the user sets in ``megatron.transformer``. The loss is a sum over tokens, which
+    Megatron-Core must not divide.
 
     Raises ConfigError if Megatron-Core refuses the fields.
     """
@@ -154,9 +155,9 @@ class BridgeProvider:
         last: bool,
         number: int | None,
     ) -> GPTModel:
-        """Return one chunk of a pipeline stage, built by Megatron-Bridge's provider ``transformer``.
+        """Return one chunk of a pipeline stage, built by ``transformer``, which is Megatron-Bridge's provider.
 
-        spec: the spec of the chunk's layers; its norms are replaced.
+        spec: the spec of the chunk's layers, whose norms ``put_norms`` replaces.
         first, last, number: as in ``Provider.chunk`` of model/build.py.
 
         Raises ConfigError if the provider builds no GPTModel.

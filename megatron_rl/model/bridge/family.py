@@ -2,8 +2,8 @@
 
 A provider is Megatron-Bridge's configuration of a model, which also builds the model. A mapping
 gives each Megatron parameter its Hugging Face tensors, as an ``Entry`` (weights/entry.py) does
-here. Read in megatron-bridge 0.6.2 (``models/conversion/auto_bridge.py``, ``mapping_registry.py``,
-``param_mapping.py``, ``models/gpt_provider.py``) beside megatron-core 0.19.2.
+here. This follows the source of megatron-bridge 0.6.2 (``models/conversion/auto_bridge.py``,
+``mapping_registry.py``, ``param_mapping.py``, ``models/gpt_provider.py``) and megatron-core 0.19.2.
 
 A family is accepted if its layers are Megatron-Core's plain GPT layers. The layers built here
 differ from these only in attention's kernel. Any other family is refused with the reason.
@@ -237,8 +237,9 @@ def _entry(registry: Any, name: str, kind: str, model_type: str, *, gated: bool)
     kind: what of the parameter a tensor rank holds: some "rows", some "columns" or the "whole".
     gated: whether the MLP has a gate.
 
-    The class of Megatron-Bridge's mapping decides the layout. Megatron-Bridge fuses q, k, v and
-    gate, up as this package does (tests/bridge_oracle.py, tests/bridge).
+    The class of Megatron-Bridge's mapping decides the layout; for AutoMapping, ``kind`` does.
+    Megatron-Bridge fuses q, k, v and gate, up as this package does (tests/bridge_oracle.py,
+    tests/bridge).
 
     Raises ConfigError for a mapping whose layout this package cannot read.
     """

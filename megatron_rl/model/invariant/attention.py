@@ -64,11 +64,12 @@ def _one_product(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return float32 outputs [ITEMS · g, M, d] and log-sum-exps [ITEMS · g, M] of queries q [ITEMS · g, M, d].
 
-    q: from ``_grouped``, so M is (h / g) · QUERIES for h query heads and g key heads.
-    limit: int64 [ITEMS · g, M, 1], the number of keys that each query sees.
+    q: ITEMS groups of QUERIES queries, from ``_grouped``; M is (h / g) · QUERIES for h query heads
+        and g key heads.
+    limit: int64 [ITEMS · g, M, 1]: a query sees the first so many of its group's ``keys``.
     key, value: [K, g, d], the whole tensors.
-    keys: int64 [ITEMS, n], the rows of ``key`` and ``value`` that each group of QUERIES queries may
-        see; n is a multiple of KEY_BLOCK.
+    keys: int64 [ITEMS, n], the rows of ``key`` and ``value`` that each group may see; n is a multiple
+        of KEY_BLOCK.
     """
     groups = key.shape[1]
     highest = q.new_full(q.shape[:2], -torch.inf)
@@ -164,7 +165,7 @@ class InvariantAttention(TorchAttention):
 
     inv_freq: [d / 2] float32, the inverse frequencies; layers.py ``give_angles`` sets them.
     parts: the number of groups of heads that are computed one after the other. The rollout engine's
-        whole model has one group for each tensor rank of the trainer.
+        model, which is not split, has one for each tensor rank of the trainer, to get the same bits.
     """
 
     inv_freq: torch.Tensor

@@ -47,10 +47,10 @@ def _product(input, weight, bias=None, *, allreduce_dgrad=False, tp_group=None, 
 class InvariantColumnLinear(ColumnParallelLinear):
     """Computes a linear layer whose output is split over tensor ranks, and gives a token the same bits in any batch.
 
-    The fields are for an unsplit model that must give the bits of several tensor ranks
-    (``compute_for_ranks``):
+    The fields are for a model on one tensor rank that must give the same bits as a model split over
+    several (``compute_for_ranks``):
 
-    shards: each of those ranks' rows of the weight; () for any other model.
+    shards: the weight's rows of each rank of that split model; () for any other model.
     order: int64, the index of each of the layer's outputs in the concatenated outputs of the
         shards.
     """
@@ -70,8 +70,8 @@ class InvariantRowLinear(RowParallelLinear):
 
     The ranks' products are added up in the order of the ranks.
 
-    shards: for an unsplit model that must give the bits of several tensor ranks
-        (``compute_for_ranks``): each of those ranks' columns of the weight. () for any other model.
+    shards: the weight's columns of each rank of a split model whose bits this model, on one tensor
+        rank, must give (``compute_for_ranks``). () for any other model.
     """
 
     shards: tuple[torch.Tensor, ...] = ()

@@ -15,17 +15,17 @@ import torch
 from megatron_rl.model.attention.layout import Layout
 
 KEY_BLOCK = 64  # positions of one block of keys
-QUERIES = 8  # queries of one sequence that are computed together: an item
-ITEMS = 16  # items that one matrix product computes
+QUERIES = 8  # queries of one sequence that are computed together: a group
+ITEMS = 16  # groups that one matrix product computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sight:
     """Describes which rows of the key tensor each query sees.
 
-    The queries are divided into I items, each of QUERIES queries of one sequence. Dummy queries fill
-    up an item with fewer queries. Dummy items make I a multiple of ITEMS, the number of items that
-    one matrix product computes.
+    The queries are divided into I groups, each of QUERIES queries of one sequence. Dummy queries fill
+    up a group with fewer queries. Dummy groups make I a multiple of ITEMS, the number of groups that
+    one matrix product computes. Query q of group i sees ``keys[first[i] : first[i] + seen[i, q]]``.
 
     queries: int64 [I, QUERIES], rows of the query tensor; 0 for a dummy.
     real: bool [I, QUERIES], False for a dummy.
@@ -33,7 +33,7 @@ class Sight:
         least 1.
     keys: int64 [K], rows of the key tensor, one sequence after the other, each in the order of
         positions.
-    first: int64 [I], the index in ``keys`` where the item's sequence begins.
+    first: int64 [I], the index in ``keys`` where the group's sequence begins.
     """
 
     queries: torch.Tensor
@@ -59,7 +59,7 @@ class Sight:
                 items.append((own, first + start + 1 + np.arange(len(own)), begin))
             sequences.append(keys)
             begin += len(keys)
-        items.sort(key=lambda item: item[1][-1])  # items that see about as many keys share a product
+        items.sort(key=lambda item: item[1][-1])  # groups that see about as many keys share a product
         count = -(-len(items) // ITEMS) * ITEMS
         queries, real = np.zeros((count, QUERIES), dtype=np.int64), np.zeros((count, QUERIES), dtype=bool)
         seen_by, begins = np.ones((count, QUERIES), dtype=np.int64), np.zeros(count, dtype=np.int64)
@@ -70,11 +70,11 @@ class Sight:
         return cls(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
     def key_rows(self, part: slice) -> torch.Tensor:
-        """Return the rows of the key tensor that each item in the slice ``part`` may see, in the order of positions.
+        """Return, for each group in the slice ``part``, which rows of the key tensor it may see, ordered by position.
 
-        An item is QUERIES queries of one sequence. The result is int64 [items, n], where n is a
-        multiple of KEY_BLOCK, with zeros after the last key that an item sees. Ask for the ITEMS
-        items of one matrix product at a time: for all items the result would be about as large as
+        A group is QUERIES queries of one sequence. The result is int64 [groups, n], where n is a
+        multiple of KEY_BLOCK. It has 0 after the last key that a group sees. Let ``part`` select the
+        ITEMS groups of one matrix product: for all groups the result would be about as large as
         queries times keys.
         """
         last = self.seen[part].amax(1, keepdim=True)

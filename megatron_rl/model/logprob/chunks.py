@@ -153,7 +153,7 @@ class Chunks:
     head: Head
 
     def combined(self, peak: torch.Tensor, stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each row's maximum m [N] and sums [3, N] over all tensor ranks. A collective.
+        """Return each row's maximum m [N] of x and sums [3, N] over all tensor ranks. A collective.
 
         The sums are Σ e^{x−m}, Σ (x−m) e^{x−m} and the target's x, with x = logits / temperature.
 
@@ -201,9 +201,10 @@ class TorchChunks(Chunks):
         return x if self.head.temperature == 1.0 else x.div_(self.head.temperature)
 
     def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
-        """Fill ``peak`` [r] with the maximum m of each of a chunk's r rows, and ``stats`` [3, r] with three sums.
+        """Fill ``peak`` [r] and ``stats`` [3, r] with the softmax statistics of a chunk's r rows.
 
-        The sums are Σ e^{x−m}, Σ (x−m) e^{x−m} and the target's x, with x = logits / temperature.
+        With x = logits / temperature, ``peak`` is a row's maximum m of x, and ``stats`` is Σ e^{x−m},
+        Σ (x−m) e^{x−m} and the target's x.
 
         rows: the chunk's rows of the hidden states.
         column: int64 [r], the target's column; −1 if another tensor rank has it. Then the third sum
@@ -252,7 +253,10 @@ class TorchChunks(Chunks):
 
 
 class TritonChunks(Chunks):
-    """Computes on chunks of logits by the Triton kernels of kernels.py, in one buffer of the hidden states' dtype."""
+    """Computes statistics and gradients of chunks of logits by the Triton kernels of kernels.py.
+
+    Chunks share one buffer of the hidden states' dtype.
+    """
 
     def __init__(self, head: Head, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         # Triton may not be installed, and its decorators run at import.
@@ -269,9 +273,10 @@ class TritonChunks(Chunks):
         return torch.mm(hidden, self.weight.t(), out=self.product[: hidden.shape[0]])
 
     def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
-        """Fill ``peak`` [r] with the maximum m of each of a chunk's r rows, and ``stats`` [3, r] with three sums.
+        """Fill ``peak`` [r] and ``stats`` [3, r] with the softmax statistics of a chunk's r rows.
 
-        The sums are Σ e^{x−m}, Σ (x−m) e^{x−m} and the target's x, with x = logits / temperature.
+        With x = logits / temperature, ``peak`` is a row's maximum m of x, and ``stats`` is Σ e^{x−m},
+        Σ (x−m) e^{x−m} and the target's x.
 
         rows: the chunk's rows of the hidden states.
         column: int64 [r], the target's column; −1 if another tensor rank has it. Then the third sum

@@ -123,8 +123,9 @@ def _weight_sum(weight: torch.Tensor, precise: torch.dtype, parameter: torch.nn.
 def _weight_gradient(
     weight: torch.Tensor, weight_sum: torch.Tensor, parameter: torch.nn.Parameter | None
 ) -> torch.Tensor | None:
-    """Return the weight's gradient for autograd: ``weight_sum``, or a placeholder if that is main_grad itself.
+    """Return the weight's gradient for autograd: ``weight_sum``, or a placeholder or None if that is main_grad itself.
 
+    weight_sum: the weight's gradient, summed over all chunks in the tensor that ``_weight_sum`` returned.
     parameter: the weight if its main_grad takes the gradient (``into_main_grad``), else None.
 
     DistributedDataParallel's hook (megatron-core 0.16.1 and 0.19.2 distributed/distributed_data_parallel.py
@@ -193,9 +194,9 @@ def linear_logprob(
                 ``allreduce_dgrad`` does (megatron-core 0.16.1 tensor_parallel/layers.py). Pass False if the gather of a
                 sequence-parallel hidden sums the gradient in its own backward.
     into_main_grad: whether backward adds the weight's gradient to ``weight.main_grad``, the float32 buffer of
-                Megatron-Core's DistributedDataParallel (DDP). Autograd then gets an uninitialised tensor, which only
-                DDP's hook may read. A tied embedding may add its own gradient. If main_grad is not float32, autograd
-                gets the gradient.
+                Megatron-Core's DistributedDataParallel (DDP). Autograd then gets an uninitialised tensor, which DDP's
+                hook ignores. The hook may add a tied embedding's own gradient to main_grad. If main_grad is not
+                float32, backward leaves it as it is, and autograd gets the gradient.
     chunk_tokens: rows of logits that exist at a time; None takes ``default_chunk_tokens``. The chunk's buffers are
                 [chunk_tokens, V/TP]: two in float32, and one in hidden's dtype if that is narrower. With the Triton
                 kernels there is one buffer, in hidden's dtype.

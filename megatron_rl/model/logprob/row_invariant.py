@@ -24,10 +24,10 @@ class InvariantChunks(TorchChunks):
     """
 
     def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
-        """Fill ``peak`` [r] with the maximum m of each of a chunk's r rows, and ``stats`` [3, r] with three sums.
+        """Fill ``peak`` [r] and ``stats`` [3, r] with the softmax statistics of a chunk's r rows.
 
-        The sums are Σ e^{x−m}, Σ (x−m) e^{x−m} and the target's x, with x = logits / temperature,
-        computed on blocks of ``BLOCK_ROWS`` rows.
+        With x = logits / temperature, ``peak`` is a row's maximum m of x, and ``stats`` is Σ e^{x−m},
+        Σ (x−m) e^{x−m} and the target's x. They are computed on blocks of ``BLOCK_ROWS`` rows.
 
         rows: the chunk's rows of the hidden states.
         column: int64 [r], the target's column; −1 if another tensor rank has it. Then the third sum
@@ -39,10 +39,11 @@ class InvariantChunks(TorchChunks):
             block_statistics(padded(hidden[own]) @ weight, self.head.temperature, column[own], peak[own], stats[:, own])
 
     def combined(self, peak: torch.Tensor, stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each row's maximum [N] and sums [3, N] over all tensor ranks, added up in the order of the ranks.
+        """Return each row's maximum [N] and its sums [3, N] over all tensor ranks.
 
-        peak, stats: the maximum and the sums over this rank's columns, as ``block_statistics``
-            computes them.
+        The sums are those of ``block_statistics``; the ranks' parts are added up in the ranks' order.
+
+        peak, stats: the maximum and the sums over this rank's columns.
 
         A collective.
         """
@@ -58,10 +59,10 @@ class InvariantChunks(TorchChunks):
 def block_statistics(
     logits: torch.Tensor, temperature: float, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor
 ) -> None:
-    """Fill ``peak`` [r] with the maximum m of each of the first r rows of ``logits``, and ``stats`` [3, r] with sums.
+    """Fill ``peak`` [r] and ``stats`` [3, r] with the softmax statistics of the first r rows of ``logits``.
 
-    The sums are Σ e^{x−m}, Σ (x−m) e^{x−m} and the target's x, with x = logits / temperature. They
-    have the same bits in any batch.
+    With x = logits / temperature, ``peak`` is a row's maximum m of x, and ``stats`` is Σ e^{x−m},
+    Σ (x−m) e^{x−m} and the target's x. They have the same bits in any batch.
 
     logits: [BLOCK_ROWS, V].
     column: int64 [r], the target's column; −1 if another tensor rank has it. Then the third sum
@@ -77,9 +78,11 @@ def block_statistics(
 
 
 def combine_in_order(ranks: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's maximum [N] and sums [3, N] over all tensor ranks, added up in the order of the ranks.
+    """Return each row's maximum [N] and its sums [3, N] over all tensor ranks.
 
-    ranks: each rank's own maximum [N] and sums [3, N], as ``block_statistics`` computes them.
+    The sums are those of ``block_statistics``; the ranks' parts are added up in the ranks' order.
+
+    ranks: each rank's own maximum [N] and sums [3, N].
     """
     if len(ranks) == 1:
         return ranks[0]

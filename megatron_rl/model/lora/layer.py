@@ -9,7 +9,8 @@ Each tensor rank holds a shard of W [out, in]. A linear layer is split in one of
 
 - By rows of W (linear_qkv, linear_fc1; Megatron-Core's column-parallel linears): A is whole on every
   rank, B has the rank's own rows. Every rank computes A x. Backward sums the gradient of A x over
-  ranks, ``rank`` numbers per token and pair. So the gradients of A and of x are whole on each rank.
+  tensor ranks: as many numbers per token as A has rows. So the gradients of A and of x are whole on
+  each rank.
   Under sequence parallelism x holds the rank's own tokens: A x is gathered and its gradient is
   reduce-scattered. Then A's gradient covers the rank's tokens, and finalize sums it.
 - By columns of W (linear_proj, linear_fc2; Megatron-Core's row-parallel linears): A has the rank's

@@ -1,8 +1,9 @@
-"""The named ranges around a run's passes and calls, which a profiler shows: put on for a recording, then taken off.
+"""The named ranges around a run's passes and calls, which a profiler shows: put on for a recording, then removed.
 
-A range around a public method is set by an attribute of the one object, which hides the class's
-method. The ranges around forward and backward passes are opened by the pipeline schedule itself,
-which calls a PassWatch (backend/part.py). No range reads a tensor or draws a random number.
+A range around a public method is set by an attribute of the instance, which hides the class's
+method for this instance alone. The ranges around forward and backward passes are opened by the
+pipeline schedule itself, which calls a PassWatch (backend/part.py). No range reads a tensor or draws
+a random number.
 """
 
 from __future__ import annotations
@@ -137,10 +138,10 @@ class _WatchedPacker:
 
 
 class Ranges:
-    """Puts named ranges around methods of a run's objects, and takes them off again. No method is a collective.
+    """Puts named ranges around methods of a run's objects, and removes them again. No method is a collective.
 
     mark: the function that puts a named range around a block (``mark_for``).
-    whole: the name of the range that lasts until all ranges are taken off.
+    whole: the name of the range that lasts until all ranges are removed.
     """
 
     def __init__(self, mark: Mark, whole: str) -> None:
@@ -178,5 +179,5 @@ class Ranges:
         self.put_around(model, "optim_step", lambda kind, *_, **__: prefix + STEPS[kind])
 
     def take_off(self) -> None:
-        """Take every range off, and end the range around the whole recording."""
+        """Remove the ranges from all methods and models, and end the range around the whole recording."""
         self._undo.close()

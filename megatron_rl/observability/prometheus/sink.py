@@ -58,7 +58,7 @@ class PrometheusSink:
         log.info("metrics for Prometheus: %s%s", self.url, ", to clients with a key" if asks else "")
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Add the seconds of a checkpoint or an export, which no row of metrics holds; ignore other stages."""
+        """Count the duration of a checkpoint or an export, which no row of metrics holds; ignore other stages."""
         self._values.add_interval(stage, seconds)
 
     def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:

@@ -195,7 +195,7 @@ FUNCTION = ("function_reward_mean", "Mean of one reward function over the last r
 
 
 def stage_label(stage: str) -> str:
-    """Return the label for a stage of the timer: its name if STAGES has it, else OTHER_STAGE.
+    """Return the label that STAGES has for a stage of the timer; OTHER_STAGE if it has none.
 
     Example: ``stage_label("between stages")`` is ``"between"``.
     """

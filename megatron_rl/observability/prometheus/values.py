@@ -100,13 +100,17 @@ class RunValues:
                     self._add_value(key, row[key])
 
     def add_interval(self, stage: str, seconds: float) -> None:
-        """Add the seconds of a checkpoint or an export, which no row of metrics holds; ignore other stages."""
+        """Count the duration of a checkpoint or an export, which no row of metrics holds; ignore other stages."""
         if stage in OUTSIDE:
             with self.lock:
                 self._observe(stage, seconds)
 
     def _add_value(self, key: str, value: float) -> None:
-        """Add one value of a row, if its name is in table.py, a stage's time, or a configured set's or function's."""
+        """Add one value of a row if its name is known; ignore it otherwise.
+
+        Known are the names in table.py, those of stages' times, and those of configured evaluation
+        sets and reward functions.
+        """
         name = key.removesuffix(_BEFORE)
         if name in BY_KEY:
             added = BY_KEY[name].kind is Kind.SUM

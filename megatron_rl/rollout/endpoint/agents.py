@@ -1,9 +1,9 @@
 """Rollouts that agents make: an engine that runs one agent per sample and records its requests to the endpoint.
 
-A session is the work of one agent on one sample. Agents run in threads and send HTTP requests. If
-the inner engine is in this process, only the thread of ``generate`` samples. It samples all waiting
-requests as one batch. If the engine is in other processes, it gets each request at once, while it
-samples others.
+A session is the work of one agent on one sample. Agents run in threads and send HTTP requests. The
+inner engine samples the tokens. If it is in this process, only the thread of ``generate`` samples,
+all waiting requests as one batch. If it is in other processes, it gets each request at once, while
+it samples others.
 
 A session ends once its agent has returned and its reward is known. The reward is a number that the
 agent returned, or that came by POST /sessions/ID/reward. The session fails if the agent raises or
@@ -12,10 +12,11 @@ made no request, or if it has no reward ``rollout.endpoint.deadline_s`` after it
 refused because the session reached its maximum of tokens or requests. That ends its episode, and is
 no failure.
 
-No request of an agent can end the run. If the engine raises an error other than EngineLost on
-several requests, each is sampled again alone. If a single request fails, the engine gets a trial
-request: one token, after a prompt of one end-of-sequence token. If the trial works, the agent's
-request is refused. Otherwise the engine is broken, and its error ends the call of ``generate``.
+No request of an agent can end the run. If the inner engine raises an error other than EngineLost
+on a batch of requests, each request is sampled again by itself. If a request fails by itself, the
+engine gets a trial request: one token, after a prompt of one end-of-sequence token. If the trial
+works, only the agent's request is refused. Otherwise the engine is broken, and its error ends the
+call of ``generate``.
 """
 
 from __future__ import annotations
@@ -368,7 +369,7 @@ class AgentEngine(EngineAround):
             self.tally.note("untrained branches", count=beside)
 
     def _release(self, episode: _Episode) -> None:
-        """Close a session and free its memory. A session without a rollout is counted as lost."""
+        """Close a session and free its memory. It is counted as lost if ``generate`` ended without its sample."""
         session = episode.session
         if episode.rollout is None:
             self.tally.note("lost", session.name)

@@ -109,10 +109,10 @@ class Record:
         """Return the turn that a request extends, or None if it begins a conversation.
 
         The turn with the longest matching conversation is returned; if several are equally long,
-        the latest. The request must add something to the turn's conversation. One exception: if
-        ``max_tokens`` cut off a turn of text or token ids, a request with the turn's unchanged
-        conversation continues the turn. The time is linear in the conversation's length and the
-        number of turns. Another thread may add a turn during the call.
+        the latest. The request must add something to the turn's conversation, which ends with the
+        turn's answer. One exception: a request of text or token ids may add nothing, if
+        ``max_tokens`` cut off the answer; it then continues the answer. The time is linear in the
+        conversation's length and the number of turns. Another thread may add a turn during the call.
 
         frame: the request's kind and tools (see ``Turn``).
         conversation: what the request asks to continue: a text, token ids, or messages as JSON
@@ -136,7 +136,7 @@ class Record:
         return [turn for turn in self.turns if id(turn) not in parents]
 
     def last_branch(self) -> Branch:
-        """Return the sample of the session: the turns that lead to the turn that was answered last, joined into one.
+        """Return the session's sample: the turn that was answered last and the turns that it extends, joined.
 
         Raises IndexError if there are no turns.
         """

@@ -24,7 +24,7 @@ CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class Rendering:
-    """Turns a request into tokens, messages by the tokenizer's chat template.
+    """Turns a request into tokens. Messages are first rendered by the tokenizer's chat template.
 
     If the request extends an earlier turn, only its new part is turned into tokens.
 

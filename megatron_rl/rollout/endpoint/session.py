@@ -74,7 +74,10 @@ class Tally:
         return found
 
     def report(self) -> str:
-        """Return all counts as one line with samples' names, such as "3 sessions; 1 abandoned (17@0#2)"."""
+        """Return the counts of all outcomes as one line, such as "3 sessions; 1 abandoned (17@0#2)".
+
+        In parentheses are samples' names: the prompt's name, then # and the sample's index.
+        """
         with self._lock:
             parts = [
                 f"{self.counts[kind]:,} {kind}" + (f" ({', '.join(self.names[kind])})" if self.names[kind] else "")

@@ -156,7 +156,8 @@ def run(
     """Return the hidden states [T, H] of the tokens ``tokens`` [T], which continue cached sequences.
 
     parts: a triple for each sequence. Its elements are the indices of the sequence's tokens in
-        ``tokens``, the position of the first of them, and each position's row in the cache.
+        ``tokens``, the position of the first of them, and the cache's row of every position of the
+        sequence, from 0 on.
     """
     packed = CachedSequences.of(cache, parts)
     return model(tokens[None], None, None, packed_seq_params=packed)[0]

@@ -86,9 +86,10 @@ class Engine(Protocol):
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
         """Wait until the engine serves, after its start or after a loss. Weights must be loaded afterwards.
 
-        lost: names of the engines that any rank knows to be gone.
+        lost: names of the replicas (the single engines behind this object) that any rank knows to be
+            gone.
 
-        Returns the names of engines that do not serve yet. The run goes on without them for now.
+        Returns the names of replicas that do not serve yet. The run goes on without them for now.
         Raises EngineError if the engine does not recover.
         """
         ...

@@ -14,7 +14,7 @@ from megatron_rl.types import Prompt, Rollout
 
 
 class IdleEngine:
-    """Has the methods of Engine. A caller that sends it weights, or requests a completion, has a bug."""
+    """Stands in for an Engine in a run that samples nothing. Sending it weights or requests is a bug of the caller."""
 
     weight_version = NO_WEIGHTS
     lacks_weights = False

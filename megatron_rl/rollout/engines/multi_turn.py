@@ -1,14 +1,17 @@
 """Multi-turn episodes: an engine around another engine; its samples are conversations of policy and environment.
 
 One call of the inner engine samples the first turns of all samples. Then the environments step.
-For each later turn, an episode's tokens so far are a prompt of their own, with one sample. A
-sample's response is all tokens after its prompt. The environment's tokens carry no loss.
+For each later turn, the inner engine gets an episode's tokens so far as a prompt, and samples one
+continuation. A sample's response is all tokens after its prompt. The environment's tokens carry no
+loss.
 
 An episode ends in one of two ways:
 - With finish_reason "stop" if the environment ends it, or after ``environment.max_turns`` turns.
 - With "length" if the response reaches ``rollout.max_response_tokens`` within a turn, or if no
   token would be left after an observation. The environment never sees a turn that was cut off. An
   observation that does not fit is not appended.
+
+Three rules hold:
 
 1. The seed of a turn depends on prompt, sample and turn, never on a rank or a position in a call.
    So any number of ranks, and a resumed run, draws the same tokens.

@@ -211,7 +211,7 @@ class Replica(Protocol):
         ...
 
     def restart(self) -> None:
-        """If this run started the engine (``ours``), end it and start it again, with the weights of its files."""
+        """If this run started the engine (``ours``), end it and start it again. All weights must then be sent again."""
         ...
 
     def close(self) -> None:

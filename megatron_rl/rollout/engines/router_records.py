@@ -57,8 +57,11 @@ class RouterRecords:
         return torch.stack([x.to(torch.int16).view(rows, -1, x.shape[-1]) for x in self._latest], dim=2)
 
     def begin(self, num_prompts: int, num_rows: int, max_steps: int) -> None:
-        """Keep the experts of the forward pass over the prompts. Set the experts of all response tokens to −1.
+        """Record the experts that the routers chose in the forward pass over the prompts.
 
+        The experts of all response tokens are set to −1.
+
+        num_prompts: the number of prompts in the pass.
         num_rows: the number of samples.
         max_steps: the maximum of response tokens of a sample.
         """
@@ -67,7 +70,9 @@ class RouterRecords:
         self._steps = torch.full(shape, -1, dtype=torch.int16, device=self._prompts.device)
 
     def note(self, step: int, rows: torch.Tensor) -> None:
-        """Keep the experts that the latest forward pass chose for its input, the tokens drawn at ``step``.
+        """Record the experts that the latest forward pass chose for its input.
+
+        The input was one token per row, drawn at decoding step ``step``.
 
         rows: int64, the indices of the rows (samples) in this forward pass.
         """

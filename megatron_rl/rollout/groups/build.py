@@ -103,10 +103,10 @@ def _stragglers(manager: RolloutManager, timer: StepTimer, prompts_per_rollout: 
 def with_stragglers(
     parts: GroupParts, manager: RolloutManager, timer: StepTimer, *, prompts_per_rollout: int
 ) -> GroupParts:
-    """Return ``parts`` with a ``hand_out`` that also chooses a checkpoint's stragglers to be trained.
+    """Return ``parts`` with a ``hand_out`` that can also train the stragglers of a checkpoint.
 
     ``hand_out`` decides which groups are trained. Stragglers are groups that their own rollout left
-    unfinished. If ``hand_out`` can handle them already, ``parts`` is returned unchanged.
+    unfinished. If ``hand_out`` can train them already, ``parts`` is returned unchanged.
 
     prompts_per_rollout: the number of groups that each rollout trains.
     """

@@ -22,9 +22,10 @@ class GroupFilter(Protocol):
     """Replaces groups without signal (all advantages 0) by other groups, before a rollout is trained."""
 
     def fill(self, index: int, selection: Selection) -> Selection:
-        """Return the selection with other groups in place of groups without signal. A collective.
+        """Return the selection in which other groups replace the groups without signal. A collective.
 
-        A group without signal stays if there is none to replace it.
+        The other groups are sampled for this purpose, or kept from earlier rollouts. A group
+        without signal stays if there is none to replace it.
 
         index: the rollout's index in the run.
         """
@@ -63,11 +64,11 @@ class Reroll(Protocol):
         ...
 
     def note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt], fresh: Collection[int]) -> None:
-        """Record which prompts of a rollout's scored groups are to be sampled again.
+        """Record which prompts of a rollout's scored groups are to be sampled again, because the group failed.
 
         prompts: a group's number in the rollout → its prompt, for the groups of all ranks.
         fresh: the numbers of the groups whose weights are at most
-            ``rollout.producer.max_staleness_steps`` steps old.
+            ``rollout.producer.max_staleness_steps`` steps old. No other group is recorded.
         """
         ...
 
@@ -122,7 +123,9 @@ class HandOut(Protocol):
         ...
 
     def has_groups(self, jobs: Collection[RolloutJob], number: int) -> bool:
-        """Return whether earlier rollouts will leave started groups for this rollout to train. Not a collective.
+        """Return whether the rollouts before this one start more groups than they train. Not a collective.
+
+        If so, this rollout can train the others.
 
         jobs: the jobs of the rollouts that are started and not yet taken for training.
         number: this rollout's position, from 1, among the rollouts not yet taken for training.
@@ -130,9 +133,12 @@ class HandOut(Protocol):
         ...
 
     def take(self, job: RolloutJob) -> RolloutJob:
-        """Return a job with the groups to train now, of this and possibly of the previous rollout. A collective.
+        """Return a job with the groups to train now. A collective.
 
-        job: the job of the groups that this rollout started.
+        Some of them may come from the previous rollout, and some of this rollout's groups may be
+        left for the next.
+
+        job: the job that this rollout started.
         """
         ...
 
@@ -210,7 +216,8 @@ class NoReplay:
 class WholeRollouts:
     """Lets each rollout train exactly the groups that it starts.
 
-    It is the ``HandOut`` of a run whose rollouts leave no group unfinished.
+    It is the ``HandOut`` (choice of the groups to start and to train) of a run whose rollouts leave
+    no group unfinished.
     """
 
     late, left = 0, None

@@ -18,9 +18,9 @@ def save(queue: RolloutQueue) -> tuple[dict, bytes]:
     Two values are returned. The first is the state that every rank holds, as JSON-able values. The
     second is this rank's own groups, as bytes.
 
-    The call first waits until no rollout is being generated, because a run that resumes from the
-    checkpoint no longer has the weights that sample such a rollout. The next rollout is started
-    with the current weights.
+    The call first waits until no rollout is being generated. A rollout's weights may be older than
+    the checkpoint's, and a run that resumes has only the checkpoint's. The next rollout, here or
+    after a resume, is started with the current weights.
     """
     queue.manager.settle()
     queue.resend_weights = True
@@ -50,9 +50,9 @@ def save(queue: RolloutQueue) -> tuple[dict, bytes]:
 
 
 def _identities(job: RolloutJob) -> list[list]:
-    """Return [place, prompt id, attempt] for each group of a job, for the groups of all ranks.
+    """Return [number, prompt id, attempt] for each group of a job, groups of other ranks included.
 
-    A place is a group's number in the rollout.
+    The number is the group's in the rollout. The attempt counts earlier answers to the prompt.
     """
     return [[place, prompt.prompt_id, prompt.attempt] for place, prompt in job.prompts.items()]
 

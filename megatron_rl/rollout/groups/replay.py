@@ -31,7 +31,7 @@ class GroupReplay:
         self.groups: dict[str, Group] = {}  # Prompt.name → group, for this rank's groups
 
     def fill(self, index: int, selection: Selection) -> Selection:
-        """Return the selection with replayed groups at the places of groups without signal. A collective.
+        """Return the selection with replayed groups instead of groups without signal. A collective.
 
         index: the rollout's index, from which the random draw of groups is derived.
         """
@@ -51,9 +51,9 @@ class GroupReplay:
         return selection.replay(key_at, groups, scored).measured(metrics)
 
     def remember(self, taken: TrainingBatch, advantages: np.ndarray) -> None:
-        """Keep the batch's groups with the highest scores. Not a collective.
+        """Keep the groups with the highest scores (``group_scores``), of the batch and of those kept before.
 
-        Groups that were replayed ``replay.max_uses`` times are dropped.
+        Not a collective. Groups that were replayed ``replay.max_uses`` times are dropped.
 
         advantages: [S], one per sample, computed from rewards alone, without the noise of
             ``advantage.noise_std``.

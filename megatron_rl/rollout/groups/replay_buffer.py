@@ -164,7 +164,8 @@ class ReplayBuffer:
             rollout must exclude the keys of the first.
         exclude: keys of groups that are already in the batch.
 
-        An entry that was used ``replay.max_uses`` times is not drawn, even before ``retire``.
+        An entry that was used ``replay.max_uses`` times is not drawn, even if ``retire`` has not
+        removed it yet.
         """
         assert count >= 0, f"count={count} groups to draw"
         barred = set(exclude)

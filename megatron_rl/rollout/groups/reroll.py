@@ -24,10 +24,10 @@ class GroupReroll:
     def note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt], fresh: Collection[int]) -> None:
         """Put the prompts of failed groups, in which no reward is above the threshold, in the buffer.
 
-        prompts: a group's place (its number in the rollout) → its prompt.
-        fresh: the places of the groups whose weights are at most
-            ``rollout.producer.max_staleness_steps`` steps old. Other groups are ignored, since
-            their prompts are drawn again anyway.
+        prompts: a group's number in the rollout → its prompt.
+        fresh: the numbers of the groups sampled by weights at most
+            ``rollout.producer.max_staleness_steps`` steps old. Older groups are ignored: the queue
+            drops them, and draws their prompts again anyway.
         """
         failed = failed_groups(scored.rewards.totals, scored.facts.groups, self._threshold)
         failed = np.intersect1d(failed, list(fresh))

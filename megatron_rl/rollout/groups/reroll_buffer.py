@@ -10,9 +10,11 @@ Invariants (``assert_invariants`` in tests/unit/rollout/test_reroll_buffer.py):
 2. A prompt whose attempt has reached ``reroll.max_attempts`` does not wait. So ``take`` returns no
    higher attempt.
 3. ``take`` returns the longest-waiting prompts first, at most ``reroll.max_groups`` and at most
-   ``room`` of them, and none before ``reroll.start_fraction``. The returned prompts no longer wait.
-4. A prompt that is added again while it waits keeps its position in the order and the higher
-   attempt number. So no attempt is returned twice, unless a failure is added twice.
+   ``room`` of them. It returns none before the fraction ``reroll.start_fraction`` of the training
+   is done. The returned prompts no longer wait.
+4. A prompt that is added again while it waits still waits only once. It keeps its position in the
+   order and the higher attempt number. So ``take`` returns each attempt at a prompt at most once,
+   if each failure is added once.
 5. ``num_buffered`` counts the prompts that began to wait, ``num_issued`` the prompts that ``take``
    returned.
 6. A buffer that is restored from a state that went through JSON behaves like the saved buffer.

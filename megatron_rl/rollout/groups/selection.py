@@ -14,8 +14,8 @@ from megatron_rl.types import Prompt
 class Selection:
     """Holds the groups of a rollout by their number in it. A group that replaces another takes its number. Immutable.
 
-    prompts: group number → prompt, for the groups of all ranks. A replayed group has the prompt of
-        the group that it replaced here, not its own.
+    prompts: group number → prompt, for the groups of all ranks. A replayed group's number leads to
+        the prompt of the group that it replaced, not to its own prompt.
     groups: group number → group, for this rank's groups.
     scored: the groups' facts and rewards, for the groups of all ranks.
     live: the numbers of the groups that may have signal (a non-zero advantage).

@@ -69,8 +69,8 @@ class Stragglers:
         """Return a job of the groups to train now. A collective.
 
         Stragglers are groups that are left for the next rollout. If there can be any, wait until
-        enough groups for this rollout's training are scored on all ranks, and keep the others in
-        ``self.left``. Otherwise return ``job`` at once, still unfinished.
+        enough groups of all ranks together are scored for this rollout's training, and keep the
+        others in ``self.left``. Otherwise return ``job`` at once, still unfinished.
 
         job: the job of the groups that this rollout started.
         """
@@ -139,9 +139,10 @@ def num_to_start(
 
 
 def num_to_train(*, prompts_per_rollout: int, left: int, started: int) -> int:
-    """Return the number of groups that a rollout trains: all stragglers of the previous rollout, then its own groups.
+    """Return how many groups a rollout trains: ``prompts_per_rollout``, or all groups if there are fewer.
 
-    The number is ``prompts_per_rollout``, unless fewer groups are there.
+    The stragglers of the previous rollout come first, and all of them are trained in any case. The
+    rollout's own groups follow.
 
     left: the number of stragglers of the previous rollout.
     started: the number of groups that the rollout itself started.
@@ -150,7 +151,9 @@ def num_to_train(*, prompts_per_rollout: int, left: int, started: int) -> int:
 
 
 def choose(whole: Collection[int], room: int) -> list[int] | None:
-    """Return the numbers of the groups to train now: the ``room`` lowest in ``whole``; None if it has fewer.
+    """Return the numbers of the groups to train now: of the scored groups, the ``room`` lowest numbers.
+
+    None if fewer than ``room`` groups are scored.
 
     whole: the numbers, in the rollout, of the groups that are scored.
     room: how many numbers to return.

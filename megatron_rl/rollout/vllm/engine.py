@@ -56,8 +56,9 @@ class _Call:
     number: the call's number, from 1.
     version: the weight version of the replicas.
     present: the replicas that may be used.
-    restarts: the number of restarts since the latest call that needed none.
-    lives: a replica's id → how often the replica was restarted, or served again after a loss.
+    restarts: how often replicas were restarted since the latest call during which none was.
+    lives: a replica's id → how often the replica was restarted, or, if it is a server, was tried
+        again after a loss.
     """
 
     number: int
@@ -68,11 +69,11 @@ class _Call:
 
 
 class VllmEngine:
-    """Generates with this rank's replicas. If the rank drives them, it also sends them weights and restarts them.
+    """Generates with this rank's replicas, sends them weights (if ``drives``), and restarts those that the run started.
 
     replicas: the replicas that get this rank's prompts. Empty on a rank without an engine.
-    drives: whether this rank sends weights to the replicas. All ranks use a server, but only one
-        drives it.
+    drives: whether this rank sends weights to the replicas. A replica that is a vLLM server gets
+        prompts from all ranks, but weights from only one.
 
     With ``in_flight`` one thread may generate while the main thread makes all other calls. A call
     then accepts tokens of the weight version that was complete when the call began, and of newer
@@ -99,6 +100,7 @@ class VllmEngine:
     ):
         """Start the replicas without waiting for them. ``recover`` waits until they serve.
 
+        replicas, drives: as in the class's docstring.
         seed: the run's seed.
         stop_ids: the tokens that end a response.
         longest: the maximum of tokens of a prompt and its response together.

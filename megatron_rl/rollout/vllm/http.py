@@ -126,9 +126,10 @@ class Server:
     ) -> object:
         """Send a request; return the answer's JSON value, None for an empty body. Raises ReplicaLost or RequestRefused.
 
-        timeout_s: seconds for the whole request. None: no limit, since the caller itself cuts
-            ``exchange`` in time.
-        exchange: runs the request, so that the caller can cut it; None: a new one.
+        timeout_s: seconds for the whole request. None: no limit, for a caller that itself ends the
+            request by ``exchange.cut``.
+        exchange: the object that runs the request, and whose ``cut`` ends it early; None: a new
+            one.
         """
         request = f"{self.url}: {method} {path}"
         answer = self._content(method, path, body, timeout_s, exchange or Exchange())

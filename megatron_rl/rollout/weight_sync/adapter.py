@@ -66,7 +66,7 @@ class PolicyAdapters:
             self.model = adapter_model(self.tensors, **settings, manager=manager)
 
     def put_in_place(self, manager: LoRAModelManager) -> None:
-        """Make vLLM compute requests with ``self.model`` instead of the earlier adapters; then set it to None."""
+        """Make vLLM use the adapters of ``self.model`` instead of the earlier ones; ``self.model`` is then None."""
         manager.remove_adapter(self.model.id)
         manager.add_adapter(self.model)
         manager.activate_adapter(self.model.id)

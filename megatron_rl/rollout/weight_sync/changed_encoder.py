@@ -24,7 +24,7 @@ OF_THE_WHOLE = ("kind", "num_bytes", "digests", "checksum")  # fields of a whole
 
 
 class ChangedEncoder(WholeEncoder):
-    """Sends only the words that changed since the latest sync.
+    """Sends only the words (2 or 4 bytes, the size of a weight) that changed since the latest sync.
 
     The first of every ``weight_sync.full_every`` syncs sends all words.
     """
@@ -51,7 +51,7 @@ class ChangedEncoder(WholeEncoder):
         self._num_words = self._num_changed = 0
 
     def greet(self, replica: Replica, deadline_s: float) -> bool:
-        """Return whether a replica's weights are no longer those of the latest sync, by its workers' report.
+        """Ask a replica's workers which weights they hold; return whether these differ from the latest sync's.
 
         True means that another trainer has sent weights, so the replica's channel must be opened
         again. False if there was no earlier sync.

@@ -14,8 +14,8 @@ import torch
 class BucketDecoder(Protocol):
     """Turns the bytes that one trainer sends, in order, into buckets of weight tensors.
 
-    copies: True if ``decode`` returns its own copy of the bucket, kept between syncs; False if it
-        returns the bytes that arrived.
+    copies: True if ``decode`` returns a copy of the bucket, which it keeps for the next sync, so that
+        changes alone can be sent; False if it returns the bytes that arrived.
     """
 
     copies: bool
@@ -50,7 +50,7 @@ class BucketDecoder(Protocol):
 
 
 class WholeDecoder:
-    """Returns buckets as they arrive. It is a ``BucketDecoder``."""
+    """Returns each bucket unchanged, since every bucket is sent whole. It is a ``BucketDecoder``."""
 
     copies = False
 

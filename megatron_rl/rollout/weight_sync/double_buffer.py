@@ -64,10 +64,10 @@ class BucketBuffer:
             self.bytes[end : self.used].zero_()  # so that equal weights have equal checksums
 
     def message(self, *, whole: bool = True) -> dict[str, object]:
-        """Make the bucket's bytes readable for an engine; return the message that describes the bucket.
+        """Make the bucket's bytes readable for an engine, if ``whole``; return the message that describes the bucket.
 
-        whole: whether any engine reads the bucket's bytes. False: all engines read only the changed
-            words, which ``share`` makes readable.
+        whole: True if any engine reads all of the bucket's bytes. False if every engine reads only
+            the changed words, which ``share`` makes readable.
         """
         seen = part_digests(self.packed, range(NUM_PARTS))
         if self._staged and whole:

@@ -59,7 +59,7 @@ class BucketEncoder(Protocol):
         ...
 
     def begin(self, living: Sequence[Replica], *, alike: bool) -> None:
-        """Decide which replicas get whole buckets, before the first bucket.
+        """Before the first bucket, decide which replicas get whole buckets, and which only the changes.
 
         living: the replicas that are still in the sync.
         alike: whether all replicas must get the same bytes (a broadcast).

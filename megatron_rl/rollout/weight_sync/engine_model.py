@@ -49,10 +49,11 @@ def drop_half_loaded(model: torch.nn.Module, config: ModelConfig) -> None:
 
 
 def partial_layers(model: torch.nn.Module) -> list[str]:
-    """Return the layers that got only some of their weights, as texts "NAME (2 of 3 values)".
+    """Return the layers that got only some of their weights, as texts "NAME (512 of 768 values)".
 
-    For example, a layer may get q without k and v. A complete layer was processed at once, and is
-    not returned. Embeddings are left out, since the padding rows of a vocabulary never arrive.
+    The values are the elements of the weights. For example, a layer may get q without k and v. A
+    layer was processed as soon as its last weight arrived, and is then not returned. Embeddings are
+    left out, since the padding rows of a vocabulary never arrive.
     """
     partial = []
     for name, layer in model.named_modules():
@@ -90,12 +91,10 @@ def process_tied(model: torch.nn.Module) -> None:
 
 
 def keep_waiting(model: torch.nn.Module, packed: torch.Tensor, device: torch.device) -> None:
-    """Copy to ``device`` the tensors of a bucket that vLLM still holds for layers that are not complete yet.
+    """Copy to ``device`` the tensors of a bucket that vLLM holds until the rest of their layer arrives.
 
-    packed: the bucket's bytes. The sender will overwrite this memory.
-
-    The tensors of a mixture-of-experts layer may wait long, since for vLLM all experts are one
-    layer.
+    They are views of ``packed``, the bucket's bytes, which the sender will overwrite. The tensors
+    of a mixture-of-experts layer may wait long, since for vLLM all experts are one layer.
     """
     memory = packed.untyped_storage().data_ptr()
     for layer in model.modules():

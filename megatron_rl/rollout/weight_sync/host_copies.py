@@ -102,10 +102,10 @@ class HostCopies:
         return self._buckets[self._next - 1][1]
 
     def patch(self, fields: Mapping[str, int], payload: torch.Tensor) -> tuple[list, torch.Tensor]:
-        """Write changed words into the copy of the next bucket; return that copy: (tensors, bytes).
+        """Write changed words (2 or 4 bytes each) into the copy of the sync's next bucket; return the copy.
 
-        Each tensor is described by [name, dtype, shape, first byte]. The caller must not change the
-        bytes.
+        The copy is (tensors, bytes). Each tensor is described by [name, dtype, shape, first byte]. The
+        caller must not change the bytes.
 
         fields: the fields of the ``Difference`` (weights/delta.py) that describes the payload.
         payload: uint8, the encoded changed words.

@@ -44,7 +44,10 @@ class Registration:
 
 
 def _forget_last_error() -> None:
-    """Clear CUDA's stored error by launching a kernel. Otherwise the next kernel would raise that error."""
+    """Clear CUDA's stored error, so that no later kernel raises it.
+
+    For this a kernel is launched, and the error that it raises is ignored.
+    """
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 
@@ -65,7 +68,10 @@ class MappedSegments:
         self._registrations: list[Registration] = []
 
     def bytes_of(self, path: str) -> torch.Tensor:
-        """Return a segment's bytes, uint8. Raises ValueError if ``path`` is no segment, or cannot be opened here."""
+        """Return the bytes (uint8) of the sender's file of shared memory at ``path``.
+
+        Raises ValueError if ``path`` is no such file, or if this process cannot open it.
+        """
         if path not in self._maps:
             self._maps[path] = _mapped(pathlib.Path(path))
             if self._on_gpu:

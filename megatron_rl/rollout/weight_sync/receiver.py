@@ -390,8 +390,8 @@ class Receiver:
     def weights_received(self) -> dict:
         """Return this worker's receipt of the latest sync: version, checksum, number of tensors, and failure.
 
-        The version is −1 if no sync has succeeded since the latest start of a sync. The failure is
-        an error text; "" if there is none.
+        The version is −1 before the first sync, during a sync, and after a sync that failed. The
+        failure is an error text; "" if there is none.
         """
         return self.weight_transfer_engine.receipt | {"failure": self.weight_transfer_engine.failure}
 

@@ -114,8 +114,8 @@ class WeightSender:
     def rejoin(self, replica: Replica) -> None:
         """Open the channel to one replica again, after another sender has used the replica.
 
-        Do nothing for a broadcast: its process group is broken by then, so this sync fails, and the
-        next one opens a new group.
+        Do nothing for a broadcast: when the other sender opened its channel, the replica left this
+        sender's process group. So this sync fails, and the next one opens a new group.
         """
         if self.channel != "broadcast":
             self._joined.discard(id(replica))

@@ -83,8 +83,8 @@ def remove_abandoned(folder: pathlib.Path) -> None:
 def share_storage(packed: torch.Tensor) -> dict[str, object]:
     """Return, as JSON-able values, the handles by which another process on this host opens ``packed``'s GPU memory.
 
-    CUDA's handles are bytes, sent as base64, and nothing is pickled. Each call exports the memory
-    once more. The other process releases the export with its tensor
+    CUDA's handles are bytes, sent as base64, and nothing is pickled. Each call makes a new export
+    of the memory, which ends when the other process frees the tensor that it opened
     (torch/multiprocessing/reductions.py, 2.13). This was run on an H100
     (docs/evidence/support-matrix.md).
     """

@@ -26,10 +26,11 @@ class BitwiseCheck(GapGuard):
         self.backend, self.gap = backend, 0.0
 
     def of_rollout(self, taken: TrainingBatch, old: OldLogProbs) -> dict[str, float]:
-        """Compare a rollout's log π_old with the engine's log-probs; return the largest difference, 0, as a metric.
+        """Raise EngineError unless a rollout's log π_old equals the engine's log-probs bit by bit; return a metric.
 
-        A collective. Raises EngineError on every rank alike if they differ. The error names the first
-        sample and position that differ, or says that older weights sampled some tokens.
+        A collective. The metric is the largest difference, which is 0. Every rank raises alike. The
+        error names the first sample and position that differ. If older weights sampled some tokens,
+        nothing is compared, and the error says so.
 
         taken, old: the rollout's batch, and its log π_old.
         """
@@ -46,7 +47,7 @@ class BitwiseCheck(GapGuard):
     def of_step(
         self, old: OldLogProbs, step: StepPlan, result: StepResult, *, number: int, fresh: bool
     ) -> dict[str, float]:
-        """Return ``of_rollout``'s largest difference as a metric; in step 0, first check that step's log-probs.
+        """Return the largest difference that ``of_rollout`` found, as a metric; check step 0's own log-probs, too.
 
         Raises EngineError if step 0's own forward pass gives other log-probs than the engine's.
 

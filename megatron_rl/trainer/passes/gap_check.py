@@ -36,7 +36,8 @@ class GapCheck(Protocol):
     def of_rollout(self, taken: TrainingBatch, old: OldLogProbs) -> dict[str, float]:
         """Compare a rollout's log π_old with the engine's log-probs, token by token; return metrics.
 
-        A check of mean gaps alone does nothing here and returns {}. A collective if tokens are compared.
+        A check that only limits mean gaps compares nothing here and returns {}. A collective if tokens
+        are compared.
 
         taken, old: the rollout's batch, and its log π_old.
         """
@@ -81,9 +82,9 @@ class GapGuard:
     def of_step(
         self, old: OldLogProbs, step: StepPlan, result: StepResult, *, number: int, fresh: bool
     ) -> dict[str, float]:
-        """Check the gap if the step's own log-probs serve as π_old, and return its metrics; else return {}.
+        """Check the gap of the step's own log-probs to the engine's if they serve as π_old; return its metrics.
 
-        ``GapCheck.of_step`` describes the arguments.
+        Else return {}. ``GapCheck.of_step`` describes the arguments.
         """
         if step is not old.own:
             return {}

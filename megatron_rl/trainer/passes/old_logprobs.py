@@ -1,4 +1,4 @@
-"""The forward pass for log π_old: its samples, the settings that need it, and the step that can do without it."""
+"""The forward pass for log π_old: its samples, the settings that need it, and the optimizer step that needs none."""
 
 from __future__ import annotations
 
@@ -73,16 +73,16 @@ class OldLogProbPass:
         """Return log π_old of a rollout, after a forward pass over the samples whose log-probs are not known yet.
 
         taken: the rollout's batch.
-        trained: bool [S], the samples that the training plan runs. If the rules do not drop
-            samples, the pass covers all samples.
+        trained: bool [S], the samples that the training plan runs. The pass is for these, or for
+            all samples if ``OldPassRules.drops`` is False.
         index: the rollout's index, from 0.
         own: the optimizer step that takes its own log-probs as π_old. Its samples are left out.
             None if there is no such step.
 
-        Every ``metrics.dense_every_rollouts`` rollouts the pass also covers a few dropped samples,
-        for the metrics alone. Under ``correction.old_logprobs=rollout`` it covers only these few,
-        and π_old is the engine's log-prob. Without ``replay.recompute_logprobs`` a replayed group's
-        π_old is the engine's, too.
+        Some samples are left out, since their π_old is the engine's log-prob: all samples under
+        ``correction.old_logprobs=rollout``, and replayed groups without
+        ``replay.recompute_logprobs``. Every ``metrics.dense_every_rollouts`` rollouts the pass
+        also covers a few samples that would not run otherwise, for the metrics alone.
         """
         # Choose the samples to pass.
         rules, batch, known = self.rules, taken.batch, taken.known

@@ -96,6 +96,9 @@ class FlatPass:
     enter: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def __call__(self, taken: TrainingBatch, index: int) -> Mapping[str, object]:
-        """Return {``name``: the field's array}, float32 or bool [T] over response tokens. A collective."""
+        """Return {``self.name``: its array} for the rollout ``taken``. A collective.
+
+        The array is float32 or bool [T] over response tokens. ``index`` is not read.
+        """
         with self.enter():
             return {self.name: self.compute(taken.batch)}

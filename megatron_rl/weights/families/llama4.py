@@ -142,9 +142,9 @@ def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def layer_fields(shape: ModelShape) -> dict[str, Any]:
-    """Return keyword arguments of Megatron-Core's TransformerConfig for the mixture.
+    """Return keyword arguments of Megatron-Core's TransformerConfig for the mixture of experts.
 
-    They switch Megatron-Core's rotary embedding off; model/attention/chunked.py applies its own.
+    They also switch Megatron-Core's rotary embedding off; model/attention/chunked.py applies its own.
     """
     by_layer = [int(shape.has_mixture(layer)) for layer in range(shape.num_layers)]
     return dict(

@@ -2,9 +2,9 @@
 
 The router is DeepSeek-V3's (arXiv 2412.19437, eq. 12 to 16); GLM-4.5 has it too. An expert's score
 is the sigmoid of its logit in float32. The experts with the k highest values of score + bias are
-chosen. If experts are in groups, they are chosen from the highest groups only. A chosen expert's
-weight is its score without the bias, divided by the sum of the chosen scores and multiplied by a
-factor.
+chosen. If experts are in groups, they come only from the groups with the highest sums of their two
+best values. A chosen expert's weight is its score without the bias, divided by the sum of the
+chosen scores and multiplied by a factor. The first layers have one MLP instead of a mixture.
 """
 
 from __future__ import annotations

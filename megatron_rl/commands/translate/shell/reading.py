@@ -2,8 +2,9 @@
 
 A branch is read if its condition is known to hold. If it is not known whether the condition holds,
 the branch is skipped, and its settings are recorded in a ``Branch``. If one of several skipped
-branches surely runs, a variable that all of them change becomes unknown. Any other variable that
-has a value keeps it, even if a skipped branch changes it. Every program is assumed to succeed.
+branches must run, as in ``if … else``, a variable that all of them change becomes unknown. Any other
+variable that has a value keeps it, as if no skipped branch changed it. Every program is assumed to
+succeed.
 """
 
 from __future__ import annotations
@@ -222,11 +223,12 @@ class _Reader:
 
         condition: the condition, as it stands in the script; it is not known whether it holds.
         bodies: the statements of each branch.
-        exhaustive: True if one of the branches surely runs, as with ``else``. Then each variable
-            that all of them change becomes unknown. If False, a variable that any of them changes
-            becomes unknown only if it had no value before.
+        exhaustive: True if one of the branches must run, as with ``else``. Then each variable that
+            all of them change becomes unknown. If False, perhaps none runs. Then a variable that a
+            branch changes keeps the value that it has, and becomes unknown if it has none.
 
-        An unknown variable is marked as depending on ``condition``. All others keep their values.
+        An unknown variable is marked as depending on ``condition``. All others keep their values, as
+        if no branch ran.
         """
         holds = tuple(dict.fromkeys(each for body in bodies for each in effects_of(body)))
         if holds:
