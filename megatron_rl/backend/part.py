@@ -26,7 +26,10 @@ class Recorded(Protocol):
 
 
 class Recording(Protocol):
-    """Holds the data that a BackendPart recorded in one log-prob pass, for the tokens that this rank ran."""
+    """Holds what a BackendPart, an optional feature of the model, recorded in one log-prob pass on this rank's tokens.
+
+    Example: the experts that each router chose.
+    """
 
     def gather(self, batch: Batch, plan: BatchPlan) -> Recorded:
         """Exchange what the ranks recorded in the pass; return the data of this rank's own samples. A collective."""

@@ -35,7 +35,7 @@ class SftConfig:
     warmup_steps: Annotated[int, Range(0)] = 0
     """Number of supervised steps of linear warm-up; the first step's rate is above 0."""
     weight_decay: Annotated[float, Range(0, 10)] = 0.0
-    """AdamW's weight decay in the supervised steps."""
+    """AdamW's weight decay in the supervised steps; RL steps have `optimizer.weight_decay`."""
     eval_path: str | None = None
     """File of held-out solutions, with the columns of `data.train`; null: none."""
     eval_share: Annotated[float, Range(0, 1, open_high=True)] = 0.0

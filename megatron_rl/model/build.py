@@ -129,8 +129,8 @@ def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelSha
 
     ``moe_router_pre_softmax`` is set after Megatron-Core's check of the fields. For one expert per
     token the check refuses False, since the router would have no gradient (0.16.1
-    ``transformer_config.py:1641``). Some checkpoints need False: transformers gives their single
-    expert the weight p / p = 1.
+    ``transformer_config.py:1641``). Some checkpoints need False: transformers divides the chosen
+    expert's probability by itself, so its weight is 1.
     """
     cls = MLATransformerConfig if shape.kv_lora_rank else TransformerConfig
     transformer = build_config(cls, fields, extra, shape.family)

@@ -52,7 +52,7 @@ class Sink(Protocol):
         """
 
     def follow(self, live: ReadLive) -> None:
-        """Receive a function that returns the run's current values, for a sink that is read between steps.
+        """Receive a function that returns the run's current values, for a sink that answers requests between steps.
 
         A later call replaces the function.
         """

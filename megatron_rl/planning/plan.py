@@ -150,10 +150,13 @@ def plan_rules(
 
     Context parallelism splits each sequence into two chunks per rank, and sequence parallelism
     splits a micro-batch's tokens over tensor ranks. If both are on, lengths are padded to a multiple of
-    2 · CP · TP. The interleaved schedule runs micro-batches in groups of PP. Under FP8 the token cap is
-    lowered to a multiple of ``row_multiple``, so that a padded micro-batch stays within the cap.
+    2 · CP · TP. The interleaved schedule runs micro-batches in groups of PP. FP8 pads a micro-batch to
+    a multiple of rows. The token cap is lowered to this multiple, so that a padded micro-batch stays
+    within the cap.
 
-    Raises ConfigError if the token cap is below ``row_multiple`` under FP8.
+    share_prompts: whether samples of a group run their prompt once in a micro-batch.
+
+    Raises ConfigError if the token cap is below FP8's multiple.
     """
     # Pads and the cap.
     chunks = 2 * degrees.context_size if degrees.context_size > 1 else 1

@@ -72,8 +72,8 @@ class ServedInputs:
     The values of datum i begin at index ``Batch.facts.response_offsets[i]``.
 
     advantages: the loss's coefficients.
-    weights: 1 at every target, or gspo's mask.
-    old_logprobs: the client's ``logprobs``; 0 where they are not read.
+    weights: 1 at every target. For the loss gspo, the client's mask: 1 at targets that count.
+    old_logprobs: the client's ``logprobs``; 0 for a loss that does not use them.
     """
 
     advantages: np.ndarray

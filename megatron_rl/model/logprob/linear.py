@@ -123,7 +123,9 @@ def _weight_sum(weight: torch.Tensor, precise: torch.dtype, parameter: torch.nn.
 def _weight_gradient(
     weight: torch.Tensor, weight_sum: torch.Tensor, parameter: torch.nn.Parameter | None
 ) -> torch.Tensor | None:
-    """Return the weight's gradient for autograd: ``weight_sum``, or a placeholder or None if that is main_grad itself.
+    """Return what autograd gets as the weight's gradient: ``weight_sum``, unless ``weight_sum`` is main_grad itself.
+
+    Then it is a placeholder, or None for tied embeddings on a single stage.
 
     weight_sum: the weight's gradient, summed over all chunks in the tensor that ``_weight_sum`` returned.
     parameter: the weight if its main_grad takes the gradient (``into_main_grad``), else None.
@@ -134,7 +136,7 @@ def _weight_gradient(
     hook does not read, as in LinearWithGradAccumulationAndAsyncCommunication (tensor_parallel/layers.py).
 
     On a single stage with tied embeddings the weight has ``zero_out_wgrad``, and the hook always adds autograd's
-    gradient. That must then be the embedding's gradient alone, so None is returned.
+    gradient. Autograd must then pass the embedding's part alone, so None is returned.
     """
     if parameter is None or weight_sum is not parameter.main_grad:
         return weight_sum.to(weight.dtype)

@@ -44,13 +44,14 @@ class Passes:
 
     Each array has one value for each response token of the rollout, sample after sample.
 
-    loss_mask: bool [T], the tokens that carry loss.
+    loss_mask: bool [T], the tokens that carry loss; None if no pass runs.
     old:       log π_old.
     reference: float32 [T], log π_ref.
     teacher:   float32 [T], log π_T.
     values:    float32 [T], the critic's values.
 
-    Example: PPO with a KL in the reward has all but ``teacher``; GRPO has none.
+    Example: PPO with a KL in the reward has all but ``teacher``; GRPO's
+    advantages are made of rewards alone, so it runs no pass and all are None.
     """
 
     loss_mask: np.ndarray | None = None
