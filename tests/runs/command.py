@@ -149,8 +149,9 @@ def weights_of(run_dir: pathlib.Path) -> dict[str, torch.Tensor]:
 
 
 def tensors_of(folder: pathlib.Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model's folder, of one file or of several."""
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    """Return the tensors of a model's folder, of one file or of several, in the order of their names."""
+    files = [load_file(file) for file in folder.glob("*.safetensors")]
+    return dict(sorted(((name, tensor) for file in files for name, tensor in file.items()), key=lambda x: x[0]))
 
 
 def same_tensors(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
