@@ -1,4 +1,4 @@
-"""Which samples have signal, and the settings under which dropping all other samples is exact (docs/semantics.md §2).
+"""The samples that have signal, and the settings under which dropping the others is exact (docs/semantics.md §2).
 
 A sample has signal, and so may have a gradient, if one of its loss tokens has a non-zero advantage
 (times its importance weight, if there is one).

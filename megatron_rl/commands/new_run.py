@@ -159,7 +159,7 @@ def _engine_for(model: str) -> str:
 
     model: a Hugging Face folder, the name of a model on a hub, a URL, or "" for none.
     """
-    if not (pathlib.Path(model) / "config.json").is_file():
+    if not model or not (pathlib.Path(model) / "config.json").is_file():
         billions = re.search(r"(?<![\w.])(\d+(?:\.\d+)?)B(?![\w.])", model, re.IGNORECASE)
         return "vllm" if billions and float(billions[1]) > 1 else "transformers"
     from megatron_rl.rollout.engines.embedded import MAX_EMBEDDED_PARAMETERS

@@ -16,7 +16,7 @@ class ModelConfig:
     hf_path: str = ""
     """Required: folder of config, safetensors, tokenizer; a URL; or `owner/name@revision` (docs/object-storage.md)."""
     provider: str = "native"
-    """What builds the model: `native`: this package, for families in docs/models.md; `bridge`: Megatron-Bridge."""
+    """Builder of the model: `native`: this package, for families in docs/models.md; `bridge`: Megatron-Bridge."""
     tokenizer_path: str | None = None
     """Directory, or name on the hub, of another tokenizer; null: the tokenizer of `model.hf_path`."""
     allow_unread_tensors: bool = False
@@ -28,7 +28,7 @@ class ModelConfig:
     layer_spec: str = "auto"
     """`transformer_engine` or `torch` layers; `auto`: the former in bfloat16 if they can be built, else `torch`."""
     logprob_kernel: str = "auto"
-    """What computes log-probs from logits: `torch`, `triton` kernels, or `auto`: triton on a GPU, if installed."""
+    """Kernels for log-probs of logits: `torch`, `triton`, or `auto`: triton on a GPU, if installed."""
 
     def __post_init__(self) -> None:
         choose("model.provider", self.provider, ("native", "bridge"))

@@ -129,7 +129,7 @@ class RolloutConfig:
     max_logprob_gap: Annotated[float, Range(0, 10**6, open_low=True)] | None = 0.5
     """Mean |trainer's − engine's log-prob| of a rollout, in nats, above which the run ends; null: never."""
     routing_replay: str = "off"
-    """What chooses experts in training: `off`: the router; `old_logprobs`: the pass of π_old; `rollout`: the engine."""
+    """Source of training's experts: `off`: the router; `old_logprobs`: the pass of π_old; `rollout`: the engine."""
     producer: ProducerConfig = field(default_factory=ProducerConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)

@@ -100,7 +100,8 @@ def test_every_command_runs_where_the_wheel_alone_is_installed(wheels, arithmeti
     # what the package asks for, from this environment; its own .pth files, an editable installation's too, are not read
     (site / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [sys.executable, "-m", "pip", "--python", str(made / "bin/python"), "install", "--no-deps", "--no-index"]
-    said_by([*pip, "--no-compile", "--quiet", str(wheels[1])], tmp_path, BOUND_S)
+    # --ignore-installed: an installation beside of the same version would count as this one
+    said_by([*pip, "--ignore-installed", "--no-compile", "--quiet", str(wheels[1])], tmp_path, BOUND_S)
     work = tmp_path / "work"
     work.mkdir()
 

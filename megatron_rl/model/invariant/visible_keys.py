@@ -1,4 +1,4 @@
-"""Which keys each query sees, by position in its sequence: in a packed micro-batch, or in a step with a cache.
+"""The keys that each query sees, by position in its sequence: in a packed micro-batch, or in a step with a cache.
 
 model/invariant/attention.py reads these keys in blocks, for a few queries of one sequence at a
 time.
