@@ -106,7 +106,9 @@ def test_a_new_run_is_read_as_it_says(tmp_path: pathlib.Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("rows", "engine"), [(1_000_000, "transformers"), (1_000_001, "vllm")])
-def test_a_new_run_of_a_model_too_large_for_the_embedded_engine_asks_for_vllm(tmp_path, rows, engine) -> None:
+def test_a_new_run_of_a_model_too_large_for_the_embedded_engine_asks_for_vllm(
+    tmp_path, monkeypatch, rows, engine
+) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -117,6 +119,9 @@ def test_a_new_run_of_a_model_too_large_for_the_embedded_engine_asks_for_vllm(tm
         file.truncate(8 + len(header) + size)  # a sparse file takes no room
     write_run(str(tmp_path / "mine"), model=str(model), prompts=None, environment="/venv")
     assert load_config(f"{tmp_path}/mine/run.yaml", []).rollout.engine == engine
+    monkeypatch.chdir(model)  # the folder in which the command is called is no model that was named
+    write_run(str(tmp_path / "open"), model="", prompts=None, environment="/venv")
+    assert load_config(f"{tmp_path}/open/run.yaml", []).rollout.engine == "transformers"
 
 
 @pytest.mark.parametrize(("model", "engine"), [
