@@ -4,7 +4,7 @@ The maximum number follows from the process's limit of file descriptors. At a co
 number, the connection that was idle longest is closed. The headers of a connection's first request
 must arrive within HEADERS_S seconds after the connection's start. The headers of a later request
 must arrive within HEADERS_S seconds after their first byte. Uvicorn closes connections that are
-idle between two requests.
+idle between two requests. The kernel holds new connections while the server is busy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import asyncio
 import logging
 import os
 import resource
+import socket
 import time
+from asyncio.trsock import TransportSocket
 from collections.abc import Callable
 
 import h11
@@ -21,7 +23,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADERS_S = 20.0
 MOST = 4096  # connections, even if the limit of descriptors is higher
-BACKLOG = 32  # connections that the kernel holds; all of them may be accepted before any is counted
+BACKLOG = 32  # connections that asyncio accepts at once, before any of them is counted
+WAITING = 4096  # connections that the kernel holds until they are accepted; net.core.somaxconn may lower the number
 SPARE = 64  # descriptors for files: checkpoints, the store, a module's import
 LEAST = 8  # connections, even if the limit of descriptors is lower
 MINUTE_S = 60.0
@@ -34,6 +37,19 @@ def most_connections() -> int:
     if soft == resource.RLIM_INFINITY:
         return MOST
     return max(LEAST, min(MOST, soft - len(os.listdir("/proc/self/fd")) - BACKLOG - SPARE))
+
+
+def hold_waiting(listener: TransportSocket) -> None:
+    """Let the kernel hold up to WAITING connections that a listening server has not accepted yet.
+
+    asyncio has one number for these and for the connections that it accepts at once (Python 3.11
+    ``base_events.py``, create_server). A client's connection beyond the number is not answered. The
+    client tries again after 1, 2 and 4 s, and Linux may reset the connection then.
+
+    listener: the server's socket, which listens already.
+    """
+    with socket.socket(fileno=os.dup(listener.fileno())) as own:
+        own.listen(WAITING)
 
 
 def protocol_of(most: int) -> type[H11Protocol]:

@@ -39,7 +39,7 @@ def listening(app: ASGIApp, host: str, port: int, *, section: str) -> Iterator[s
     """
     import uvicorn
 
-    from megatron_rl.rollout.http_connections import BACKLOG, QUIET, most_connections, protocol_of
+    from megatron_rl.rollout.http_connections import BACKLOG, QUIET, hold_waiting, most_connections, protocol_of
 
     server = uvicorn.Server(
         uvicorn.Config(
@@ -69,7 +69,9 @@ def listening(app: ASGIApp, host: str, port: int, *, section: str) -> Iterator[s
                 f"the server cannot listen at {host}, {section}.port={port}; see above, or name another port"
             )
         time.sleep(0.02)
-    host, port = server.servers[0].sockets[0].getsockname()[:2]
+    listener = server.servers[0].sockets[0]
+    hold_waiting(listener)
+    host, port = listener.getsockname()[:2]
     try:
         yield f"http://{host}:{port}"
     finally:

@@ -136,6 +136,26 @@ def test_the_oldest_idle_connection_makes_room(monkeypatch) -> None:
         assert answered(busy) == (200, "3")
 
 
+def test_connections_wait_while_the_server_is_busy() -> None:
+    """Four times as many as are accepted at once are connected by a server that accepts none, and all are answered."""
+    begun, free = threading.Event(), threading.Event()
+
+    async def app(scope, receive, send) -> None:
+        begun.set()
+        free.wait(patient(60.0))  # the event loop stands still, as that of a process without a core does
+        await PlainTextResponse("here")(scope, receive, send)
+
+    request = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+    with listening(app, "127.0.0.1", 0, section="test") as address, contextlib.ExitStack() as ends:
+        ends.callback(free.set)
+        place = "127.0.0.1", int(address.rpartition(":")[2])
+        first = connected(place, request)
+        assert begun.wait(patient(20.0))
+        waiting = [connected(place, request) for _ in range(4 * http_connections.BACKLOG)]
+        free.set()
+        assert all(answered(connection) == (200, "here") for connection in (first, *waiting))
+
+
 def test_a_kind_of_line_is_logged_once_a_minute_and_the_rest_is_counted() -> None:
     now = [0.0]
     quiet = OncePerMinute(clock=lambda: now[0])
