@@ -11,7 +11,7 @@ from tests.runs.command import ROOT, run_example
 from tests.workers.nursery import Nursery
 
 ONE_STEP = ROOT / "examples" / "library" / "one_step.py"
-BOUND_S = patient(3000)  # some 90 s on two free cores; three lanes of a slow host took 1,000
+BOUND_S = patient(3000)  # some 90 s on two free cores; three lanes of a slow host took above 900
 
 
 def rises(name: str, run_dir, *overrides: str) -> list[dict]:
