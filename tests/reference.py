@@ -17,12 +17,13 @@ from megatron_rl.weights.fused import file_tensors
 LAYERS = 2  # of a tiny model: one for either stage of PP=2, and every kind of boundary between two
 FAMILIES = (
     *("qwen2_tied", "qwen2_untied", "qwen3", "qwen3_yarn", "llama", "llama3_rope", "mistral"),
-    *("phi3", "phi3_partial", "olmo2", "olmo3", "gemma3_text"),
+    *("phi3", "phi3_partial", "olmo2", "olmo3", "gemma3_text", "qwen3_5_text"),
 )
 MIXTURES = (
     *("mixtral", "qwen3_moe", "qwen3_moe_unnormalised", "glm4_moe", "gpt_oss"),
     *("deepseek_v3", "moonlight"),
     *("llama4", "llama4_interleaved"),
+    *("qwen3_next", "qwen3_5_moe_text"),
 )
 WINDOWED = ("mistral_window", "phi3_window", "qwen2_window", "qwen3_window", "mixtral_window", "qwen3_moe_window")
 
@@ -44,7 +45,7 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
     sizes |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
     sizes |= dict(pad_token_id=0, eos_token_id=1, bos_token_id=None)
     untied, wide = dict(tie_word_embeddings=False), dict(head_dim=hidden // 2)
-    own = _dense_fields(family, untied, wide, layers, hidden) or _mixture_fields(family, untied, wide, hidden)
+    own = _dense_fields(family, untied, wide, layers, hidden) or _mixture_fields(family, untied, wide, layers, hidden)
     return getattr(transformers, f"{own.pop('of')}Config")(**sizes | own)
 
 
@@ -74,6 +75,7 @@ def _dense_fields(family: str, untied: dict, wide: dict, layers: int, hidden: in
         "olmo3": dict(of="Olmo3", **mixed, rope_parameters=dict(full_attention=scaled, sliding_attention=near)),
         "gemma3_text": dict(of="Gemma3Text", **wide, query_pre_attn_scalar=24, **mixed)
         | dict(rope_parameters=dict(full_attention=far, sliding_attention=near)),
+        "qwen3_5_text": dict(of="Qwen3_5Text", **wide, **tied, **_delta_fields(layers, hidden)),
         # built by Megatron-Bridge alone (tests/bridge)
         "gemma": dict(of="Gemma", **wide, hidden_act="gelu_pytorch_tanh", **tied),
         "nemotron": dict(of="Nemotron", head_dim=hidden // 4, hidden_act="relu2", **untied),
@@ -81,7 +83,14 @@ def _dense_fields(family: str, untied: dict, wide: dict, layers: int, hidden: in
     return families.get(family)
 
 
-def _mixture_fields(family: str, untied: dict, wide: dict, hidden: int) -> dict[str, object]:
+def _delta_fields(layers: int, hidden: int) -> dict[str, object]:
+    """Return the fields of gated delta nets, in every second layer from the first on; a key head serves two heads."""
+    kinds = [("linear_attention", "full_attention")[i % 2] for i in range(layers)]
+    return dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=hidden // 4,
+                linear_value_head_dim=hidden // 8, layer_types=kinds)
+
+
+def _mixture_fields(family: str, untied: dict, wide: dict, layers: int, hidden: int) -> dict[str, object]:
     narrow, two = dict(moe_intermediate_size=hidden // 2), dict(num_experts_per_tok=2)
     mixtral, qwen3 = dict(of="Mixtral", num_local_experts=4), dict(of="Qwen3Moe", num_experts=4, **two, **narrow)
     twelve = dict(n_routed_experts=12, num_experts_per_tok=4, n_shared_experts=2, first_k_dense_replace=1, **narrow)
@@ -91,6 +100,8 @@ def _mixture_fields(family: str, untied: dict, wide: dict, hidden: int) -> dict[
     llama4 |= dict(no_rope_layer_interval=2, intermediate_size_mlp=hidden, num_local_experts=4, num_experts_per_tok=1)
     deepseek = dict(of="DeepseekV3", qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, kv_lora_rank=32, **twelve)
     deepseek |= dict(num_key_value_heads=4)
+    gated = dict(**wide, **narrow, **two, **_delta_fields(layers, hidden), num_experts=4)
+    gated |= dict(shared_expert_intermediate_size=hidden // 4)
     families: dict[str, dict[str, object]] = {
         "mixtral": dict(**mixtral, **two),
         "mixtral_top1": dict(**mixtral, num_experts_per_tok=1),
@@ -110,6 +121,8 @@ def _mixture_fields(family: str, untied: dict, wide: dict, hidden: int) -> dict[
         "deepseek_v3": dict(**deepseek, q_lora_rank=28, n_group=3, topk_group=2)
         | dict(rope_parameters=rope("yarn", 4.0, 64, **yarn, mscale=1.0, mscale_all_dim=0.7)),
         "deepseek_v3_wide": dict(**deepseek | dict(v_head_dim=40), q_lora_rank=28, n_group=1, topk_group=1),
+        "qwen3_next": dict(of="Qwen3Next", **gated, **untied, norm_topk_prob=True),
+        "qwen3_5_moe_text": dict(of="Qwen3_5MoeText", **gated, **untied),
         # q of the hidden state, plain angles, no groups
         "moonlight": dict(**deepseek, q_lora_rank=None, n_group=1, topk_group=1, rms_norm_eps=1e-5, num_mtp_layers=0),
     }

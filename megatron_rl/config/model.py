@@ -29,8 +29,11 @@ class ModelConfig:
     """`transformer_engine` or `torch` layers; `auto`: the former in bfloat16 if they can be built, else `torch`."""
     logprob_kernel: str = "auto"
     """Kernels for log-probs of logits: `torch`, `triton`, or `auto`: triton on a GPU, if installed."""
+    delta_kernel: str = "auto"
+    """Kernels of gated delta nets: `torch`, `fla` (needs `fla-core`), or `auto`: fla on a GPU, if installed."""
 
     def __post_init__(self) -> None:
+        choose("model.delta_kernel", self.delta_kernel, ("auto", "torch", "fla"))
         choose("model.provider", self.provider, ("native", "bridge"))
         choose("model.dtype", self.dtype, ("auto", "float32", "bfloat16"))
         choose("model.logprob_kernel", self.logprob_kernel, ("auto", "torch", "triton"))

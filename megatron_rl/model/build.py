@@ -72,6 +72,8 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
+        attention_output_gate=shape.output_gate,
+        layernorm_zero_centered_gamma=shape.shifted_norms and shape.layer_spec == "transformer_engine",
         softmax_scale=_scale(shape, hf_config),
         **seam_fields(
             shape,

@@ -150,6 +150,14 @@ class PlainParts:
             from megatron_rl.model.post_norm import put_norms_around
 
             put_norms_around(spec, shape.layer_spec)
+        if shape.shifted_norms:
+            from megatron_rl.model.post_norm import put_shifted_norms
+
+            put_shifted_norms(spec, shape.layer_spec)
+        if shape.output_gate:
+            from megatron_rl.model.delta_net.place import put_delta_nets
+
+            put_delta_nets(spec, shape, layers, self.model.delta_kernel)
         if shape.chunked is not None:
             from megatron_rl.model.attention.chunked import put_chunked_attention
 

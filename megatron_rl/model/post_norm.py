@@ -193,6 +193,21 @@ def put_norms_behind(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
     spec.layer_norm = WideRMSNorm
 
 
+def put_shifted_norms(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
+    """Make every norm of a model chunk's layers, and the final norm, multiply by 1 + weight, in place.
+
+    Transformer Engine's norms do so by the field ``layernorm_zero_centered_gamma``.
+    """
+    if layer_spec != "torch":
+        return
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = ShiftedRMSNorm
+        attention = parts.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = ShiftedRMSNorm
+    spec.layer_norm = ShiftedRMSNorm
+
+
 def put_norms_around(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
     """Turn the specs of a model chunk's layers into specs of Gemma 3 layers, in place.
 

@@ -10,6 +10,9 @@ tensor-parallel ranks:
 - ``QKV``:        q, k and v interleaved by query group: [group, (heads per group + 2) · head_dim,
                   …], groups split over ranks (source: megatron-core 0.16.1
                   ``transformer/attention.py`` SelfAttention.get_query_key_value_tensors).
+- ``GROUPS``:     the rows of several sections interleaved by group of heads: [group, rows of section
+                  1, rows of section 2, …], groups split over ranks. A Hugging Face tensor holds one
+                  or more sections, one below the other (``Entry.sections``).
 - ``GATE_UP``: a rank holds its rows of gate, then its rows of up (0.16.1
                ``transformer/mlp.py``). A parameter of one Hugging Face tensor that is not
                gate and up together (LoRA's B, say) is split by rows.
@@ -48,6 +51,7 @@ class Layout(Enum):
     ROWS = "rows"
     COLUMNS = "columns"
     QKV = "qkv"
+    GROUPS = "groups"
     GATE_UP = "gate_up"
     SPLIT = "split"
     INTERLEAVED = "interleaved"
@@ -61,6 +65,8 @@ class Entry:
     megatron: the parameter's name in Megatron-Core.
     hf: the names of the Hugging Face tensors, in the order of the layout (q, k, v; gate, up).
     layout: how the tensors lie in the parameter, and how the parameter is split over ranks.
+    groups, sections: of ``GROUPS``, the number of groups, and for each Hugging Face tensor the number
+        of rows of each of its sections.
     joined: True if one Hugging Face tensor holds q, k and v of ``QKV`` ([q; k; v]), or gate and up
         of ``GATE_UP`` ([gate; up]).
     expert: for an expert's parameter, the expert's number among this rank's experts; None for any
@@ -77,6 +83,8 @@ class Entry:
     expert: int | None = None
     frozen: bool = False
     joined: bool = False
+    groups: int = 0
+    sections: tuple[tuple[int, ...], ...] = ()
 
     def held_by(self, expert_rank: int, shape: ModelShape, expert_size: int) -> Entry:
         """Return the entry of an expert of rank ``expert_rank``, with ``{expert}`` in Hugging Face names filled in.

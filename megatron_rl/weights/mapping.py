@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,6 +29,8 @@ def layer_entries(shape: ModelShape, layer: int) -> tuple[Entry, ...]:
     model chunk), Hugging Face names to ``model.layers.<layer>.``.
     """
     family = FAMILIES[shape.family]
+    if shape.has_delta_net(layer):
+        return family.delta_layer(shape)
     if shape.num_experts and not shape.has_mixture(layer):
         return family.first_layers(shape)
     return family.layer(shape)
@@ -134,19 +137,23 @@ def pair_entries(weight: Entry) -> Iterator[Entry]:
 
     Rows are outputs and columns inputs of a matrix. If the weight is split by rows over tensor
     ranks, A is whole on every rank and B is split by rows. If the weight is split by columns, A is
-    split by columns and B is whole. B's rows have the order of the rows in the Hugging Face tensor.
+    split by columns and B is whole. B's rows have the order of the rows in the Hugging Face tensor,
+    or for a weight of layout ``GROUPS`` the order of the weight's own rows.
 
     weight: the ``Entry`` of the adapted weight.
     """
-    in_rows = weight.layout is not Layout.COLUMNS
-    for tensor in weight.hf:
+    in_rows, grouped = weight.layout is not Layout.COLUMNS, weight.layout is Layout.GROUPS
+    for number, tensor in enumerate(weight.hf):
         projection = tensor.removesuffix(".weight")
-        for side, split, layout in (("A", not in_rows, Layout.COLUMNS), ("B", in_rows, Layout.GATE_UP)):
+        rows_split = Layout.GROUPS if grouped else Layout.GATE_UP
+        for side, split, layout in (("A", not in_rows, Layout.COLUMNS), ("B", in_rows, rows_split)):
             yield Entry(
                 megatron=f"{adapter_name(weight.megatron)}.{projection.rpartition('.')[2]}_{side}",
                 hf=(f"{projection}.lora_{side}.weight",),
                 layout=layout if split else Layout.REPLICATED,
                 expert=weight.expert,
+                groups=weight.groups if split else 0,
+                sections=weight.sections[number : number + 1] if split else (),
             )
 
 
@@ -191,7 +198,7 @@ def shard_size(entry: Entry, shape: ModelShape, ranks: int) -> tuple[int, ...]:
             return (shape.padded_vocab_size // ranks, *first[1:])
         case Layout.COLUMNS:
             return (first[0], first[1] // ranks)
-        case Layout.QKV | Layout.GATE_UP:
+        case Layout.QKV | Layout.GATE_UP | Layout.GROUPS:
             return (sum(hf_size(shape, name)[0] for name in entry.hf) // ranks, *first[1:])
         case Layout.SPLIT:
             return (first[0] // ranks,)
@@ -202,13 +209,19 @@ def shard_size(entry: Entry, shape: ModelShape, ranks: int) -> tuple[int, ...]:
 
 
 def part_rows(entry: Entry, shape: ModelShape) -> list[tuple[str, int, int]]:
-    """Return [(Hugging Face tensor, first row, number of rows)] of q, k, v, or of gate, up, in this order.
+    """Return [(Hugging Face tensor, first row, number of rows)] of q, k, v, or of gate, up, or of sections, in order.
 
-    entry: an entry with layout ``QKV`` (q, k, v) or ``GATE_UP`` (gate, up).
+    entry: an entry with layout ``QKV`` (q, k, v), ``GATE_UP`` (gate, up) or ``GROUPS`` (sections).
 
     Example: one tensor "x" holds q of 4 heads, k and v of 2 heads, all of width 16 → [("x", 0, 64),
     ("x", 64, 32), ("x", 96, 32)].
     """
+    if entry.layout is Layout.GROUPS:
+        return [
+            (name, sum(rows[:i]), each)
+            for name, rows in zip(entry.hf, entry.sections, strict=True)
+            for i, each in enumerate(rows)
+        ]
     if not entry.joined:
         return [(name, 0, hf_size(shape, name)[0]) for name in entry.hf]
     (name,) = entry.hf
@@ -234,7 +247,7 @@ def shard_reads(entry: Entry, shape: ModelShape, rank: int, ranks: int) -> list[
     match entry.layout:
         case Layout.REPLICATED:
             return [(name, 0, 0, size[0])]
-        case Layout.GATE_UP | Layout.QKV:
+        case Layout.GATE_UP | Layout.QKV | Layout.GROUPS:
             shares = [(part, first, rows // ranks) for part, first, rows in part_rows(entry, shape)]
             return [(part, 0, first + rank * x, first + (rank + 1) * x) for part, first, x in shares]
         case Layout.ROWS:
@@ -267,8 +280,8 @@ def load_shard(entry: Entry, shape: ModelShape, read: ReadRows, rank: int, ranks
             return parts[0].unflatten(-1, (-1, 2)).movedim((-1, -2), (0, 1)).flatten(0, 1)
         case Layout.TRANSPOSED:
             return parts[0].t()
-        case Layout.QKV:
-            groups = shape.num_kv_heads // ranks
+        case Layout.QKV | Layout.GROUPS:
+            groups = (entry.groups or shape.num_kv_heads) // ranks
             return torch.cat([x.view(groups, -1, *x.shape[1:]) for x in parts], dim=1).flatten(0, 1)
         case Layout.ROWS:
             (rows,), share = parts, shape.padded_vocab_size // ranks
@@ -305,8 +318,13 @@ def hf_parts(entry: Entry, shape: ModelShape, shards: torch.Tensor) -> Iterator[
             yield from _by_tensor(entry, shards.unflatten(1, (2 if entry.joined else len(entry.hf), -1)).unbind(1))
         case Layout.QKV:
             grouped = shards.unflatten(1, (shape.num_kv_heads // len(shards), -1))
-            per_group = shape.num_heads // shape.num_kv_heads * shape.head_dim
-            yield from _by_tensor(entry, grouped.split([per_group, shape.head_dim, shape.head_dim], dim=2))
+            rows = [rows // shape.num_kv_heads for _, _, rows in part_rows(entry, shape)]
+            yield from _by_tensor(entry, grouped.split(rows, dim=2))
+        case Layout.GROUPS:
+            grouped = shards.unflatten(1, (entry.groups // len(shards), -1))
+            pieces = iter(grouped.split([rows // entry.groups for _, _, rows in part_rows(entry, shape)], dim=2))
+            for name, rows in zip(entry.hf, entry.sections, strict=True):
+                yield name, tuple(itertools.islice(pieces, len(rows)))
         case Layout.ROWS:
             yield entry.hf[0], (shards.view(-1, *shards.shape[2:])[: shape.vocab_size],)
 
@@ -323,7 +341,7 @@ def is_copied(layout: Layout, ranks: int) -> bool:
 
     ranks: the number of tensor ranks that the parameter is split over.
     """
-    return layout in (Layout.QKV, Layout.INTERLEAVED, Layout.TRANSPOSED) or (
+    return layout in (Layout.QKV, Layout.GROUPS, Layout.INTERLEAVED, Layout.TRANSPOSED) or (
         ranks > 1 and layout in (Layout.COLUMNS, Layout.GATE_UP, Layout.SPLIT)
     )
 

@@ -32,6 +32,52 @@ class ChunkedAttentionShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetShape:
+    """Holds the sizes of a model's gated delta nets, and the layers that have one in place of attention.
+
+    Source: Yang et al. 2024, Gated Delta Networks (arXiv:2412.06464).
+
+    layers: the numbers of these layers, from 0.
+    key_heads, value_heads: the number of heads of q and of k, and the number of heads of v; each head
+        of k serves value_heads / key_heads heads of v.
+    key_head_dim, value_head_dim: the widths of one head of q or k, and of one head of v.
+    conv_tokens: the number of tokens that the causal convolution reads for one token, itself
+        included.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_tokens: int
+
+    @property
+    def key_width(self) -> int:
+        """Return the width of all heads of q; that of k is the same."""
+        return self.key_heads * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Return the width of all heads of v; that of their output gates is the same."""
+        return self.value_heads * self.value_head_dim
+
+    @property
+    def projected_width(self) -> int:
+        """Return the width of what a token's hidden state is projected to: q, k, v, gates, and β and a of each head."""
+        return 2 * (self.key_width + self.value_width + self.value_heads)
+
+    @property
+    def state_elements(self) -> int:
+        """Return the number of elements of a sequence's state in one layer, whatever the sequence's length.
+
+        It holds a matrix for each head of v, and the last tokens that the convolution reads.
+        """
+        matrices = self.value_heads * self.key_head_dim * self.value_head_dim
+        return matrices + (self.conv_tokens - 1) * (2 * self.key_width + self.value_width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Holds a model's sizes and features. Widths are numbers of elements; ``context_tokens`` is in tokens.
 
@@ -50,6 +96,12 @@ class ModelShape:
         (Gemma 3).
     scaled_embedding: True if the embedding is multiplied by sqrt(hidden_size) (Gemma).
     gelu: True if the MLP's activation is gelu (tanh) (Gemma).
+    shifted_norms: True if every norm over the hidden state, and over a head of q and k, multiplies by
+        1 + weight.
+    output_gate: True if each head's attention output is multiplied by a sigmoid; the gates are
+        projected from the hidden state together with q.
+    shared_gate: True if the shared expert's output is multiplied by a sigmoid of one number per token.
+    delta: the gated delta nets of some layers; None if every layer has attention.
     windows: for each layer, the number of tokens that a token attends to, itself included; 0 if it
         attends to all tokens before it. () if no layer has a window.
     num_experts, experts_per_token: the number of routed experts, and how many of them a token goes
@@ -104,6 +156,10 @@ class ModelShape:
     sandwich_norms: bool = False
     scaled_embedding: bool = False
     gelu: bool = False
+    shifted_norms: bool = False
+    output_gate: bool = False
+    shared_gate: bool = False
+    delta: DeltaNetShape | None = None
     windows: tuple[int, ...] = ()
     chunked: ChunkedAttentionShape | None = None
     q_lora_rank: int = 0
@@ -147,6 +203,15 @@ class ModelShape:
         dense = layer in self.dense_layers if self.dense_layers else layer < self.num_dense_layers
         return bool(self.num_experts) and not dense
 
+    def has_delta_net(self, layer: int) -> bool:
+        """Return whether the model's layer ``layer`` has a gated delta net in place of attention."""
+        return self.delta is not None and layer in self.delta.layers
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Return the number of layers with attention."""
+        return self.num_layers - (len(self.delta.layers) if self.delta else 0)
+
     def attended(self, mean_context: float) -> float:
         """Return the number of tokens that a token attends to, averaged over tokens and summed over layers.
 
@@ -154,7 +219,7 @@ class ModelShape:
         """
         chunked = self.chunked.chunked_layers if self.chunked else ()
         within = min(mean_context, self.chunked.chunk_tokens / 2) if self.chunked else 0.0
-        return (self.num_layers - len(chunked)) * mean_context + len(chunked) * within
+        return (self.num_attention_layers - len(chunked)) * mean_context + len(chunked) * within
 
     def attention_parameters(self, tensor_size: int = 1) -> int:
         """Return the number of weights in the attention matrices of one layer, on one of ``tensor_size`` tensor ranks.
@@ -164,11 +229,21 @@ class ModelShape:
         """
         hidden, heads = self.hidden_size, self.num_heads // tensor_size
         if not self.kv_lora_rank:
-            return 2 * hidden * (self.num_heads + self.num_kv_heads) * self.head_dim // tensor_size
+            gates = self.num_heads if self.output_gate else 0
+            return hidden * (2 * (self.num_heads + self.num_kv_heads) + gates) * self.head_dim // tensor_size
         of_hidden = self.q_lora_rank + self.kv_lora_rank + self.rope_head_dim + heads * self.value_head_dim
         keys_and_values = self.head_dim - self.rope_head_dim + self.value_head_dim
         of_latents = (self.q_lora_rank or hidden) * self.head_dim + self.kv_lora_rank * keys_and_values
         return hidden * of_hidden + heads * of_latents
+
+    def mixer_parameters(self, layer: int, tensor_size: int = 1) -> int:
+        """Return the number of weights in the matrices of a layer's attention, or of its gated delta net.
+
+        tensor_size: the number of tensor ranks; the weights of one rank are counted.
+        """
+        if not self.has_delta_net(layer):
+            return self.attention_parameters(tensor_size)
+        return self.hidden_size * (self.delta.projected_width + self.delta.value_width) // tensor_size
 
     @property
     def score_width(self) -> float:
@@ -204,7 +279,7 @@ class ModelShape:
         else:
             mlps = self.experts_per_token if self.num_experts else 1
             width = self.mlp_matrices * (self.ffn_hidden_size * mlps + self.shared_ffn_hidden_size) + self.num_experts
-        return self.attention_parameters() + self.hidden_size * width
+        return self.mixer_parameters(layer) + self.hidden_size * width
 
     def rank_shares(self, pipeline: int) -> tuple[tuple[float, float], ...]:
         """Return (cost of the layers, number of layers) of each pipeline rank, over all its model chunks.

@@ -32,8 +32,8 @@ class Planned:
 
     Example: ``Planned(name="norm.weight", shape=(64,), dtype=torch.bfloat16)`` has 128 bytes.
 
-    slices: the names under which the writer gets the tensor's slices along the first dimension, in
-        order; () if it gets the whole tensor under ``name``.
+    slices: the names under which the writer gets the tensor's slices along the first dimension, or
+        equal ranges of rows of each slice, in order; () if it gets the whole tensor under ``name``.
     parts: 0 if each slice comes as one tensor. Otherwise each slice comes as ``parts`` tensors,
         equal ranges of its columns. Each range is transposed, and has its own name in ``slices``.
     """
@@ -52,7 +52,8 @@ class Planned:
         """
         if not self.slices:
             return ((self.name, self.shape, self.dtype),)
-        size = (self.shape[2] // self.parts, self.shape[1]) if self.parts else self.shape[1:]
+        rows = self.shape[0] * self.shape[1] // len(self.slices)
+        size = (self.shape[2] // self.parts, self.shape[1]) if self.parts else (rows, *self.shape[2:])
         return tuple((name, size, self.dtype) for name in self.slices)
 
     @property

@@ -10,6 +10,9 @@ then up's, the other has down's. An expert's tensors are called
 ``…feed_forward.experts.<expert>.gate_proj.weight`` [ffn, hidden] and so on, as in a family with one
 tensor per expert. vLLM reads these names too (0.32 ``models/llama4.py``,
 ``load_moe_expert_weights``).
+
+qwen3_5_moe_text has the same two stacks, not transposed: an expert's slice of the first is gate's rows
+and then up's. Its files may also hold a tensor per expert, which are read as they are.
 """
 
 from __future__ import annotations
@@ -38,8 +41,8 @@ class Slice(NamedTuple):
 
     stack: the stack's name.
     expert: the expert's number, the index in the stack's first dimension.
-    part, parts: the expert's columns are cut into ``parts`` equal ranges, and the tensor is range
-        number ``part``, from 0. The defaults (0 of 1) take all columns.
+    part, parts: the expert's rows, or its columns if ``transposed``, are cut into ``parts`` equal
+        ranges, and the tensor is range number ``part``, from 0. The defaults (0 of 1) take all.
     transposed: whether the tensor is the transpose of this range.
 
     Example: ``Slice("x.experts.gate_up_proj", expert=3, part=1, parts=2, transposed=True)`` is
@@ -55,16 +58,18 @@ class Slice(NamedTuple):
     def size(self, stack: Iterable[int]) -> tuple[int, ...]:
         """Return the shape of the expert's tensor. ``stack``: the shape of the whole stack."""
         rows, *columns = tuple(stack)[1:]
-        return (columns[0] // self.parts, rows) if self.transposed else (rows, *columns)
+        return (columns[0] // self.parts, rows) if self.transposed else (rows // self.parts, *columns)
 
     def stack_size(self, size: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
         """Return the shape of a stack of ``num_experts`` experts, from the shape ``size`` of one expert's tensor."""
-        return (num_experts, size[1], self.parts * size[0]) if self.transposed else (num_experts, *size)
+        rows = self.parts * size[0]
+        return (num_experts, size[1], rows) if self.transposed else (num_experts, rows, *size[1:])
 
     def view(self, stack: torch.Tensor) -> torch.Tensor:
         """Return the expert's tensor as a view of the stack."""
         matrix = stack[self.expert]
-        return matrix.chunk(self.parts, dim=1)[self.part].t() if self.transposed else matrix
+        part = matrix.chunk(self.parts, dim=int(self.transposed))[self.part]
+        return part.t() if self.transposed else part
 
 
 def is_stack(name: str, names: ExpertNames) -> bool:
@@ -80,7 +85,7 @@ def _last_parts(stack: str, names: ExpertNames) -> tuple[str, ...]:
 
     Example: gate_up_proj of llama4_text → ("gate_proj.weight", "up_proj.weight").
     """
-    if not names.transposed:
+    if not (names.transposed or names.halved):
         return (stack,)
     matrices = (names.gate, names.up) if stack == "gate_up_proj" else (names.down,)
     return tuple(f"{matrix}.weight" for matrix in matrices)
@@ -189,9 +194,11 @@ class ExpertOfStack:
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
         index = index if isinstance(index, tuple) else (index,)
-        if not self.place.transposed:
-            return self.stack[(self.place.expert, *index)]
         size = self.get_shape()
+        if not self.place.transposed:
+            rows = slice(*index[0].indices(size[0]))
+            first = self.place.part * size[0]
+            return self.stack[(self.place.expert, slice(first + rows.start, first + rows.stop), *index[1:])]
         rows, columns = (slice(*x.indices(n)) for x, n in zip((*index, slice(None))[:2], size, strict=True))
         first = self.place.part * size[0]
         return self.stack[self.place.expert, columns, slice(first + rows.start, first + rows.stop)].t()

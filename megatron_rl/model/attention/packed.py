@@ -279,6 +279,21 @@ class _GatherContext(torch.autograd.Function):
         return local, None
 
 
+def gather_context(local: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
+    """Return the rows [CP·T, …] of all context ranks, in the order of the micro-batch's tokens.
+
+    Backward sums the gradients of all ranks. For torch's layers and Transformer Engine's.
+
+    local: [T, …], this rank's rows.
+    """
+    order = packed.key_order
+    if order is None:
+        order = packed.once(
+            "key order", lambda: _key_order(packed.layout.lengths, packed.context, packed.position_ids.device)
+        )
+    return _GatherContext.apply(local, packed.context.group).index_select(0, order)
+
+
 def window_of(config: TransformerConfig, layer_number: int) -> int | None:
     """Return the number of tokens that a token sees in a layer, itself included; None if it sees all earlier tokens.
 

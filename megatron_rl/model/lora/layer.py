@@ -77,7 +77,8 @@ class Adapter(torch.nn.Module):
         self.target = target_of(weight.megatron)
         self.scale = shape.lora_alpha / shape.lora_rank
         self.in_rows = weight.layout is not Layout.COLUMNS
-        self.groups = shape.num_kv_heads // topology.tensor_size if weight.layout is Layout.QKV else 1
+        groups = weight.groups or (shape.num_kv_heads if weight.layout is Layout.QKV else 0)
+        self.groups = groups // topology.tensor_size or 1
         self.of_expert = weight.expert is not None
         self.tp_group = topology.expert_tensor_group if self.of_expert else topology.tensor_group
         self.sequence_parallel = linear.sequence_parallel and not self.of_expert

@@ -40,11 +40,15 @@ def attention_entries(shape: ModelShape) -> tuple[Entry, ...]:
 
 def dense_layer(shape: ModelShape) -> tuple[Entry, ...]:
     """Return an ``Entry`` (mapping to Hugging Face) for each parameter of a layer with one MLP of gate, up and down."""
+    return (*attention_entries(shape), *mlp_entries(shape))
+
+
+def mlp_entries(shape: ModelShape) -> tuple[Entry, ...]:
+    """Return an ``Entry`` (mapping to Hugging Face) for each parameter of an MLP and of the norm before it."""
     fused = shape.layer_spec == "transformer_engine"
     norm = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
     gate_up = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
     return (
-        *attention_entries(shape),
         Entry(megatron=norm, hf=("post_attention_layernorm.weight",), layout=Layout.REPLICATED),
         Entry(megatron="mlp.linear_fc1.weight", hf=gate_up, layout=Layout.GATE_UP),
         Entry(megatron="mlp.linear_fc2.weight", hf=("mlp.down_proj.weight",), layout=Layout.COLUMNS),
@@ -52,10 +56,14 @@ def dense_layer(shape: ModelShape) -> tuple[Entry, ...]:
 
 
 def attention_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return {Hugging Face name within the layer: shape} of grouped-query attention's tensors."""
+    """Return {Hugging Face name within the layer: shape} of grouped-query attention's tensors.
+
+    With an output gate ``q_proj`` also has each head's gate, below the head's query.
+    """
     q, kv, hidden = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.hidden_size
+    projected = 2 * q if shape.output_gate else q
     return {
-        "self_attn.q_proj.weight": (q, hidden),
+        "self_attn.q_proj.weight": (projected, hidden),
         "self_attn.k_proj.weight": (kv, hidden),
         "self_attn.v_proj.weight": (kv, hidden),
         "self_attn.q_proj.bias": (q,),

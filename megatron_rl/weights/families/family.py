@@ -31,8 +31,10 @@ class ExpertNames:
     stacked: the last components of the names of stacks. A stack is one tensor in a file that holds
         all experts of a layer (weights/stacked.py). () if each expert has tensors of its own.
     transposed: True if stacks hold the matrices transposed: an expert's slice of ``gate_up_proj`` is
-        [gateᵀ, upᵀ] (side by side), and its slice of ``down_proj`` is downᵀ. False if an expert's
-        slice of a stack is the expert's tensor as it is.
+        [gateᵀ, upᵀ] (side by side), and its slice of ``down_proj`` is downᵀ.
+    halved: True if an expert's slice of ``gate_up_proj`` is gate's rows and then up's, and its slice of
+        ``down_proj`` is down. If both are False, an expert's slice of a stack is the expert's tensor
+        as it is.
     """
 
     block: str
@@ -41,6 +43,7 @@ class ExpertNames:
     down: str
     stacked: tuple[str, ...] = ()
     transposed: bool = False
+    halved: bool = False
 
 
 def nothing(*_: object) -> dict[str, Any]:
@@ -82,6 +85,8 @@ class Family:
         hidden state. Names are relative as in ``layer``; an expert's begin with ``expert.``.
     first_layers: as ``layer``, for the layers without a mixture in a family of mixtures; None if
         there are no such layers.
+    delta_layer: as ``layer``, for the layers with a gated delta net in place of attention; None if
+        there are no such layers.
     last: an ``Entry`` for each further parameter of the last pipeline stage, beside the final norm's
         weight.
     layer_fields: shape → the fields of Megatron-Core's TransformerConfig that the layers need
@@ -108,6 +113,7 @@ class Family:
     layer_fields: Callable[[ModelShape], dict[str, Any]] = nothing
     ffn_field: str = "intermediate_size"
     first_layers: Callable[[ModelShape], tuple[Entry, ...]] | None = None
+    delta_layer: Callable[[ModelShape], tuple[Entry, ...]] | None = None
     last: tuple[Entry, ...] = ()
     expert_layer: Callable[[ModelShape, int], tuple[Entry, ...]] | None = None
     experts: ExpertNames | None = None

@@ -15,10 +15,17 @@ def mixture_layer(names: ExpertNames, shape: ModelShape) -> tuple[Entry, ...]:
 
     names: the Hugging Face names of the family's experts.
     """
+    return (*attention_entries(shape), *router_entries(names))
+
+
+def router_entries(names: ExpertNames) -> tuple[Entry, ...]:
+    """Return an ``Entry`` (mapping to Hugging Face) for a mixture's router and for the norm before the mixture.
+
+    names: the Hugging Face names of the family's experts.
+    """
     # The router reads the normed hidden state too, so Transformer Engine's spec fuses no norm into the experts (0.16.1
     # gpt_layer_specs.py).
     return (
-        *attention_entries(shape),
         Entry(megatron="pre_mlp_layernorm.weight", hf=("post_attention_layernorm.weight",), layout=Layout.REPLICATED),
         Entry(megatron="mlp.router.weight", hf=(f"{names.block}.gate.weight",), layout=Layout.REPLICATED),
     )
@@ -52,8 +59,16 @@ def mixture_sizes(names: ExpertNames, shape: ModelShape) -> dict[str, tuple[int,
 
     An expert's names begin with ``expert.``.
     """
+    return attention_sizes(shape) | expert_sizes(names, shape)
+
+
+def expert_sizes(names: ExpertNames, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return {Hugging Face name within the layer: shape} of a mixture's tensors: the router's, and one expert's.
+
+    An expert's names begin with ``expert.``.
+    """
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
-    return attention_sizes(shape) | {
+    return {
         f"{names.block}.gate.weight": (shape.num_experts, hidden),
         f"expert.{names.gate}.weight": (ffn, hidden),
         f"expert.{names.up}.weight": (ffn, hidden),

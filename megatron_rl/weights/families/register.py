@@ -12,6 +12,7 @@ PREFIX = "bridge:"
 BUILT = (
     *("qwen2", "qwen3", "llama", "mistral", "phi3", "olmo2", "olmo3", "gemma3_text"),
     *("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "llama4_text"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 )
 
 
@@ -49,6 +50,12 @@ def import_family(model_type: str) -> Family:
             from megatron_rl.weights.families.gpt_oss import GPT_OSS as family
         case "llama4_text":
             from megatron_rl.weights.families.llama4 import LLAMA4 as family
+        case "qwen3_next":
+            from megatron_rl.weights.families.qwen3_next import QWEN3_NEXT as family
+        case "qwen3_5_text":
+            from megatron_rl.weights.families.qwen3_5 import QWEN3_5_TEXT as family
+        case "qwen3_5_moe_text":
+            from megatron_rl.weights.families.qwen3_5 import QWEN3_5_MOE_TEXT as family
         case _:
             raise KeyError(model_type)
     return family
@@ -88,14 +95,8 @@ class Families(Mapping[str, Family]):
 FAMILIES = Families()
 # Other names of a family's model_type, for which transformers has no class.
 ALIASES = {"kimi_k2": "deepseek_v3"}
-_DELTA = (
-    "the gated delta net of three layers in four: Megatron-Core 0.16.1's GatedDeltaNet (ssm/gated_delta_net.py) raises "
-    '"GDN does not support packed sequence for now.", 0.19.2\'s (ssm/gated_delta_net/gdn.py) takes packed sequences '
-    "outside deterministic mode alone, and neither is built without flash-linear-attention and its Triton kernels "
-    '("FLA is not installed"), which need a GPU'
-)
-_GATED_ATTENTION = "gates on attention's output, norms that multiply by 1 + weight"
-_SHARED_GATE = "a gate of the shared expert"
+# Vision-language models whose text part is built here: the model's model_type, and its text part's.
+TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 # Features that Megatron-Core 0.16.1 and 0.19.2 lack in a layer (read: transformer_config.py, transformer_layer.py,
 # dot_product_attention.py), or that the model built here lacks; models as in transformers 5.19.
 MISSING = {
@@ -104,11 +105,6 @@ MISSING = {
     "built (gemma3_text)",
     "gemma3": "a vision tower; its language model alone is gemma3_text",
     "qwen2_moe": "a shared expert with a gate of its own beside the routed experts",
-    "qwen3_next": f"{_DELTA}; {_GATED_ATTENTION}, {_SHARED_GATE}",
-    "qwen3_5_text": f"{_DELTA}; {_GATED_ATTENTION}",
-    "qwen3_5_moe_text": f"{_DELTA}; {_GATED_ATTENTION}, {_SHARED_GATE}",
-    "qwen3_5": "a vision tower, and what qwen3_5_text misses",
-    "qwen3_5_moe": "a vision tower, and what qwen3_5_moe_text misses",
     "llama4": "a vision tower; its text model alone (llama4_text) is built",
 }
 

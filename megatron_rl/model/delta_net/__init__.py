@@ -1,0 +1,1 @@
+"""Gated delta nets: layers that keep a matrix per head as their state instead of keys and values."""

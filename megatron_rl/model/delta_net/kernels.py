@@ -1,0 +1,92 @@
+"""The choice of the kernels of the gated delta rule: torch's, or those of flash-linear-attention on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+from typing import Protocol
+
+import torch
+
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.errors import ConfigError
+from megatron_rl.model.delta_net.rule import chunked_delta_rule, unit
+from megatron_rl.model.delta_net.runs import DeltaLayout
+from megatron_rl.weights.model_shape import DeltaNetShape
+
+log = logging.getLogger(__name__)
+
+LEAST_FLA = (0, 6)
+
+
+class DeltaRule(Protocol):
+    """Computes the gated delta rule of all runs of a micro-batch."""
+
+    def __call__(
+        self,
+        convolved: torch.Tensor,
+        decay: torch.Tensor,
+        step: torch.Tensor,
+        layout: DeltaLayout,
+        shape: DeltaNetShape,
+    ) -> torch.Tensor:
+        """Return [T, heads, d_v], the outputs of a micro-batch's tokens.
+
+        convolved: [rows, groups, …], each group's q, k and v, in the rows of ``layout.history``.
+        decay, step: float32 [T, heads], g and β of each token.
+        """
+
+
+def torch_rule(
+    convolved: torch.Tensor, decay: torch.Tensor, step: torch.Tensor, layout: DeltaLayout, shape: DeltaNetShape
+) -> torch.Tensor:
+    """Compute the gated delta rule by torch, in float32 (rule.py); ``DeltaRule`` describes arguments and result."""
+    chunks, key_dim = layout.chunks, shape.key_head_dim
+    groups = convolved.shape[1]
+    laid = chunks.into(convolved).unflatten(0, (-1, chunks.tokens)).transpose(1, 2).float()
+    query, key, value = laid.split([key_dim, key_dim, laid.shape[-1] - 2 * key_dim], -1)
+    value = value.unflatten(-1, (-1, shape.value_head_dim)).transpose(2, 3)
+    numbers = chunks.of_tokens(torch.stack([decay, step], -1)).unflatten(0, (-1, chunks.tokens))
+    decay, step = numbers.unflatten(2, (groups, -1)).movedim(1, -2).unbind(-1)
+    outputs = chunked_delta_rule(unit(query), unit(key), value, decay, step, chunks)
+    rows = outputs.movedim(3, 1).flatten(2, 3).flatten(0, 1)
+    return chunks.back(rows)
+
+
+def choose_rule(setting: str) -> DeltaRule:
+    """Return the kernels that the setting ``model.delta_kernel`` means here, and log their name once.
+
+    ``auto`` is flash-linear-attention's on a GPU, if installed, else torch's.
+
+    Raises ConfigError if the setting demands kernels that cannot be used.
+    """
+    return _chosen(setting, HOST.is_cuda)
+
+
+@functools.cache
+def _chosen(setting: str, is_cuda: bool) -> DeltaRule:
+    fault = fla_fault() if is_cuda else "there is no GPU"
+    if setting == "fla" and fault:
+        raise ConfigError(
+            f"model.delta_kernel=fla cannot be used here: {fault}; install megatron-rl[fla] on a GPU, or set "
+            "model.delta_kernel=auto"
+        )
+    if setting == "torch" or fault:
+        log.info("gated delta nets run on torch's kernels%s", f" ({fault})" if setting == "auto" else "")
+        return torch_rule
+    from megatron_rl.model.delta_net.fla import fla_rule
+
+    log.info("gated delta nets run on the kernels of fla-core %s", importlib.metadata.version("fla-core"))
+    return fla_rule
+
+
+def fla_fault() -> str | None:
+    """Return why flash-linear-attention's kernels cannot be used; None if they can."""
+    try:
+        version = importlib.metadata.version("fla-core")
+    except importlib.metadata.PackageNotFoundError:
+        return "fla-core is not installed"
+    if tuple(int(x) for x in version.split(".")[:2]) < LEAST_FLA:
+        return f"fla-core {version} is older than {'.'.join(map(str, LEAST_FLA))}"
+    return None
