@@ -42,7 +42,7 @@ def _check_divisible(hf_config: Any, shape: ModelShape, parallel: ParallelConfig
     if experts:
         split += [
             ("parallel.expert_tensor", topology.expert_tensor_size, ffn_name, ffn),
-            ("parallel.expert", topology.expert_size, "num_experts", hf_config.num_local_experts),
+            ("parallel.expert", topology.expert_size, "num_experts", shape.num_experts),
             ("parallel.tensor", topology.tensor_size, "intermediate_size", shape.dense_ffn_hidden_size),
             ("parallel.tensor", topology.tensor_size, "the shared experts' width", shape.shared_ffn_hidden_size),
         ]

@@ -327,7 +327,7 @@ def _write_alone(parameters: Parameters, hf_config: Any, folder: pathlib.Path) -
     else:
         from megatron_rl.weights.stacked import copies as stacked_copies
 
-        copies = stacked_copies(tensors, hf_config.model_type, hf_config.to_dict().get("num_local_experts") or 0)
+        copies = stacked_copies(tensors, hf_config.model_type, parameters.shape.num_experts)
     write = None
     if parameters.topology.is_main:
         write = lambda: save_file(copies, folder / SINGLE, metadata={"format": "pt"})  # noqa: E731

@@ -97,9 +97,7 @@ def delta_entries(shape: ModelShape, tensors: dict[str, Sequence[str]]) -> tuple
         vector("A_log"),
         vector("dt_bias"),
         Entry(megatron="self_attention.norm.weight", hf=("linear_attn.norm.weight",), layout=Layout.REPLICATED),
-        Entry(
-            megatron="self_attention.out_proj.weight", hf=("linear_attn.out_proj.weight",), layout=Layout.COLUMNS
-        ),
+        Entry(megatron="self_attention.out_proj.weight", hf=("linear_attn.out_proj.weight",), layout=Layout.COLUMNS),
     )
 
 

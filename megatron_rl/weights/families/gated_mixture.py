@@ -13,7 +13,7 @@ from megatron_rl.weights.model_shape import ModelShape
 def gated_mixture_features(hf_config: Any) -> dict[str, Any]:
     """Return keyword arguments of ModelShape for a mixture with a gated shared expert."""
     return dict(
-        num_experts=hf_config.num_local_experts,
+        num_experts=hf_config.num_experts,
         experts_per_token=hf_config.num_experts_per_tok,
         shared_ffn_hidden_size=hf_config.shared_expert_intermediate_size,
         shared_gate=True,
