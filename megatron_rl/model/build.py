@@ -73,6 +73,7 @@ def transformer_config(
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
         attention_output_gate=shape.output_gate,
+        linear_attention_freq=_mixers(shape),
         layernorm_zero_centered_gamma=shape.shifted_norms and shape.layer_spec == "transformer_engine",
         softmax_scale=_scale(shape, hf_config),
         **seam_fields(
@@ -92,6 +93,15 @@ def transformer_config(
 
         fields |= latent_fields(shape, hf_config, extra)
     return _build_config(fields, extra, shape)
+
+
+def _mixers(shape: ModelShape) -> list[int] | None:
+    """Return 1 for each layer with a gated delta net and 0 for the others; None if every layer has attention.
+
+    Of this list Megatron-Core reads only that there is one: layers that differ get keys of their own
+    in checkpoints (0.16.1 ``transformer_block.py`` sharded_state_dict).
+    """
+    return [int(shape.has_delta_net(layer)) for layer in range(shape.num_layers)] if shape.delta else None
 
 
 def _scale(shape: ModelShape, hf_config: Any) -> float | None:
