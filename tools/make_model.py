@@ -62,7 +62,7 @@ class ModelSizes:
 
 
 def delta_sizes(sizes: ModelSizes) -> dict[str, int]:
-    """Return the fields of gated delta nets: the heads of attention, and a head of k for each of its key-value heads."""
+    """Return the fields of gated delta nets: attention's heads, and a head of k for each of its key-value heads."""
     return dict(
         linear_num_key_heads=sizes.kv_heads,
         linear_num_value_heads=sizes.heads,

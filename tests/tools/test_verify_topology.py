@@ -20,6 +20,7 @@ pytestmark = pytest.mark.process
 
 TOOL = "megatron_rl.commands.verify"
 EXPERTS = ("parallel.expert=2", "parallel.expert_tensor=1")
+DELTA = ("qwen3_5_text", "qwen3_next")  # gated delta nets and attention in turn
 TWO_KINDS = ("glm4_moe", "deepseek_v3", "llama4_interleaved")  # of layers: a dense one, then a mixture
 TP2, PP2, CP2 = "parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2"
 PASSING = {"TP2": (2, "qwen2_tied", (TP2,)),
@@ -34,6 +35,8 @@ PASSING = {"TP2": (2, "qwen2_tied", (TP2,)),
            "EP2, PP2, layers of two kinds": (4, "glm4_moe", ("parallel.expert=2", "parallel.pipeline=2")),
            "PP2, dense layers between": (2, "llama4_interleaved", ("parallel.pipeline=2",)),
            "TP2 SP, latents": (2, "deepseek_v3", (*SP, *EXPERTS)),
+           "TP2 SP, PP2, delta nets": (4, "qwen3_next", (*SP, PP2)),
+           "CP2, delta nets": (2, "qwen3_5_text", (CP2,)),
            "TP2, bfloat16": (2, "qwen2_tied", ("parallel.tensor=2", "--dtype", "bfloat16"))}
 OUTPUT = "attention output (model.layers.{}.self_attn.o_proj)"
 CORE = "attention core (model.layers.0.self_attn, before o_proj)"
@@ -83,8 +86,10 @@ def test_a_right_topology_passes_with_every_check_compared(nursery, tmp_path, ce
     assert found["passed"] and "verdict: PASSED" in output and all(row["passed"] for row in checks.values())
     kinds = {"embedding", "attention qkv", "attention output", "norms"}
     kinds |= {"router", "experts"} if family in MIXTURES else {"mlp gate/up", "mlp down"}
-    kinds |= {"mlp gate/up", "mlp down"} if family in TWO_KINDS else set()
-    kinds |= {"lm head"} if family in ("qwen2_untied", "llama", "mixtral", "gpt_oss", *TWO_KINDS) else set()
+    kinds |= {"mlp gate/up", "mlp down"} if family in (*TWO_KINDS, "qwen3_next") else set()
+    untied = ("qwen2_untied", "llama", "mixtral", "gpt_oss", "qwen3_next", *TWO_KINDS)
+    kinds |= {"lm head"} if family in untied else set()
+    kinds |= {f"delta net {x}" for x in ("projection", "decay", "output")} if family in DELTA else set()
     wanted = {"activations of one sample", "log-probs per sample", "gradient norm of optim_step"}
     wanted |= {"weights after 3 AdamW steps", "skip against dense"}
     assert set(checks) == wanted | {f"gradient: {kind}" for kind in kinds}

@@ -40,12 +40,15 @@ NORM, NEXT = Point(layer=-1, name="final norm"), Point(layer=1, name="layer inpu
 def test_every_tensor_has_a_class_and_backward_order_runs_from_the_head_to_the_embedding():
     tops = {"model.embed_tokens.weight": "embedding", "lm_head.weight": "lm head", "model.norm.weight": "norms"}
     inside = {
-        "norms": "self_attn.k_norm.weight input_layernorm.weight",
+        "delta net projection": "linear_attn.in_proj_qkv.weight linear_attn.in_proj_ba.weight",
+        "delta net decay": "linear_attn.conv1d.weight linear_attn.A_log linear_attn.dt_bias",
+        "delta net output": "linear_attn.out_proj.weight",
+        "norms": "linear_attn.norm.weight self_attn.k_norm.weight input_layernorm.weight",
         "attention qkv": "self_attn.k_proj.bias self_attn.sinks",
         "attention output": "self_attn.o_proj.weight",
         "mlp gate/up": "mlp.up_proj.weight",
         "mlp down": "mlp.down_proj.weight",
-        "router": "mlp.gate.weight mlp.router.bias block_sparse_moe.gate.weight",
+        "router": "mlp.gate.weight mlp.shared_expert_gate.weight mlp.router.bias block_sparse_moe.gate.weight",
         "experts": "mlp.experts.7.gate_up_proj_bias mlp.experts.7.down_proj.weight block_sparse_moe.experts.0.w1",
     }
     named = tops | {f"model.layers.3.{part}": kind for kind in inside for part in inside[kind].split()}

@@ -20,6 +20,9 @@ CLASSES = (
     "embedding",
     "attention qkv",
     "attention output",
+    "delta net projection",
+    "delta net decay",
+    "delta net output",
     "norms",
     "mlp gate/up",
     "mlp down",
@@ -33,6 +36,8 @@ POINTS = (
     "layer input",
     "attention core",
     "attention output",
+    "delta net core",
+    "delta net output",
     "router",
     "experts output",
     "mlp output",
@@ -44,6 +49,8 @@ TENSOR_OF_POINT = {
     "layer input": "",
     "attention core": "self_attn, before o_proj",
     "attention output": "self_attn.o_proj",
+    "delta net core": "linear_attn, before out_proj",
+    "delta net output": "linear_attn.out_proj",
     "router": "gate",
     "experts output": "experts",
     "mlp output": "mlp.down_proj",
@@ -56,6 +63,10 @@ LOOK_AT = {
     "attention core": "the shards of q, k and v, the positions of the tokens that a rank holds, "
     "and the keys gathered over context ranks",
     "attention output": "the tensor-parallel reduction behind this projection "
+    "(all-reduce; reduce-scatter under sequence parallelism)",
+    "delta net core": "the shards of the projection, the tokens gathered over context ranks, "
+    "and the states that responses continue",
+    "delta net output": "the tensor-parallel reduction behind this projection "
     "(all-reduce; reduce-scatter under sequence parallelism)",
     "router": "the router's weights, the same on every rank, and the order of its tokens",
     "experts output": "the all-to-all that takes tokens to their experts and back, "
@@ -161,8 +172,11 @@ def tensor_class(name: str) -> str:
         ("experts", r"\.experts?\."),
         ("attention qkv", r"\.[qkv]_proj\.|\.sinks|\.(q_a|q_b|kv_b)_proj\.|\.kv_a_proj_with_mqa\."),
         ("attention output", r"\.o_proj\."),
+        ("delta net projection", r"\.linear_attn\.in_proj"),
+        ("delta net decay", r"\.linear_attn\.(conv1d|A_log|dt_bias)"),
+        ("delta net output", r"\.linear_attn\.out_proj"),
         ("norms", r"norm"),
-        ("router", r"\.(gate|router)\."),
+        ("router", r"\.(gate|router|shared_expert_gate)\."),
         ("mlp gate/up", r"\.(gate|up|gate_up)_proj"),
         ("mlp down", r"\.down_proj"),
     ):
@@ -174,9 +188,11 @@ def tensor_class(name: str) -> str:
 _BACKWARD = (
     r"experts|(mlp|feed_forward)\.down_proj",
     r"(mlp|feed_forward)\.(gate|up)_proj",
-    r"\.(gate|router)\.",
+    r"\.(gate|router|shared_expert_gate)\.",
     r"post_attention_layernorm",
-    r"\.o_proj\.",
+    r"\.(o|out)_proj\.",
+    r"linear_attn\.(norm|A_log|dt_bias)",
+    r"linear_attn\.conv1d",
     r"\.sinks",
     r"\.[qk]_norm\.",
     r"\.v_proj\.",

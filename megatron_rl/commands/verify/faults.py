@@ -87,7 +87,7 @@ def _tp_all_reduce(backend: MegatronBackend, layer: int) -> Iterator[None]:
     }
     original = {name: getattr(parallel_layers, name) for name in replaced}
     if layer in blocks:
-        projection = blocks[layer].self_attention.linear_proj
+        projection = output_projection(blocks[layer])
         true_forward = projection.forward
 
         @functools.wraps(true_forward)
@@ -100,6 +100,12 @@ def _tp_all_reduce(backend: MegatronBackend, layer: int) -> Iterator[None]:
 
         projection.forward = forward
     yield
+
+
+def output_projection(block: torch.nn.Module) -> torch.nn.Module:
+    """Return the last linear layer of a block's attention, or of its gated delta net."""
+    parts = dict(block.self_attention.named_children())
+    return parts["out_proj" if "out_proj" in parts else "linear_proj"]
 
 
 @contextlib.contextmanager

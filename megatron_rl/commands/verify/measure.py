@@ -19,7 +19,7 @@ from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.backend import MegatronBackend
 from megatron_rl.backend.batch import Batch
 from megatron_rl.commands.verify.compare import Measured, Point
-from megatron_rl.commands.verify.faults import Fault
+from megatron_rl.commands.verify.faults import Fault, output_projection
 from megatron_rl.commands.verify.thin import Work
 from megatron_rl.config import Config
 from megatron_rl.distributed import topology
@@ -306,8 +306,9 @@ def record(backend: MegatronBackend) -> Iterator[Record]:
         for block in model.decoder.layers:
             layer = block.layer_number - 1  # Megatron-Core counts from 1, over all stages
             argument(block, layer, "layer input")
-            argument(block.self_attention.linear_proj, layer, "attention core", columns=True)
-            output(block.self_attention, layer, "attention output")
+            mixer = "delta net" if backend.shape.has_delta_net(layer) else "attention"
+            argument(output_projection(block), layer, f"{mixer} core", columns=True)
+            output(block.self_attention, layer, f"{mixer} output")
             mixture = "router" in dict(block.mlp.named_children())
             if mixture:
                 output(block.mlp.router, layer, "router")

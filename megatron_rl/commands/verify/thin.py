@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,12 @@ from megatron_rl.weights.fused import file_tensors
 
 HIDDEN, FFN, VOCABULARY, EXPERTS = 64, 96, 128, 4
 KEEP = ("hidden", "ffn", "vocabulary", "experts")
+FFN_FIELDS = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "intermediate_size_mlp",
+    "shared_expert_intermediate_size",
+)
 EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
 LEARNING_RATE = 1e-4
 GROUP_SAMPLES = 4
@@ -60,7 +66,8 @@ def thin_layout(real, settings: ModelSettings, layers_per_stage: int) -> tuple[i
     """Return the number of layers of each pipeline stage of the thin model.
 
     The smallest stages get ``layers_per_stage`` layers, and larger ones get one more. Stages
-    without layers stay without.
+    without layers stay without. A single stage of a model with gated delta nets gets two at least:
+    a delta net and attention.
 
     real: the real model's Hugging Face config.
 
@@ -69,7 +76,10 @@ def thin_layout(real, settings: ModelSettings, layers_per_stage: int) -> tuple[i
     from megatron_rl.model.costs import layout_of
     from megatron_rl.model.hf_config import read_shape
 
-    counts = layout_of(read_shape(real, layer_spec="torch"), settings, real)
+    shape = read_shape(real, layer_spec="torch")
+    counts = layout_of(shape, settings, real)
+    if shape.delta is not None and len(counts) == 1 < shape.num_layers:
+        layers_per_stage = max(layers_per_stage, 2)
     least = min(count for count in counts if count)
     return tuple(layers_per_stage + (count > least) if count else 0 for count in counts)
 
@@ -94,9 +104,7 @@ def thin_hf_config(real, settings: ModelSettings, size: Size):
     real_fields = real.to_dict()
     fields["head_dim"] = real_fields.get("head_dim") or real.hidden_size // real.num_attention_heads
     if real_fields.get("layer_types"):
-        fields["layer_types"] = (list(real_fields["layer_types"]) * fields["num_hidden_layers"])[
-            : fields["num_hidden_layers"]
-        ]
+        fields["layer_types"] = _thin_kinds(real_fields["layer_types"], fields["num_hidden_layers"])
     if real_fields.get("first_k_dense_replace"):  # dense layers first, and at least one mixture after them
         fields["first_k_dense_replace"] = min(real.first_k_dense_replace, fields["num_hidden_layers"] - 1)
     if real_fields.get("no_rope_layers"):  # Llama 4's lists by layer, which transformers made of the steps
@@ -107,7 +115,7 @@ def thin_hf_config(real, settings: ModelSettings, size: Size):
     if "hidden" not in size.keep:
         fields["hidden_size"] = min(real.hidden_size, HIDDEN)
     if "ffn" not in size.keep:
-        for name in ("intermediate_size", "moe_intermediate_size", "intermediate_size_mlp"):
+        for name in FFN_FIELDS:
             if real_fields.get(name):
                 fields[name] = min(
                     real_fields[name],
@@ -128,6 +136,16 @@ def thin_hf_config(real, settings: ModelSettings, size: Size):
     for name, value in fields.items():
         setattr(thin, name, value)
     return thin
+
+
+def _thin_kinds(kinds: Sequence[str], depth: int) -> list[str]:
+    """Return the kinds of ``depth`` layers: the first of ``kinds``, repeated, then those that would be left out.
+
+    Example: three delta nets and an attention in turn, depth 2 → a delta net and an attention.
+    """
+    thin = (list(kinds) * depth)[:depth]
+    missing = [kind for kind in dict.fromkeys(kinds) if kind not in thin][: depth - 1]
+    return thin[: depth - len(missing)] + missing
 
 
 def check_real(real, parallel: ParallelConfig, hf_path: str) -> None:
@@ -154,6 +172,7 @@ def check_real(real, parallel: ParallelConfig, hf_path: str) -> None:
         if fields.get("first_k_dense_replace"):
             split["intermediate_size"] = fields["intermediate_size"], "parallel.tensor", parallel.tensor
         shared = fields.get("n_shared_experts", 0) * real.to_dict()[ffn]
+        shared = shared or fields.get("shared_expert_intermediate_size", 0)
         split["the shared experts' width"] = shared, "parallel.tensor", parallel.tensor
     for name, (count, key, ranks) in split.items():
         if count % ranks:
