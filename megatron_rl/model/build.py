@@ -72,8 +72,6 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
-        attention_output_gate=shape.output_gate,
-        layernorm_zero_centered_gamma=shape.shifted_norms and shape.layer_spec == "transformer_engine",
         softmax_scale=_scale(shape, hf_config),
         **seam_fields(
             shape,
@@ -83,6 +81,7 @@ def transformer_config(
             deterministic=settings.deterministic,
         ),
         **_window_fields(shape, topology),
+        **_delta_fields(shape),
         **_fusions(shape, extra, half=half_on_gpu(settings.model.dtype), shares=shares),
     )
     # the family's own fields
@@ -121,6 +120,19 @@ def _window_fields(shape: ModelShape, topology: Topology) -> dict[str, Any]:
         )
     (window,) = {x for x in shape.windows if x}
     return dict(window_size=(window - 1, 0), window_attn_skip_freq=[int(x > 0) for x in shape.windows])
+
+
+def _delta_fields(shape: ModelShape) -> dict[str, bool]:
+    """Return {field: value} of TransformerConfig for gated attention, norms by 1 + weight, and layers of two kinds.
+
+    If some layers have a gated delta net, checkpoints hold each layer's tensors under the layer's own
+    number. Otherwise Megatron-Core would stack the tensors of all layers, which are not of one kind.
+    """
+    fields = dict(
+        attention_output_gate=shape.output_gate,
+        layernorm_zero_centered_gamma=shape.shifted_norms and shape.layer_spec == "transformer_engine",
+    )
+    return fields | (dict(hetereogenous_dist_checkpoint=True) if shape.delta else {})
 
 
 def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelShape) -> TransformerConfig:

@@ -17,7 +17,7 @@ IMPORTED = (
     "tests.stand_ins.install",
     "tests.equality.rig",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe")),
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("deepseek_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe")),
+    *(f"transformers.models.{x}.modeling_{x}" for x in ("deepseek_v3", "qwen3_5", "qwen3_5_moe", "qwen3_next")),
 )
 
 

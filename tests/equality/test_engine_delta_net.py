@@ -1,4 +1,4 @@
-"""Gated delta nets and gated attention of Transformer Engine's modules, on a stand-in without kernels, equal transformers.
+"""Gated delta nets and attention of Transformer Engine's modules equal transformers, on a stand-in without kernels.
 
 The stand-in is the one of test_transformer_engine.py.
 """
@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from tests.equality.engine_rig import ENGINE
-from tests.equality.layouts import TOLERANCE
+from tests.equality.layouts import SHARDED, TOLERANCE
 from tests.equality.rig import open_rig, ragged_advantages
-from tests.equality.rows import measured
+from tests.equality.rows import measured, row
+from tests.equality.saved_steps import save_and_load
 from tests.equality.shared_samples import SHARED, advantages_of, group_samples
 from tests.pairwise import quick
 from tests.reference import masked_logprobs, near_policy, reference_gradient
@@ -21,22 +22,37 @@ LAYOUTS = ("one", "shared", "TP2-SP", "TP2-SP-shared", "CP2", "PP2-shared", "rec
 CASES = ("TP2 qwen3_5_text", "TP2-shared qwen3_5_text", "EP2-permuted qwen3_next", "TP2-SP-EP2-ETP1 qwen3_5_moe_text",
          *(f"{layout} {family}" for layout in LAYOUTS for family in FAMILIES))
 QUICK = ("one qwen3_next", "TP2-SP qwen3_5_moe_text", "TP2-SP-shared qwen3_5_text", "TP2-SP-shared qwen3_next")
+TORCH = ("model.layer_spec=torch",)
+WAYS = {"torch-to-engine": (TORCH, ENGINE), "engine-to-torch": (ENGINE, TORCH), "engine": (ENGINE, ENGINE)}
+RESUMED = [f"{way} {layout} {family}" for way in WAYS for layout in ("one", "TP2-SP", "PP2") for family in FAMILIES]
+RESUMED_QUICK = ("torch-to-engine TP2-SP qwen3_next", "engine-to-torch one qwen3_5_text", "engine PP2 qwen3_5_moe_text")
 
 
 def against_transformers(rank: int, world: int, family: str, settings: tuple[str, ...]) -> dict[str, float]:
-    """Return the errors of log-probs, of the dense and of the skip run's gradient."""
+    """Return the errors of log-probs, and of the dense and of the skip run's gradient."""
     with open_rig(family, SEVERAL, *ENGINE, *settings, samples=7) as rig:
         if SHARED in settings:
             samples, groups = group_samples()
             rig.take(near_policy(rig.model, samples), groups)
-        count = len(rig.samples)
+        samples, count = rig.samples, len(rig.samples)
         advantages = advantages_of(count) if SHARED in settings else ragged_advantages(count)
-        found = {"log-probs": float(np.abs(rig.logprobs() * rig.loss_mask - masked_logprobs(rig.model, rig.samples)).max())}
-        want, _ = reference_gradient(rig.model, rig.samples, rig.groups, list(advantages))
-        return found | rig.errors(advantages, want)
+        gap = np.abs(rig.logprobs() * rig.loss_mask - masked_logprobs(rig.model, samples)).max()
+        want, _ = reference_gradient(rig.model, samples, rig.groups, list(advantages))
+        return {"log-probs": float(gap)} | rig.errors(advantages, want)
 
 
 @pytest.mark.parametrize("name", quick(CASES, *QUICK))
 def test_log_probs_and_gradients_equal_transformers(engine_pool, name):
     for found in measured(engine_pool, name, against_transformers):
         assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.parametrize("name", quick(RESUMED, *RESUMED_QUICK))
+def test_checkpoint_goes_on(engine_pool, tmp_path, name):
+    """Weights come back to the bit, from the other kind of layers too; with the same kind so do the next steps."""
+    way, case = name.split(" ", 1)
+    world, family, overrides = row(case)
+    first, second = ((*SHARDED, *overrides, *kind) for kind in WAYS[way])
+    for found in engine_pool.run(world, save_and_load, str(tmp_path), first, second, family, 3):
+        assert found["loaded"] and found["export"] == 0 and found["error"] < TOLERANCE, found
+        assert found["moved"] > 1e-4 and (found["next"] or way != "engine"), found
