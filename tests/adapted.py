@@ -12,6 +12,8 @@ PROJECTIONS = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
+DELTA = {"in_proj": ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+         "out_proj": ("out_proj",)}  # of gated delta nets
 
 
 EXPERTS = {"mixtral": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}}  # files' names, where they are others
@@ -27,7 +29,7 @@ def adapt(
     """
     model.requires_grad_(False)
     random = torch.Generator().manual_seed(seed)
-    wanted = {name for target in targets for name in PROJECTIONS[target]}
+    wanted = {name for target in targets for name in (PROJECTIONS | DELTA)[target]}
     for name, module in list(model.named_modules()):
         if name.endswith("mlp.experts") and wanted & set(PROJECTIONS["linear_fc1"] + PROJECTIONS["linear_fc2"]):
             _adapt_experts(module, EXPERTS.get(model.config.model_type, {}), wanted, rank, alpha / rank, random)

@@ -61,6 +61,16 @@ class ModelSizes:
         return self.hidden // self.heads
 
 
+def delta_sizes(sizes: ModelSizes) -> dict[str, int]:
+    """Return the fields of gated delta nets: the heads of attention, and a head of k for each of its key-value heads."""
+    return dict(
+        linear_num_key_heads=sizes.kv_heads,
+        linear_num_value_heads=sizes.heads,
+        linear_key_head_dim=sizes.head_dim,
+        linear_value_head_dim=sizes.head_dim,
+    )
+
+
 def make_model(
     family: str, sizes: ModelSizes, tokenizer_dir: str | pathlib.Path, out: str | pathlib.Path, seed: int
 ) -> dict:
@@ -75,6 +85,8 @@ def make_model(
         )
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     extra = {"head_dim": sizes.head_dim} if family != "qwen2" else {}  # Qwen2Config has no such field
+    if family == "qwen3_5_text":
+        extra |= delta_sizes(sizes)
     config = CONFIG_MAPPING[family](
         vocab_size=len(tokenizer),
         hidden_size=sizes.hidden,

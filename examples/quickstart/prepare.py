@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--digits", type=int, choices=(1, 2), default=1, help="of each operand, at most (default: 1)")
     parser.add_argument("--operations", default="+,-", help="comma-separated, of + - * (default: +,-)")
     parser.add_argument("--test-rows", type=int, default=0, help="rows held out in test.jsonl (default: 0)")
-    parser.add_argument("--family", choices=("qwen2", "qwen3", "llama"), default="qwen2")
+    parser.add_argument("--family", choices=("qwen2", "qwen3", "llama", "qwen3_5_text"), default="qwen2")
     add_size_arguments(parser, ModelSizes(max_position=64))
     parser.add_argument("--seed", type=int, default=0, help="of the order of rows and of the model's weights")
     parser.add_argument("--json", type=pathlib.Path, help="also write what is printed to this file")

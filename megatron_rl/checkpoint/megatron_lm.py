@@ -154,7 +154,7 @@ def stored_layers(shape: ModelShape) -> Iterator[list[Stored]]:
             aliases = ("mlp.linear_fc1.layer_norm_weight",) if entry.megatron == "pre_mlp_layernorm.weight" else ()
             tensors.append(Stored(entry=_of_layer(entry, layer), name=entry.megatron, aliases=aliases, layer=layer))
         tensors += _stored_experts(fused, layer)
-        yield [dataclasses.replace(x, by_layer=shape.num_dense_layers > 0) for x in tensors]
+        yield [dataclasses.replace(x, by_layer=shape.layers_differ) for x in tensors]
     yield [Stored(entry=FINAL_NORM, name=FINAL_NORM.megatron)]
     if not shape.tied_embeddings:
         yield [Stored(entry=HEAD, name=HEAD.megatron)]
@@ -214,7 +214,7 @@ def extra_state_keys(shape: ModelShape) -> list[str]:
         experts = shape.num_experts if shape.has_mixture(layer) else 0
         own = [*modules, *([] if experts else [f"mlp.{x}" for x in linears])]
         own += [f"mlp.shared_experts.{x}" for x in linears] if experts and shape.shared_ffn_hidden_size else []
-        if shape.num_dense_layers:  # each layer separately
+        if shape.layers_differ:  # each layer separately
             keys += [f"{LAYERS}{layer}.{x}._extra_state/shard_0_1" for x in own]
             prefixes = [f"{LAYERS}{layer}.mlp.experts.experts.{x}._extra_state/shard_" for x in linears]
             keys += [f"{prefix}{expert}_{experts}" for prefix in prefixes for expert in range(experts)]

@@ -15,6 +15,10 @@ PROJECTIONS = {  # a target → the Hugging Face names of its projections
     "linear_fc2": ("down_proj",),
 }
 TARGETS = tuple(PROJECTIONS)
+DELTA_PROJECTIONS = {  # the same of gated delta nets (qwen3_next has two tensors of in_proj, qwen3_5 four)
+    "in_proj": ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "out_proj": ("out_proj",),
+}
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's choices of max_lora_rank (config/lora.py, 0.32.0)
 
 
@@ -25,8 +29,9 @@ class LoraConfig:
     The equation is eq. 3 of Hu et al. 2021, arXiv:2106.09685. Targets have Megatron-Core's names:
     linear_qkv is q_proj, k_proj and v_proj, linear_proj is o_proj, linear_fc1 is gate_proj and
     up_proj, linear_fc2 is down_proj. In a mixture of experts the last two are in dense layers, in
-    shared experts and in every routed expert. There is no dropout: under it, log-probs of engine and
-    trainer would differ.
+    shared experts and in every routed expert. A gated delta net has in_proj and out_proj, which are
+    not among the default targets. There is no dropout: under it, log-probs of engine and trainer
+    would differ.
     """
 
     rank: Annotated[int, Range(1, 4096)] | None = None
@@ -34,11 +39,11 @@ class LoraConfig:
     alpha: Annotated[float, Range(0, 10**6, open_low=True)] = 32.0
     """Scale: an adapter's output B A x is multiplied by alpha / rank."""
     targets: tuple[str, ...] = TARGETS
-    """Linear layers that get an adapter: any of `linear_qkv`, `linear_proj`, `linear_fc1` and `linear_fc2`."""
+    """Layers that get adapters: `linear_qkv`, `linear_proj`, `linear_fc1`, `linear_fc2`; also `in_proj`, `out_proj`."""
 
     def __post_init__(self) -> None:
         for name in self.targets:
-            choose("lora.targets", name, TARGETS)
+            choose("lora.targets", name, (*TARGETS, *DELTA_PROJECTIONS))
         if len(set(self.targets)) != len(self.targets):
             raise ConfigError(f"lora.targets={quoted(list(self.targets))} names a layer twice; name each once")
         if not self.targets:

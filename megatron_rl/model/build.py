@@ -72,6 +72,9 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
+        attention_output_gate=shape.output_gate,
+        linear_attention_freq=_mixers(shape, extra),
+        layernorm_zero_centered_gamma=shape.shifted_norms and shape.layer_spec == "transformer_engine",
         softmax_scale=_scale(shape, hf_config),
         **seam_fields(
             shape,
@@ -81,7 +84,6 @@ def transformer_config(
             deterministic=settings.deterministic,
         ),
         **_window_fields(shape, topology),
-        **_delta_fields(shape),
         **_fusions(shape, extra, half=half_on_gpu(settings.model.dtype), shares=shares),
     )
     # the family's own fields
@@ -91,6 +93,25 @@ def transformer_config(
 
         fields |= latent_fields(shape, hf_config, extra)
     return _build_config(fields, extra, shape)
+
+
+def _mixers(shape: ModelShape, extra: dict[str, Any]) -> list[int] | None:
+    """Return 1 for each layer with a gated delta net and 0 for the others; None if every layer has attention.
+
+    Of this list Megatron-Core reads only that there is one: layers that differ get keys of their own
+    in checkpoints (0.16.1 ``transformer_block.py`` sharded_state_dict).
+
+    extra: the user's fields.
+
+    Raises ConfigError for FP8 with gated delta nets.
+    """
+    if shape.delta and extra.get("fp8"):
+        raise ConfigError(
+            f"megatron.transformer.fp8={extra['fp8']} of {shape.family}: FP8 was not run with gated delta nets, whose "
+            f"projection of {shape.delta.projected_width} rows has two numbers per head, and FP8's products take "
+            "multiples of 16 rows on each tensor rank alone; remove megatron.transformer.fp8"
+        )
+    return [int(shape.has_delta_net(layer)) for layer in range(shape.num_layers)] if shape.delta else None
 
 
 def _scale(shape: ModelShape, hf_config: Any) -> float | None:
@@ -120,19 +141,6 @@ def _window_fields(shape: ModelShape, topology: Topology) -> dict[str, Any]:
         )
     (window,) = {x for x in shape.windows if x}
     return dict(window_size=(window - 1, 0), window_attn_skip_freq=[int(x > 0) for x in shape.windows])
-
-
-def _delta_fields(shape: ModelShape) -> dict[str, bool]:
-    """Return {field: value} of TransformerConfig for gated attention, norms by 1 + weight, and layers of two kinds.
-
-    If some layers have a gated delta net, checkpoints hold each layer's tensors under the layer's own
-    number. Otherwise Megatron-Core would stack the tensors of all layers, which are not of one kind.
-    """
-    fields = dict(
-        attention_output_gate=shape.output_gate,
-        layernorm_zero_centered_gamma=shape.shifted_norms and shape.layer_spec == "transformer_engine",
-    )
-    return fields | (dict(hetereogenous_dist_checkpoint=True) if shape.delta else {})
 
 
 def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelShape) -> TransformerConfig:

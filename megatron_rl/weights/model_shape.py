@@ -208,6 +208,11 @@ class ModelShape:
         return self.delta is not None and layer in self.delta.layers
 
     @property
+    def layers_differ(self) -> bool:
+        """Return whether layers are of several kinds, so that checkpoints have separate keys for each layer."""
+        return self.num_dense_layers > 0 or self.delta is not None
+
+    @property
     def num_attention_layers(self) -> int:
         """Return the number of layers with attention."""
         return self.num_layers - (len(self.delta.layers) if self.delta else 0)

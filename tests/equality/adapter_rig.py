@@ -39,7 +39,8 @@ def overrides_of(parallel: tuple[str, ...], extra: tuple[str, ...]) -> tuple[str
 
 def adapted_model(family: str, extra: tuple[str, ...] = (), layers: int = LAYERS) -> torch.nn.Module:
     _, model = tiny_model(family, layers=layers)
-    targets = ("linear_qkv", "linear_proj") if ATTENTION in extra else tuple(PROJECTIONS)
+    (named,) = [x for x in extra if x.startswith("lora.targets=")] or [""]
+    targets = named.removeprefix("lora.targets=[").rstrip("]").split(",") if named else tuple(PROJECTIONS)
     adapt(model, rank=RANK, alpha=ALPHA, targets=targets)
     return model
 

@@ -20,7 +20,7 @@ from tests.reference import tiny_config
 SAME = (
     *("DP2-plain qwen2_tied", "DP2-plain-bf16 qwen2_tied", "DP2-sharded qwen2_tied", "DP2-sharded-bf16 qwen2_tied"),
     *("DP2-sharded-gather qwen2_tied", "TP2-plain llama", "PP2-sharded qwen2_tied", "EP2-sharded qwen3_moe"),
-    *("EP2-sharded-bf16 glm4_moe", "EP2-sharded-bf16 gpt_oss"),
+    *("EP2-sharded-bf16 glm4_moe", "EP2-sharded-bf16 gpt_oss", "TP2-sharded-bf16 qwen3_5_text"),
 )
 LONG = ("DP2-sharded qwen2_tied", "TP2-plain llama", "EP2-sharded qwen3_moe", "EP2-sharded-bf16 gpt_oss")
 OTHER = (
@@ -28,22 +28,24 @@ OTHER = (
     *("PP2-VPP2-plain to DP2-sharded qwen2_tied", "PP2-sharded to CP2-sharded llama"),
     *("EP2-sharded to TP2-SP-ETP1-sharded gpt_oss", "PP2-plain to EP2-sharded llama4_interleaved"),
     *("PP2-plain to EP2-sharded glm4_moe", "TP2-SP-sharded to EP2-sharded deepseek_v3"),
-    "TP2-plain-bf16 to DP2-sharded-bf16 llama",
+    *("TP2-plain-bf16 to DP2-sharded-bf16 llama", "TP2-SP-sharded to EP2-sharded qwen3_next"),
 )
 # a window or a norm of each head adds no tensor of another shape; the first and the last go to AdamW's own test
 LONG_OTHER = (
     *("DP2-sharded to TP2-plain llama", "TP2-sharded to PP2-sharded qwen2_tied", "TP2-sharded to PP2-sharded qwen3"),
     *("PP2-plain to DP2-sharded mistral_window", "TP2-sharded to PP2-sharded olmo3"),
     *("EP2-sharded to TP2-SP-sharded qwen3_moe", "DP2-plain to EP2-sharded mixtral"),
+    *("PP2-sharded to TP2-sharded qwen3_5_text", "PP2-sharded to TP2-SP-sharded qwen3_5_moe_text"),
 )
 LORA = ("lora.rank=3", "lora.alpha=5")
 ADAPTED = (
     *("DP2-sharded-bf16 qwen2_tied", "PP2-sharded qwen2_tied", "TP2-SP-ETP1-plain mixtral", "DP2-plain qwen2_tied"),
-    *("TP2-SP-sharded qwen3", "TP2-PP2-plain llama", "EP2-sharded glm4_moe"),
+    *("TP2-SP-sharded qwen3", "TP2-PP2-plain llama", "EP2-sharded glm4_moe", "TP2-linears-sharded qwen3_5_text"),
 )
 ADAPTED_ELSEWHERE = (*("TP2-sharded to PP2-VPP2-sharded qwen2_tied", "EP2-sharded to TP2-SP-plain glm4_moe"),
                      *("DP2-sharded to TP2-SP-plain qwen3", "PP2-sharded to TP2-sharded llama"),
-                     "TP2-SP-EP2-ETP1-sharded to PP2-sharded qwen3_moe")
+                     *("TP2-SP-EP2-ETP1-sharded to PP2-sharded qwen3_moe",
+                       "TP2-linears-sharded to PP2-linears-sharded qwen3_5_text"))
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ LIMITS = FileSizes(most_bytes=60_000, least_bytes=1)  # several files of every r
 ROWS = ("TP2-PP2-SP-EP2-ETP1 qwen3_moe", "DP2-bf16 qwen2_tied", "TP2-SP-EP2-ETP1 gpt_oss")
 LONG = (*("EP2 llama4", "TP2-PP2-VPP2 llama", "TP2-SP-EP2 mixtral", "PP2-EP2 deepseek_v3", "TP2-PP2 phi3"),
         *("TP2 olmo2", "EP2-PP2-VPP2 qwen3_moe", "PP2 gemma3_text", "TP2-SP-EP2-ETP1 glm4_moe", "TP2-LoRA qwen3"),
-        "TP2-CP2 qwen2_untied")
+        *("TP2-CP2 qwen2_untied", "TP2-SP-EP2-ETP1 qwen3_5_moe_text", "TP2-PP2 qwen3_5_text", "EP2 qwen3_next"))
 
 
 class CountingReader(MemoryReader):

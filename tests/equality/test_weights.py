@@ -43,7 +43,8 @@ TEMPERATURE = 0.7  # not 1, so that a log-prob at the wrong temperature shows
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 FILES = (*("PP2 qwen2_tied", "TP2 llama", "TP2-PP2 phi3", "TP2 olmo2", "PP2 gemma3_text", "one qwen3_moe"),
          *("TP2-SP glm4_moe", "TP2-SP deepseek_v3", "EP2 moonlight", "TP2-SP-EP2-ETP1 gpt_oss", "EP2 llama4"),
-         *("TP2-SP llama4_interleaved", "TP2-SP-EP2-ETP1 mixtral", "TP2-SP qwen3_moe"))
+         *("TP2-SP llama4_interleaved", "TP2-SP-EP2-ETP1 mixtral", "TP2-SP qwen3_moe"),
+         *("TP2 qwen3_5_text", "TP2-SP qwen3_next", "EP2 qwen3_5_moe_text"))
 LONG_FILES = (
     *("TP2 qwen2_tied", "TP2-PP2 qwen2_tied", "PP2 llama", "TP2-PP2 llama", "EP2 glm4_moe", "PP2 glm4_moe"),
     *("EP2 gpt_oss", "EP2 qwen3_moe", "EP2 mixtral", "TP2 olmo3", "TP2-SP-EP2 mixtral", "EP2-PP2-VPP2 qwen3_moe"),

@@ -85,7 +85,7 @@ def test_what_cannot_round_trip_fails_the_tool(tmp_path, capsys):
     assert "--columns answer: row 0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_5_text"])
 def test_model_directory_loads_with_the_same_tokenizer(tmp_path, family):
     texts = [row["answer"] for row in GSM8K_ROWS]
     make_tokenizer.make_tokenizer(tmp_path / "t", texts, 280, None)

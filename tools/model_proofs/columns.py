@@ -27,6 +27,7 @@ class Column:
 
 WEIGHTS, CONVERT = "tests/equality/test_weights.py", "tests/tools/test_convert_checkpoint.py"
 EXPERTS, GRADIENT = "tests/equality/test_experts.py", "tests/equality/test_gradient.py"
+DELTA = "tests/equality/test_delta_net.py"
 CHECKPOINT, FORECAST = "tests/equality/test_checkpoint.py", "tests/tools/test_simulate_cluster.py"
 COLUMNS = (
     Column(
@@ -44,11 +45,15 @@ COLUMNS = (
             f"{GRADIENT}::test_every_cut_into_microbatches_gives_the_reference_gradient",
             f"{EXPERTS}::test_mixtures_equal_reference",
             "tests/equality/test_context.py::test_sequences_shorter_than_their_chunks",
+            f"{DELTA}::test_delta_nets_equal_transformers",
         ),
     ),
     Column(
         title="shared prompts",
-        each=("tests/equality/test_shared_prompts.py::test_shared_prompts_equal_the_plain_loop",),
+        each=(
+            "tests/equality/test_shared_prompts.py::test_shared_prompts_equal_the_plain_loop",
+            f"{DELTA}::test_prompts_run_once_under_delta_nets_equal_the_plain_loop",
+        ),
     ),
     Column(
         title="files and round trip",
@@ -93,6 +98,7 @@ COLUMNS = (
         each=(
             "tests/vllm/test_families.py::test_logprobs_of_a_family_equal_hugging_faces",
             "tests/vllm/test_run.py::test_a_family_of_other_tensors",
+            "tests/vllm/test_delta_nets.py::test_after_every_sync_the_gap_is_that_of_bfloat16",
             "tests/vllm/test_embedded.py::test_after_every_sync_logprobs_equal_hugging_faces",
         ),
         vllm=True,

@@ -47,6 +47,7 @@ def put_adapters(
     Raises ConfigError if the layers cannot take adapters.
     """
     shape = shape.with_adapters(lora)
+    _check_stages(shape)
     _check_place(shape, any(chunk.config.moe_shared_expert_overlap for chunk in chunks))
     for number, chunk in enumerate(chunks):
         chunk.requires_grad_(False)
@@ -141,8 +142,8 @@ def _check_place(shape: ModelShape, overlaps: bool) -> None:
             f"{targets} names {named[0]}, and adapters on experts were not tested for {shape.family}; set "
             "lora.targets=[linear_qkv,linear_proj]"
         )
-    # targets that the first and the last layer do not have, or that no adapter fits
-    weights = [x for layer in (0, shape.num_layers - 1) for x in target_entries(shape, layer, shape.num_experts or 1)]
+    # targets that no kind of layer has, or that no adapter fits, and stages without a target
+    weights = [x for layer in _kinds(shape) for x in target_entries(shape, layer, shape.num_experts or 1)]
     for target in shape.lora_targets:
         if all(target_of(weight.megatron) != target for weight in weights):
             raise ConfigError(
@@ -160,6 +161,26 @@ def _check_place(shape: ModelShape, overlaps: bool) -> None:
                 f"{targets} names {target_of(weight.megatron)}, and with "
                 "megatron.transformer.moe_shared_expert_overlap=true a shared expert's ranks exchange its tokens "
                 "outside its linear layers; set it to false, or lora.targets=[linear_qkv,linear_proj]"
+            )
+
+
+def _kinds(shape: ModelShape) -> list[int]:
+    """Return the numbers of layers that show every kind of layer of the model."""
+    mixers = [shape.has_delta_net(layer) for layer in range(shape.num_layers)]
+    return list(dict.fromkeys((0, shape.num_layers - 1, *(mixers.index(kind) for kind in dict.fromkeys(mixers)))))
+
+
+def _check_stages(shape: ModelShape) -> None:
+    """Raise ConfigError if a pipeline stage has layers but none with an adapter, so that it would train nothing."""
+    if shape.delta is None:
+        return
+    for stage in range(shape.num_stages):
+        layers = shape.layers_on(stage)
+        if layers and not any(target_entries(shape, layer, shape.num_experts or 1) for layer in layers):
+            raise ConfigError(
+                f"lora.targets={list(shape.lora_targets)} puts no adapter on pipeline stage {stage}, whose layers "
+                f"{layers[0]} to {layers[-1]} have no linear layer of these names; name others too, or change "
+                "parallel.pipeline_layout"
             )
 
 

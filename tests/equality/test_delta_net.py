@@ -1,0 +1,54 @@
+"""Gated delta nets equal transformers' in every layout: log-probs, gradients of skip and dense, norms and steps."""
+
+import pytest
+
+from tests.equality.adapter_rig import gradients, merged_apart
+from tests.equality.layouts import TOLERANCE
+from tests.equality.matrix import BOUND, Cell, measure
+from tests.equality.rig import config_of, layers_of
+from tests.equality.rows import assert_close, measured
+from tests.equality.shared_cuts import CUTS, every_cut
+from tests.pairwise import quick
+
+DENSE, NEXT, MIXTURE = "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"
+QUICK = (f"one {DENSE}", f"TP2-SP {NEXT}", f"PP2 {DENSE}", f"CP2 {MIXTURE}", f"EP2 {MIXTURE}", f"TP2 {DENSE}")
+LAYOUTS = ("PP2-VPP2", "CP2", "DP2", "TP2-PP2", "TP2-SP", "TP2-SP-CP2", "CP2-recompute", "PP2-recompute")
+OF_EXPERTS = ("one", "PP2", "EP2-PP2", "TP2-SP-EP2", "EP2-PP2-VPP2", "EP2-recompute")
+LARGE = (*(f"{layout} {DENSE}" for layout in LAYOUTS),
+         *(f"{layout} {family}" for layout in OF_EXPERTS for family in (NEXT, MIXTURE)))
+
+
+def against_transformers(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> dict[str, float]:
+    """Measure a row as a cell of the matrix (tests/equality/matrix.py)."""
+    layers = layers_of(config_of(*overrides))
+    return measure(rank, world, Cell(name=family, world=world, parallel=(), extra=overrides, layers=layers), family, ())
+
+
+@pytest.mark.parametrize("name", quick((*QUICK, *LARGE), *QUICK))
+def test_delta_nets_equal_transformers(pool, name):
+    found = measured(pool, name, against_transformers)[0]
+    assert max(found.values()) < BOUND and len(found) == 10, found
+
+
+ADAPTED = (f"TP2-SP-linears {DENSE}", f"PP2-linears {DENSE}", f"TP2-linears {DENSE}", f"EP2-linears {MIXTURE}")
+ADAPTED += (f"CP2-linears {DENSE}", f"TP2-SP-linears {NEXT}", f"one-recompute-linears {DENSE}")
+
+
+@pytest.mark.parametrize("name", quick(ADAPTED, *ADAPTED[:1], ADAPTED[3]))
+def test_adapters_of_delta_nets_equal_the_plain_loop(pool, name):
+    assert_close(pool, name, gradients)
+
+
+@pytest.mark.parametrize("name", quick((f"TP2-SP-linears {NEXT}", f"one-linears {DENSE}"), f"TP2-SP-linears {NEXT}"))
+def test_adapters_beside_delta_nets_equal_merged_ones(pool, name):
+    found = measured(pool, name, merged_apart)
+    assert max(found) < TOLERANCE, found
+
+
+SHARING = (f"one {DENSE}", f"TP2-SP {NEXT}", f"CP2 {DENSE}", f"PP2 {MIXTURE}", f"PP2-recompute {DENSE}")
+
+
+@pytest.mark.parametrize("name", quick(SHARING, *SHARING[:3]))
+def test_prompts_run_once_under_delta_nets_equal_the_plain_loop(pool, name):
+    """A prompt's state is forked to its responses, and their gradients flow back into it."""
+    assert_close(pool, name, every_cut, CUTS[:2] if name == SHARING[0] else CUTS[1:2], (True,))
