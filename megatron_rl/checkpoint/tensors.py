@@ -9,6 +9,9 @@ The ``sharded_state_dict`` of Megatron-Core's optimizers is not used (tried with
 distributed optimizer it gathers every state on every rank, and loading fails under torch's AdamW
 (KeyError 'step'). The nesting of its keys changes with EP.
 
+The norm before a mixture of experts has two names: torch's layers and Transformer Engine's each
+write their own (``MIXTURE_NORM``). A load takes the name that the checkpoint has.
+
 Under a distributed optimizer each data-parallel rank writes about 1/DP of the parameters' states.
 The states are gathered one parameter at a time. Loading reads at most LOAD_BYTES of tensors at a
 time.
@@ -25,6 +28,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoint.folder import DamagedCheckpoint
@@ -47,6 +51,9 @@ if TYPE_CHECKING:
 LOAD_BYTES = 1 << 30
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "fp32_param"
+# Megatron-Core 0.16.1 and 0.19.2 (gpt_layer_specs.py) write the norm before a mixture of experts under the first name
+# from Transformer Engine's layers. Torch's write it under the second, as if it were part of a dense MLP.
+MIXTURE_NORM = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 # Raised by Megatron-Core and torch if .metadata, the same for every rank, is not as they expect.
 OF_A_FALSE_INDEX = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
@@ -268,13 +275,31 @@ def _batches(items: list, sizes: Sequence[int]) -> Iterator[list]:
 def _read(entries: Sequence[ShardedBase], folder: pathlib.Path) -> list[torch.Tensor]:
     try:
         with guarded(), _on_disk(folder) as path:
-            loaded = dist_checkpointing.load(
-                {"tensors": dict(enumerate(entries))}, str(path), validate_access_integrity=False
-            )
+            asked = dict(enumerate(_as_stored(entries, path)))
+            loaded = dist_checkpointing.load({"tensors": asked}, str(path), validate_access_integrity=False)
     except (CheckpointException, CheckpointingException, *OF_A_FALSE_INDEX) as error:  # all raised on every rank
         kind = CheckpointError if isinstance(_first(error), StoreError) else DamagedCheckpoint
         raise kind(f"{folder} cannot be loaded: {_reason(error)}") from error
     return [loaded["tensors"][i] for i in range(len(entries))]
+
+
+def _as_stored(entries: Sequence[ShardedBase], path: pathlib.Path) -> list[ShardedBase]:
+    """Return the sharded tensors to load, the norms of mixtures under the names that the checkpoint has for them.
+
+    path: the checkpoint's folder on disk. Its index is read only if some entry may have another name.
+    """
+    if not any(x.key.endswith(MIXTURE_NORM) for x in entries):
+        return list(entries)
+    keys = FileSystemReader(path).read_metadata().state_dict_metadata
+    found = []
+    for entry in entries:
+        for one, other in (MIXTURE_NORM, MIXTURE_NORM[::-1]):
+            renamed = entry.key.removesuffix(one) + other
+            if entry.key.endswith(one) and entry.key not in keys and renamed in keys:
+                entry = replace(entry, key=renamed)
+                break
+        found.append(entry)
+    return found
 
 
 def _on_disk(folder: pathlib.Path | RemotePath) -> contextlib.AbstractContextManager[pathlib.Path]:

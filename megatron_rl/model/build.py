@@ -73,7 +73,7 @@ def transformer_config(
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
         attention_output_gate=shape.output_gate,
-        linear_attention_freq=_mixers(shape),
+        linear_attention_freq=_mixers(shape, extra),
         layernorm_zero_centered_gamma=shape.shifted_norms and shape.layer_spec == "transformer_engine",
         softmax_scale=_scale(shape, hf_config),
         **seam_fields(
@@ -95,12 +95,22 @@ def transformer_config(
     return _build_config(fields, extra, shape)
 
 
-def _mixers(shape: ModelShape) -> list[int] | None:
+def _mixers(shape: ModelShape, extra: dict[str, Any]) -> list[int] | None:
     """Return 1 for each layer with a gated delta net and 0 for the others; None if every layer has attention.
 
     Of this list Megatron-Core reads only that there is one: layers that differ get keys of their own
     in checkpoints (0.16.1 ``transformer_block.py`` sharded_state_dict).
+
+    extra: the user's fields.
+
+    Raises ConfigError for FP8 with gated delta nets.
     """
+    if shape.delta and extra.get("fp8"):
+        raise ConfigError(
+            f"megatron.transformer.fp8={extra['fp8']} of {shape.family}: FP8 was not run with gated delta nets, whose "
+            f"projection of {shape.delta.projected_width} rows has two numbers per head, and FP8's products take "
+            "multiples of 16 rows on each tensor rank alone; remove megatron.transformer.fp8"
+        )
     return [int(shape.has_delta_net(layer)) for layer in range(shape.num_layers)] if shape.delta else None
 
 

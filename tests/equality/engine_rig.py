@@ -17,7 +17,7 @@ IMPORTED = (
     "tests.stand_ins.install",
     "tests.equality.rig",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe")),
-    "transformers.models.deepseek_v3.modeling_deepseek_v3",
+    *(f"transformers.models.{x}.modeling_{x}" for x in ("deepseek_v3", "qwen3_5", "qwen3_5_moe", "qwen3_next")),
 )
 
 

@@ -10,7 +10,8 @@ from tests.pairwise import quick
 
 pytestmark = pytest.mark.distributed
 ADAPTED = ("one glm4_moe", "EP2 qwen3_moe", "TP2-SP glm4_moe")
-LONG = ("one qwen3", "TP2-SP qwen2_untied", "PP2 qwen2_tied", "TP2-SP-ETP1 mixtral")
+LONG = ("one qwen3", "TP2-SP qwen2_untied", "PP2 qwen2_tied", "TP2-SP-ETP1 mixtral", "one-linears qwen3_5_text",
+        "TP2-SP-linears qwen3_next", "TP2-linears qwen3_5_text", "EP2-linears qwen3_5_moe_text")
 
 
 def engine(rank: int, world: int, family: str, settings: tuple[str, ...]) -> dict[str, object]:

@@ -43,8 +43,17 @@ RESUMED = {"engine": ("one qwen3", ENGINE, ENGINE),
            "torch-to-engine": ("one qwen2_tied", TORCH, ENGINE),
            "engine-to-torch": ("one qwen2_tied", ENGINE, TORCH),
            "mixture": ("EP2 qwen3_moe", ENGINE, ENGINE),
+           # the norm before a mixture has two names, and all layers' tensors one key or each layer's its own
+           "mixture-torch-to-engine": ("EP2 qwen3_moe", TORCH, ENGINE),
+           "mixture-engine-to-torch": ("one qwen3_moe", ENGINE, TORCH),
+           "mixed-torch-to-engine": ("one glm4_moe", TORCH, ENGINE),
+           "mixed-engine-to-torch": ("EP2 glm4_moe", ENGINE, TORCH),
+           "latent-torch-to-engine": ("TP2-SP deepseek_v3", TORCH, ENGINE),
+           "latent-engine-to-torch": ("one moonlight", ENGINE, TORCH),
            "adapters": ("EP2-LoRA glm4_moe", ENGINE, ENGINE),
            "adapters-torch-to-engine": ("EP2-LoRA glm4_moe", TORCH, ENGINE)}
+RESUMED_QUICK = ("torch-to-engine", "mixture", "mixture-engine-to-torch", "mixed-torch-to-engine",
+                 "adapters-torch-to-engine")
 HALF = ("TP2-SP qwen2_untied", "EP2 qwen3_moe", "CP2 qwen3")
 
 
@@ -200,7 +209,7 @@ def test_engine_adam_takes_the_same_steps(engine_pool, distributed):
         assert max(found.values()) < TOLERANCE, found
 
 
-@pytest.mark.parametrize("name", quick(RESUMED, "torch-to-engine", "mixture", "adapters-torch-to-engine"))
+@pytest.mark.parametrize("name", quick(RESUMED, *RESUMED_QUICK))
 def test_checkpoint_goes_on_under_the_engine(engine_pool, tmp_path, name):
     """Weights and adapters come back to the bit, from the other layer spec too; with the same so do the next steps."""
     case, first, second = RESUMED[name]

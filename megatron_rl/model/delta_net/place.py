@@ -17,6 +17,10 @@ from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
 
+# In checkpoints the norm before a delta net has the name of Transformer Engine's fused linear, so that either kind of
+# layers loads it.
+_CHECKPOINT_NAMES = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+
 
 class GatedAttention(SelfAttention):
     """Computes attention whose output is multiplied by a gate, with each head's gate below its query in the weight.
@@ -54,6 +58,8 @@ def put_delta_nets(spec: TransformerBlockSubmodules, shape: ModelShape, layers: 
             parts.self_attention = _delta_net(shape, kernel)
             if shape.layer_spec == "transformer_engine":
                 parts.input_layernorm = IdentityOp
+            else:
+                parts.sharded_state_dict_keys_map |= _CHECKPOINT_NAMES
         else:
             parts.self_attention.module = GatedAttention
 

@@ -133,19 +133,20 @@ class Linear(_Base):
         return self._linear(inp, is_first_microbatch)
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool) -> torch.Tensor:
     """Compute the whole norm in float32, the weight's product too, and round once, as the kernel does."""
-    return torch.nn.functional.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+    factor = 1 + weight.float() if zero_centered else weight.float()
+    return torch.nn.functional.rms_norm(x.float(), weight.shape, factor, eps).to(x.dtype)
 
 
 class LayerNormLinear(_Base):
     @contract("LayerNormLinear.__init__")
-    def __init__(self, *, normalization, eps=1e-5, **given):
+    def __init__(self, *, normalization, eps=1e-5, zero_centered_gamma=False, **given):
         super().__init__()
         self._place("LayerNormLinear", **given)
         require(normalization == "RMSNorm", "the stand-in has RMSNorm only")
         require(self.parallel_mode != "row", "LayerNormLinear has no row parallelism")
-        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, False
+        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(self.in_features, **self._given))
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel
         self._make_linear()
@@ -153,7 +154,8 @@ class LayerNormLinear(_Base):
     @contract("LayerNormLinear.forward")
     def forward(self, *, inp, is_first_microbatch=None, **unused):
         refuse("LayerNormLinear.forward", unused)
-        return self._linear(_rms_norm(inp, self.layer_norm_weight, self.eps), is_first_microbatch)
+        normed = _rms_norm(inp, self.layer_norm_weight, self.eps, self.zero_centered_gamma)
+        return self._linear(normed, is_first_microbatch)
 
 
 class GroupedLinear(_Base):
@@ -189,7 +191,7 @@ class RMSNorm(torch.nn.Module):
     ):
         super().__init__()
         require((normalized_shape is None) != (hidden_size is None), "one of normalized_shape and hidden_size")
-        refuse("RMSNorm", {"zero_centered_gamma": more.pop("zero_centered_gamma", False)})
+        self.zero_centered_gamma = more.pop("zero_centered_gamma", False)
         self._make(normalized_shape=normalized_shape or hidden_size, eps=eps, dtype=params_dtype, **more)
         self.sequence_parallel = sequence_parallel
         if sequence_parallel is not None:
@@ -204,6 +206,6 @@ class RMSNorm(torch.nn.Module):
     @contract("RMSNorm.forward")
     def forward(self, *, input, **unused):
         refuse("RMSNorm.forward", unused)
-        return _rms_norm(input, self.weight, self.eps)
+        return _rms_norm(input, self.weight, self.eps, self.zero_centered_gamma)
 
     get_extra_state, set_extra_state = _Base.get_extra_state, _Base.set_extra_state
