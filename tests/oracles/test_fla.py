@@ -44,8 +44,8 @@ def test_torch_rule_equals_flas_references(name: str, reference) -> None:
 @pytest.mark.parametrize(
     "cases",
     [
-        ("shared-float32",),
-        pytest.param(("alone-float32", "alone-float16", "shared-float16"), marks=pytest.mark.long),
+        ("few-float32",),
+        pytest.param(("alone-float32", "shared-float32", "alone-float16", "shared-float16"), marks=pytest.mark.long),
     ],
     ids=" ".join,
 )

@@ -20,11 +20,12 @@ SequenceRule = Callable[..., torch.Tensor]
 
 
 def layouts() -> dict[str, DeltaLayout]:
-    """Return micro-batches of several sequences: without shared prompts, and with them, with pads."""
+    """Return micro-batches of several sequences: without shared prompts, with one, and with several and pads."""
     prompts, responses = np.array([70, 70, 70, 5, 5, 20]), np.array([3, 66, 1, 2, 9, 30])
     shared = lay_out(prompts, responses, np.array([0, 0, 0, 1, 1, 2]), pad_multiple=4)
-    both = {"alone": Layout.of((65, 1, 40, 128)), "shared": shared}
-    return {name: DeltaLayout.of(layout, SHAPE.conv_tokens - 1, CPU) for name, layout in both.items()}
+    few = lay_out(np.array([66, 66]), np.array([66, 3]), np.array([0, 0]))
+    packed = {"alone": Layout.of((65, 1, 40, 128)), "few": few, "shared": shared}
+    return {name: DeltaLayout.of(layout, SHAPE.conv_tokens - 1, CPU) for name, layout in packed.items()}
 
 
 def inputs(layout: DeltaLayout, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:

@@ -85,7 +85,7 @@ def test_fla_rule_gives_runs_and_states_to_its_kernels(fla, name: str) -> None:
     layout = LAYOUTS[name]
     found, wanted = results(fla.fla_rule, layout), results(run_by_run(loop), layout)
     assert max(errors(found, wanted).values()) <= CLOSE, errors(found, wanted)
-    assert len(layout.waves.waves) == (2 if name == "shared" else 1)
+    assert len(layout.waves.waves) == (1 if name == "alone" else 2)
 
 
 def test_auto_takes_flas_kernels_in_half_precision_and_says_so_once(fla, caplog) -> None:
