@@ -160,7 +160,7 @@ $(ORACLES)/.installed: $(STAMP)
 	@$(call SHARING_VENV,$(ORACLES),1 GB)
 	$(ORACLES)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[oracles]'
 	$(ORACLES)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) --no-deps verl
-	$(ORACLES)/bin/python -c 'import peft, prefix_grouper, trl, verl.trainer.ppo.rollout_corr_helper'
+	$(ORACLES)/bin/python -c 'import fla.ops.gated_delta_rule.naive, peft, prefix_grouper, trl, verl.trainer.ppo.rollout_corr_helper'
 	@touch $@
 
 test-tinker: $(TINKER)/.installed  ## Tinker's SDK and cookbook, unmodified, against a server of two processes, in .venv-tinker (0.3 GB)
@@ -249,7 +249,7 @@ $(TRIAL)/.installed: Makefile
 
 .PHONY: image image-cpu image-check image-lock image-trial
 IMAGE_ARGS ?=
-IMAGE_EXTRAS := gpu vllm serve agent gymnasium wandb mlflow otel prometheus data s3 gcs gguf
+IMAGE_EXTRAS := gpu fla vllm serve agent gymnasium wandb mlflow otel prometheus data s3 gcs gguf
 LOCK = uv pip compile --quiet --upgrade --no-header --no-annotate setup.py
 
 image:  ## build docker/Dockerfile, for NVIDIA GPUs, by docker, podman or buildah; IMAGE_ARGS, TAG (docs/container.md)

@@ -97,6 +97,8 @@ setup(
         # agents behind the run's own endpoint (docs/agents.md), with the client of examples/agent
         "agent": ["fastapi>=0.115", "pydantic>=2.8", "uvicorn>=0.30", "openai>=1.60"],
         "gpu": ["transformer-engine[pytorch]>=2.3"],
+        # kernels of gated delta nets on a GPU: model.delta_kernel (model/delta_net/fla.py)
+        "fla": ["fla-core>=0.6"],
         # Python 3.12 alone; model.provider=bridge runs with 0.6 beside megatron-core 0.19 (docs/models.md)
         "bridge": ["megatron-bridge>=0.6.2,<0.7"],
         # environment.name=gymnasium (docs/agents.md)
@@ -126,7 +128,8 @@ setup(
             "codetiming==1.4.0",
             "peft==0.21.2",
             "prefix-grouper==0.0.1.post1",
-            # its interpreter runs model/logprob/kernels.py without a GPU; 0.2 GB to fetch, 0.7 GB on disk
+            "fla-core==0.6.0",
+            # its interpreter runs model/logprob/kernels.py and fla-core's without a GPU; 0.2 GB to fetch, 0.7 on disk
             "triton==3.7.1; sys_platform == 'linux'",
         ],
         # Tinker's SDK and cookbook, which `make test-tinker` runs against the server; the last two its recipes import

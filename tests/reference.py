@@ -3,9 +3,11 @@
 It uses nothing of the way that data takes through megatron_rl: no plan, no packing, no schedule; only its value types.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -156,9 +158,27 @@ def _drawn_model(family: str, seed: int, layers: int, hidden: int):
         config = tiny_config(family, layers=layers, hidden=hidden)
         # a loop over experts, no grouped kernel
         experts = {"experts_implementation": "eager"} if "num_experts_per_tok" in config.to_dict() else {}
-        model = AutoModelForCausalLM.from_config(config, **experts).float().eval()
+        with _without_fla():
+            model = AutoModelForCausalLM.from_config(config, **experts).float().eval()
         away_from_neutral(model)
     return config, model
+
+
+@contextlib.contextmanager
+def _without_fla():
+    """Hide fla-core where transformers imports a model's module, so that its gated delta nets keep torch's functions.
+
+    transformers 5.19 (integrations/hub_kernels.py) takes the kernels of an installed fla-core on any device. They need
+    a GPU, and round products of float32 to TF32.
+    """
+    hidden = [name for name in sys.modules if name.partition(".")[0] == "fla"]
+    modules = {name: sys.modules.pop(name) for name in hidden}
+    sys.modules["fla"] = None
+    try:
+        yield
+    finally:
+        del sys.modules["fla"]
+        sys.modules.update(modules)
 
 
 def make_samples(count: int, *, vocab_size: int = 99, seed: int = 0, unique_lengths: bool = False) -> list[Sample]:

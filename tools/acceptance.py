@@ -34,12 +34,13 @@ from acceptance_matrix.log_reason import reason_in
 
 PROBE_S = 120.0
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
-PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "apex")
+PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "apex", "fla-core")
 IMPORTS = {
     "transformer_engine": "import torch; import transformer_engine.pytorch; "
     "from transformer_engine.pytorch.optimizers import FusedAdam",
     "apex": "from apex.optimizers import FusedAdam",
     "vllm": "import vllm",
+    "fla": "import fla.ops.gated_delta_rule",
 }
 WITHOUT_GPU = ("vllm", "CPU")  # modules that also have a CPU build, and a host without a GPU
 COUNT_GPUS = (

@@ -30,7 +30,7 @@ class ModelConfig:
     logprob_kernel: str = "auto"
     """Kernels for log-probs of logits: `torch`, `triton`, or `auto`: triton on a GPU, if installed."""
     delta_kernel: str = "auto"
-    """Kernels of gated delta nets: `torch`, `fla` (needs `fla-core`), or `auto`: fla on a GPU, if installed."""
+    """Kernels of gated delta nets: `torch`, `fla` (`fla-core`), or `auto`: fla in half precision on a GPU, if there."""
 
     def __post_init__(self) -> None:
         choose("model.delta_kernel", self.delta_kernel, ("auto", "torch", "fla"))

@@ -241,6 +241,22 @@ def _cells() -> tuple[Cell, ...]:
     return tuple(cells)
 
 
+def _delta_cells() -> list[Cell]:
+    """Return the cells of gated delta nets, on torch's kernels and on flash-linear-attention's."""
+    torch, half = "gated delta nets, torch's kernels", dict(dtype="bfloat16")
+    layouts = (("", torch, {}), ("-tp2", torch, dict(tensor=2, overrides=SEQUENCE)), ("-bf16", torch, half))
+    layouts += (("-fla", "gated delta nets, flash-linear-attention's kernels", dict(needs="fla", **half)),)
+    return [
+        Cell(
+            name=f"delta-net{name}",
+            feature=feature,
+            family="qwen3_5_text",
+            **_on(layout, *TORCH, f"model.delta_kernel={'fla' if name == '-fla' else 'torch'}"),
+        )
+        for name, feature, layout in layouts
+    ]
+
+
 def _channel_cells() -> list[Cell]:
     """Return the cells of weight sync by each channel, whole and by what changed."""
     cells = [
@@ -322,4 +338,4 @@ def _rollout_cells() -> list[Cell]:
     ]
 
 
-CELLS = (*_cells(), *_feature_cells())
+CELLS = (*_cells(), *_delta_cells(), *_feature_cells())

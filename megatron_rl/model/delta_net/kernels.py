@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import logging
+import re
 from typing import Protocol
 
 import torch
 
 from megatron_rl.distributed.platform import HOST
+from megatron_rl.distributed.requirements import compiler_fault
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.delta_net.rule import chunked_delta_rule, unit
 from megatron_rl.model.delta_net.runs import DeltaLayout
@@ -57,7 +60,7 @@ def torch_rule(
 def choose_rule(setting: str) -> DeltaRule:
     """Return the kernels that the setting ``model.delta_kernel`` means here, and log their name once.
 
-    ``auto`` is flash-linear-attention's on a GPU, if installed, else torch's.
+    ``auto`` is flash-linear-attention's in half precision on a GPU, if they can be used, else torch's.
 
     Raises ConfigError if the setting demands kernels that cannot be used.
     """
@@ -66,19 +69,34 @@ def choose_rule(setting: str) -> DeltaRule:
 
 @functools.cache
 def _chosen(setting: str, is_cuda: bool) -> DeltaRule:
-    fault = fla_fault() if is_cuda else "there is no GPU"
+    fault = None if setting == "torch" else fla_fault() if is_cuda else "there is no GPU"
     if setting == "fla" and fault:
         raise ConfigError(
-            f"model.delta_kernel=fla cannot be used here: {fault}; install megatron-rl[fla] on a GPU, or set "
+            f"model.delta_kernel=fla cannot be used here: {fault}; install megatron_rl[fla] on a GPU, or set "
             "model.delta_kernel=auto"
         )
     if setting == "torch" or fault:
-        log.info("gated delta nets run on torch's kernels%s", f" ({fault})" if setting == "auto" else "")
+        log.info("gated delta nets run on torch's kernels%s", f" ({fault})" if fault else "")
         return torch_rule
     from megatron_rl.model.delta_net.fla import fla_rule
 
-    log.info("gated delta nets run on the kernels of fla-core %s", importlib.metadata.version("fla-core"))
-    return fla_rule
+    version = importlib.metadata.version("fla-core")
+    log.info(
+        "gated delta nets run on the kernels of fla-core %s%s", version, ", float32 on torch's" * (setting == "auto")
+    )
+    return fla_rule if setting == "fla" else _half_by(fla_rule)
+
+
+def _half_by(fla_rule: DeltaRule) -> DeltaRule:
+    """Return ``fla_rule`` for half precision and torch's kernels for float32, which Triton's would round to TF32."""
+
+    def rule(
+        convolved: torch.Tensor, decay: torch.Tensor, step: torch.Tensor, layout: DeltaLayout, shape: DeltaNetShape
+    ) -> torch.Tensor:
+        chosen = torch_rule if convolved.dtype == torch.float32 else fla_rule
+        return chosen(convolved, decay, step, layout, shape)
+
+    return rule
 
 
 def fla_fault() -> str | None:
@@ -87,6 +105,12 @@ def fla_fault() -> str | None:
         version = importlib.metadata.version("fla-core")
     except importlib.metadata.PackageNotFoundError:
         return "fla-core is not installed"
-    if tuple(int(x) for x in version.split(".")[:2]) < LEAST_FLA:
+    if tuple(int(x) for x in re.findall(r"\d+", version)[:2]) < LEAST_FLA:
         return f"fla-core {version} is older than {'.'.join(map(str, LEAST_FLA))}"
+    if fault := compiler_fault():
+        return fault
+    try:
+        importlib.import_module("fla.ops.gated_delta_rule")
+    except ImportError as error:
+        return f"fla-core {version} cannot be imported ({error})"
     return None

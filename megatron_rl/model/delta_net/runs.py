@@ -12,6 +12,8 @@ before them in their sequence, are computed together, all runs at once.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -156,17 +158,51 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Wave:
+    """Lays the tokens of runs that do not wait for each other end to end.
+
+    rows: copies the convolution's rows to the wave's rows.
+    of_tokens: copies the micro-batch's tokens to the wave's rows.
+    bounds: int32 [n + 1], the first row of each of n runs, then the number of all rows.
+    chunks: int32 [chunks, 2], the run of each chunk of ``CHUNK`` tokens, and its number within the run.
+    parents: int64 [n], the run of the wave before that each continues; None in the first wave.
+    """
+
+    rows: Taken
+    of_tokens: Taken
+    bounds: torch.Tensor
+    chunks: torch.Tensor
+    parents: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Waves:
+    """Holds all runs in one wave, or in two: runs without a parent, then the responses that continue them.
+
+    waves: one wave or two.
+    back: copies the rows of all waves, end to end, to the micro-batch's tokens; tokens outside the runs get zeros.
+    """
+
+    waves: tuple[Wave, ...]
+    back: Taken
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DeltaLayout:
-    """Holds all indices that the gated delta nets of a micro-batch need.
+    """Holds all indices that the gated delta nets of a micro-batch need; those of some kernels alone once asked for.
 
     runs: where the sequences lie.
     history: lays the tokens for the convolution.
-    chunks: lays the convolution's rows for the delta rule.
+    starts: the place of each run's first token among the convolution's rows.
+    tokens: the number of the micro-batch's tokens.
+    device: where the indices are.
     """
 
     runs: tuple[Run, ...]
     history: History
-    chunks: Chunks
+    starts: tuple[int, ...]
+    tokens: int
+    device: torch.device
 
     @classmethod
     def of(cls, layout: Layout, before: int, device: torch.device) -> DeltaLayout:
@@ -176,12 +212,21 @@ class DeltaLayout:
         """
         runs = runs_of(layout)
         history, starts = _history(runs, before, layout.num_tokens, device)
-        chunks = _chunks(runs, starts, layout.num_tokens, history.rows.size, device)
-        return cls(runs=tuple(runs), history=history, chunks=chunks)
+        return cls(runs=tuple(runs), history=history, starts=tuple(starts), tokens=layout.num_tokens, device=device)
+
+    @functools.cached_property
+    def chunks(self) -> Chunks:
+        """Return how the convolution's rows lie for the delta rule in torch."""
+        return _chunks(self.runs, self.starts, self.tokens, self.history.rows.size, self.device)
+
+    @functools.cached_property
+    def waves(self) -> Waves:
+        """Return how they lie for flash-linear-attention's kernels."""
+        return _waves(self)
 
 
-def _index(values: np.ndarray | list[int], device: torch.device) -> torch.Tensor:
-    return send(torch.from_numpy(np.asarray(values, dtype=np.int64)), device)
+def _index(values: np.ndarray | Sequence[int], device: torch.device, dtype: type = np.int64) -> torch.Tensor:
+    return send(torch.from_numpy(np.asarray(values, dtype=dtype)), device)
 
 
 def _history(runs: list[Run], before: int, tokens: int, device: torch.device) -> tuple[History, list[int]]:
@@ -205,7 +250,7 @@ def _history(runs: list[Run], before: int, tokens: int, device: torch.device) ->
     return History(rows=rows, tails=_index(tails, device), places=_index(places, device)), starts
 
 
-def _chunks(runs: list[Run], starts: list[int], tokens: int, rows: int, device: torch.device) -> Chunks:
+def _chunks(runs: Sequence[Run], starts: Sequence[int], tokens: int, rows: int, device: torch.device) -> Chunks:
     """Return the ``Chunks`` of the runs.
 
     starts: the place of each run's first token among the convolution's rows.
@@ -251,7 +296,40 @@ def _chunks(runs: list[Run], starts: list[int], tokens: int, rows: int, device: 
     )
 
 
-def _last(runs: list[Run], counts: list[int], run: int) -> tuple[int, int]:
+def _last(runs: Sequence[Run], counts: list[int], run: int) -> tuple[int, int]:
     """Return (run, chunk) of the last chunk of the run that ``run`` continues."""
     parent = runs[run].parent
     return parent, counts[parent] - 1
+
+
+def _waves(layout: DeltaLayout) -> Waves:
+    """Return the ``Waves`` of a micro-batch."""
+    runs, device = layout.runs, layout.device
+    first = [i for i, run in enumerate(runs) if run.parent < 0]
+    second = [i for i, run in enumerate(runs) if run.parent >= 0]
+    place = {number: i for i, number in enumerate(first)}
+    assert all(runs[i].parent in place for i in second), "a response continues a response"
+    waves, back = [_wave(layout, first, None)], [first]
+    if second:
+        waves.append(_wave(layout, second, _index([place[runs[i].parent] for i in second], device)))
+        back.append(second)
+    own = np.concatenate([np.arange(runs[i].tokens) + runs[i].start for numbers in back for i in numbers])
+    rows = Taken(source=_index(np.arange(len(own)), device), into=_index(own, device), size=layout.tokens)
+    return Waves(waves=tuple(waves), back=rows)
+
+
+def _wave(layout: DeltaLayout, numbers: Sequence[int], parents: torch.Tensor | None) -> Wave:
+    """Return the wave of the runs with these numbers."""
+    runs, device = [layout.runs[i] for i in numbers], layout.device
+    lengths = [run.tokens for run in runs]
+    into = _index(np.arange(sum(lengths)), device)
+    source = np.concatenate([np.arange(run.tokens) + layout.starts[i] for i, run in zip(numbers, runs, strict=True)])
+    own = np.concatenate([np.arange(run.tokens) + run.start for run in runs])
+    chunks = [(number, chunk) for number, count in enumerate(lengths) for chunk in range(-(-count // CHUNK))]
+    return Wave(
+        rows=Taken(source=_index(source, device), into=into, size=sum(lengths)),
+        of_tokens=Taken(source=_index(own, device), into=into, size=sum(lengths)),
+        bounds=_index(np.cumsum([0, *lengths]), device, np.int32),
+        chunks=_index(chunks, device, np.int32),
+        parents=parents,
+    )
