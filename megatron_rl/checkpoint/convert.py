@@ -42,8 +42,8 @@ from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.reader import HuggingFaceReader, check_finite, check_tensors, heads_differ, whole_tensors
 from megatron_rl.weights.shards import Planned, ShardWriter
 from megatron_rl.weights.side_files import copy_side_files, drop_fields
-from megatron_rl.weights.text_part import write_text_config
 from megatron_rl.weights.stacked import joined_plan
+from megatron_rl.weights.text_part import write_text_config
 
 if TYPE_CHECKING:
     from megatron_rl.storage.remote import RemotePath

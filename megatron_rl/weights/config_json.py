@@ -151,7 +151,7 @@ def parse_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> A
         block_size(fields, str(path))
     name = str(fields.get("model_type"))
     family = ALIASES.get(name, name)
-    # transformers would read config.json itself: another name, a whole vision-language model, or a null that it trips on
+    # what transformers would not read right: another name, a whole vision-language model, or a null that it trips on
     rewritten = family != name or family in TEXT_PARTS.values() or fields.get("auto_map", {}) is None
     try:
         if not (rewritten and family in CONFIG_MAPPING):

@@ -11,7 +11,6 @@ from megatron_rl.weights.entry import Entry
 from megatron_rl.weights.families.dense_layer import dense_layer, dense_sizes
 from megatron_rl.weights.model_shape import ModelShape
 
-
 FURTHER_TOKENS = "layers that predict further tokens"  # in the warning that names what is left out
 
 
