@@ -49,6 +49,12 @@ def text_fields(fields: Mapping[str, object], where: str) -> dict[str, object]:
     return {**inner, **taken, "model_type": family, "architectures": [causal_class(family)]}
 
 
+def has_text_part(folder: str | pathlib.Path) -> bool:
+    """Return whether a folder's config.json is a vision-language model's, of whose text part a model is built here."""
+    path = pathlib.Path(folder) / "config.json"
+    return path.is_file() and read_object(path).get("model_type") in TEXT_PARTS
+
+
 def causal_class(family: str) -> str:
     """Return the name of transformers' class of causal language models of a ``model_type``."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -10,6 +10,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engines.placement import shares_device
 from megatron_rl.weights.config_json import read_fields
 from megatron_rl.weights.families.register import family_of
+from megatron_rl.weights.text_part import INNER, has_text_part
 
 
 def engine_arguments(
@@ -66,12 +67,16 @@ def engine_arguments(
 def family_arguments(hf_path: str) -> dict[str, object]:
     """Return {field: value} of vllm.EngineArgs that make vLLM compute as the model's config.json says.
 
-    The result is empty for a model family that needs no such field. ``hf_path``: the model's
-    folder.
+    The result is empty for a model family that needs no such field. Of a vision-language model vLLM
+    builds the text part alone, whose tensors the trainer sends. ``hf_path``: the model's folder.
     """
     fields = read_fields(hf_path)
     family = family_of(fields.get("model_type"))
-    return {} if family is None else family.engine_arguments(fields)
+    own = {} if family is None else family.engine_arguments(fields)
+    if has_text_part(hf_path):
+        tied = bool(fields.get("tie_word_embeddings"))
+        own["hf_overrides"] = {"architectures": fields["architectures"], INNER: {"tie_word_embeddings": tied}}
+    return own
 
 
 def latent_arguments(model: ModelConfig, device: torch.device) -> dict[str, object]:
