@@ -163,6 +163,26 @@ def _drawn_model(family: str, seed: int, layers: int, hidden: int):
     return config, model
 
 
+def tiny_whole(family: str, *, layers: int = 4, **outer: object):
+    """Return a vision-language model of Qwen3.5 around a tiny text model of ``family``, of random weights.
+
+    ``outer``: fields of the config beside ``text_config``.
+    """
+    import transformers
+
+    kind = {"qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe"}[family]
+    tower = dict(depth=1, hidden_size=16, intermediate_size=32, num_heads=2, out_hidden_size=64, patch_size=4)
+    text = tiny_config(family, layers=layers).to_dict()
+    given = dict(text_config=text, vision_config=tower | dict(num_position_embeddings=16)) | outer
+    config = getattr(transformers, f"{kind}Config")(**dict(tie_word_embeddings=text["tie_word_embeddings"]) | given)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        experts = {"experts_implementation": "eager"} if "num_experts" in text else {}
+        model = getattr(transformers, f"{kind}ForConditionalGeneration")._from_config(config, **experts).float().eval()
+        away_from_neutral(model)
+    return model
+
+
 def make_samples(count: int, *, vocab_size: int = 99, seed: int = 0, unique_lengths: bool = False) -> list[Sample]:
     """Make ragged samples; with ``unique_lengths`` no two have as many tokens, so a length names its sample."""
     random = np.random.default_rng(seed)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from megatron_rl.config import LoraConfig, ModelConfig, RolloutConfig, WeightSyncConfig
@@ -67,16 +70,25 @@ def engine_arguments(
 def family_arguments(hf_path: str) -> dict[str, object]:
     """Return {field: value} of vllm.EngineArgs that make vLLM compute as the model's config.json says.
 
-    The result is empty for a model family that needs no such field. Of a vision-language model vLLM
-    builds the text part alone, whose tensors the trainer sends. ``hf_path``: the model's folder.
+    The result is empty for a model family that needs no such field. ``hf_path``: the model's
+    folder.
     """
     fields = read_fields(hf_path)
     family = family_of(fields.get("model_type"))
     own = {} if family is None else family.engine_arguments(fields)
-    if has_text_part(hf_path):
-        tied = bool(fields.get("tie_word_embeddings"))
-        own["hf_overrides"] = {"architectures": fields["architectures"], INNER: {"tie_word_embeddings": tied}}
-    return own
+    return own | (text_part_arguments(fields) if has_text_part(hf_path) else {})
+
+
+def text_part_arguments(fields: Mapping[str, Any]) -> dict[str, object]:
+    """Return {field: value} of vllm.EngineArgs by which vLLM builds a vision-language model's text part alone.
+
+    The trainer sends the tensors of this part. Not run: vLLM's code of such models wants torchvision,
+    which its build for the CPU does not bring.
+
+    fields: the text part's fields (``read_fields``).
+    """
+    tied = {INNER: {"tie_word_embeddings": bool(fields.get("tie_word_embeddings"))}}
+    return {"hf_overrides": {"architectures": fields["architectures"]} | tied}
 
 
 def latent_arguments(model: ModelConfig, device: torch.device) -> dict[str, object]:
