@@ -45,9 +45,10 @@ def refuse_other_delta_nets(hf_config: Any) -> None:
         )
     if hf_config.attention_bias:
         raise ConfigError(f"attention_bias=true of {family} is not supported; only false is")
-    if not getattr(hf_config, "attn_output_gate", True):
+    fields = hf_config.to_dict()  # with those that the class does not declare
+    if not fields.get("attn_output_gate", True):
         raise ConfigError(f"attn_output_gate=false of {family} is not supported; only true is")
-    if (gate := getattr(hf_config, "output_gate_type", None)) not in (None, "silu", "swish"):
+    if (gate := fields.get("output_gate_type")) not in (None, "silu", "swish"):
         raise ConfigError(f"output_gate_type={quoted(gate)} of {family} is not supported; only silu (swish) is")
     keys, values = hf_config.linear_num_key_heads, hf_config.linear_num_value_heads
     if values % keys:
