@@ -46,6 +46,8 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
     sizes = dict(vocab_size=vocab_size, hidden_size=hidden, intermediate_size=hidden * 3 // 2, num_hidden_layers=layers)
     sizes |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
     sizes |= dict(pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    if family == "qwen3_5_moe_text":  # a field that its class lacks
+        del sizes["intermediate_size"]
     untied, wide = dict(tie_word_embeddings=False), dict(head_dim=hidden // 2)
     own = _dense_fields(family, untied, wide, layers, hidden) or _mixture_fields(family, untied, wide, layers, hidden)
     return getattr(transformers, f"{own.pop('of')}Config")(**sizes | own)
@@ -179,6 +181,26 @@ def _without_fla():
     finally:
         del sys.modules["fla"]
         sys.modules.update(modules)
+
+
+def tiny_whole(family: str, *, layers: int = 4, **outer: object):
+    """Return a vision-language model of Qwen3.5 around a tiny text model of ``family``, of random weights.
+
+    ``outer``: fields of the config beside ``text_config``.
+    """
+    import transformers
+
+    kind = {"qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe"}[family]
+    tower = dict(depth=1, hidden_size=16, intermediate_size=32, num_heads=2, out_hidden_size=64, patch_size=4)
+    text = tiny_config(family, layers=layers).to_dict()
+    given = dict(text_config=text, vision_config=tower | dict(num_position_embeddings=16)) | outer
+    config = getattr(transformers, f"{kind}Config")(**dict(tie_word_embeddings=text["tie_word_embeddings"]) | given)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        experts = {"experts_implementation": "eager"} if "num_experts" in text else {}
+        model = getattr(transformers, f"{kind}ForConditionalGeneration")._from_config(config, **experts).float().eval()
+        away_from_neutral(model)
+    return model
 
 
 def make_samples(count: int, *, vocab_size: int = 99, seed: int = 0, unique_lengths: bool = False) -> list[Sample]:

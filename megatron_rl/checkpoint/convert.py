@@ -43,6 +43,7 @@ from megatron_rl.weights.reader import HuggingFaceReader, check_finite, check_te
 from megatron_rl.weights.shards import Planned, ShardWriter
 from megatron_rl.weights.side_files import copy_side_files, drop_fields
 from megatron_rl.weights.stacked import joined_plan
+from megatron_rl.weights.text_part import write_text_config
 
 if TYPE_CHECKING:
     from megatron_rl.storage.remote import RemotePath
@@ -264,6 +265,7 @@ def import_folder(
         import_weights(reader, shape, partial, cut=cut, dtype=dtype, iteration=iteration, progress=progress)
         with appearing(target / HF_FOLDER, overwrite=True) as side:
             copy_side_files(source, side)
+            write_text_config(side / CONFIG)
             drop_fields(side / "config.json", ("quantization_config",))  # the written weights are full ones
     (target / LATEST).write_text("release" if iteration is None else str(iteration))
     return path
@@ -346,6 +348,7 @@ def export_folder(
         frozen = {name for layer in stored_layers(shape) for x in layer if x.entry.frozen for name in x.entry.hf}
         with side_folder(partial) as side:
             names += copy_side_files(hf, side)
+            write_text_config(side / CONFIG)
             drop_fields(side / CONFIG, ("quantization_config",))
             _say_dtype(side / CONFIG, {each.dtype for each in planned if each.name not in frozen})
     return names

@@ -48,6 +48,8 @@ def _check_divisible(hf_config: Any, shape: ModelShape, parallel: ParallelConfig
         ]
     else:
         split += [("parallel.tensor", topology.tensor_size, ffn_name, ffn)]
+    if shape.delta is not None:
+        split += [("parallel.tensor", topology.tensor_size, "linear_num_key_heads", shape.delta.key_heads)]
     for key, degree, size_name, size in split:
         if size % degree:
             raise ConfigError(f"{key}={degree} does not divide {size_name}={size} of {name}; use a divisor")

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.json_text import check, field, read_object
 from megatron_rl.weights.families.family import class_fields
-from megatron_rl.weights.families.register import ALIASES, FAMILIES, check_family, family_of
+from megatron_rl.weights.families.register import ALIASES, FAMILIES, TEXT_PARTS, check_family, family_of
 from megatron_rl.weights.mapping import hf_size
 from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.reader import (
@@ -24,6 +24,7 @@ from megatron_rl.weights.reader import (
     is_quantized,
     used_names,
 )
+from megatron_rl.weights.text_part import text_fields
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MOST_CONFIG_BYTES = 16 * 2**20
@@ -71,11 +72,18 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "partial_rotary_factor": (float, 1e-3, 1.0),
     "original_max_position_embeddings": (int, 1, 2**40),
     "num_labels": (int, 0, 2**16),  # transformers makes a name for each
+    "shared_expert_intermediate_size": (int, 1, 2**24),
+    "full_attention_interval": (int, 1, 10_000),
+    "linear_num_key_heads": (int, 1, 2**16),
+    "linear_num_value_heads": (int, 1, 2**16),
+    "linear_key_head_dim": (int, 1, 2**16),
+    "linear_value_head_dim": (int, 1, 2**16),
+    "linear_conv_kernel_dim": (int, 2, 2**10),
 }
 # Fields that a config.json must have: transformers' own defaults are the sizes of a model of 7,000,000,000 parameters.
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 OF_MIXTURES = {"num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"}
-OF_MIXTURES |= {"first_k_dense_replace"}
+OF_MIXTURES |= {"first_k_dense_replace", "num_experts", "shared_expert_intermediate_size"}
 MOST_EXPERTS = 2**20  # in all layers together: each expert is a tensor with a name
 # Fields by which transformers would take another config, other fields or other code for the folder's model.
 NESTED = ("text_config", "text_encoder", "decoder", "generator")
@@ -103,7 +111,7 @@ _READ = {
     *("sliding_window_pattern", "_sliding_window_pattern"),
     *("rope_interleave", "scoring_func", "topk_method", "moe_layer_freq"),
     *("max_window_layers", "quantization_config", "compression_config", "eos_token_id", "bos_token_id", "pad_token_id"),
-    *("original_max_position_embeddings", "resid_pdrop", "embd_pdrop"),
+    *("original_max_position_embeddings", "resid_pdrop", "embd_pdrop", "attn_output_gate", "output_gate_type"),
 }
 # Fields that are read whether or not transformers' class of the family has them.
 _ANYWHERE = {
@@ -116,6 +124,8 @@ _NEUTRAL = {
     *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"),
     *("id2label", "label2id", "problem_type", "pretraining_tp", "output_router_logits"),
     *("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim"),  # qk_head_dim is the sum of its parts
+    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),  # layers that are left out, as in transformers
+    "mamba_ssm_dtype",  # how inference keeps the state of a delta net
     *("router_aux_loss_coef", "chunk_size_feed_forward", "return_dict", "output_attentions", "output_hidden_states"),
 }
 
@@ -139,12 +149,16 @@ def parse_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> A
         from megatron_rl.weights.quantization import block_size
 
         block_size(fields, str(path))
-    family = ALIASES.get(str(fields.get("model_type")))
+    name = str(fields.get("model_type"))
+    family = ALIASES.get(name, name)
+    # what transformers would not read right: another name, a whole vision-language model, or a null that it trips on
+    rewritten = family != name or family in TEXT_PARTS.values() or fields.get("auto_map", {}) is None
     try:
-        if family is None:
+        if not (rewritten and family in CONFIG_MAPPING):
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         else:
-            config = CONFIG_MAPPING[family].from_dict({**fields, "model_type": family, "auto_map": None})
+            own = {key: value for key, value in fields.items() if key != "auto_map"}
+            config = CONFIG_MAPPING[family].from_dict({**own, "model_type": family})
             config.name_or_path = str(folder)
     except Exception as error:  # its validators raise errors of many classes
         reason = " ".join(str(error).split())
@@ -194,7 +208,8 @@ def _check_own(fields: Mapping[str, object], where: str) -> None:
             f"{where} holds a model within the model, {nested[0]}={quoted(fields[nested[0]])}, which a "
             f"{family.model_type} model does not have; write its fields beside model_type, and no {nested[0]}"
         )
-    for name in dict.fromkeys((*SIZES, family.ffn_field)):
+    own = class_fields(CONFIG_MAPPING[family.model_type])
+    for name in dict.fromkeys((*(x for x in SIZES if x in own), family.ffn_field)):
         if fields.get(name) is None:
             raise ConfigError(f"{where} lacks the field {name}, a size of the model; give the config of its weights")
     methods = {name for name, _ in inspect.getmembers(CONFIG_MAPPING[family.model_type], callable)}
@@ -273,7 +288,7 @@ def settle_tying(config: Any, folder: str | pathlib.Path) -> None:
 
 
 def read_fields(folder: str | pathlib.Path, key: str = "model.hf_path") -> dict[str, object]:
-    """Return the fields of a folder's config.json unchanged.
+    """Return the fields of a folder's config.json; of a vision-language model's, those of its text part.
 
     Raises ConfigError if the file is missing or holds no JSON object.
 
@@ -282,7 +297,7 @@ def read_fields(folder: str | pathlib.Path, key: str = "model.hf_path") -> dict[
     path = pathlib.Path(folder) / CONFIG
     if not path.is_file():
         raise ConfigError(f"{key}={str(folder)!r} holds no config.json; give a local Hugging Face directory")
-    return read_object(path, most_bytes=MOST_CONFIG_BYTES)
+    return text_fields(read_object(path, most_bytes=MOST_CONFIG_BYTES), str(path))
 
 
 def _check_sizes(config: Any, where: str) -> None:
@@ -321,7 +336,8 @@ def _check_sizes(config: Any, where: str) -> None:
 def _check_experts(fields: Mapping[str, Any], where: str) -> None:
     for name in OF_MIXTURES & fields.keys():
         check(fields[name], f"{where}: {name}", int)
-    experts, layers = fields.get("num_local_experts", fields.get("n_routed_experts", 0)), fields["num_hidden_layers"]
+    counts = (fields[name] for name in ("num_local_experts", "n_routed_experts", "num_experts") if name in fields)
+    experts, layers = next(counts, 0), fields["num_hidden_layers"]
     if experts and experts < fields["num_experts_per_tok"]:
         raise ConfigError(
             f"{where}: num_experts_per_tok={fields['num_experts_per_tok']} is more than the {experts} experts"

@@ -11,7 +11,7 @@ import logging
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,10 +19,12 @@ from safetensors import SafetensorError, safe_open
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.json_text import check, field, read_object
 from megatron_rl.weights.entry import Entry
-from megatron_rl.weights.families.register import stacking
+from megatron_rl.weights.families.family import FURTHER_TOKENS
+from megatron_rl.weights.families.register import FAMILIES, stacking
 from megatron_rl.weights.mapping import hf_size, stage_entries
 from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.shards import DTYPE_NAMES, INDEX, SINGLE
+from megatron_rl.weights.text_part import TextHandle, has_text_names, text_fields, text_names
 
 log = logging.getLogger(__name__)
 
@@ -94,10 +96,16 @@ class HuggingFaceReader:
 
     def __init__(self, path: str | pathlib.Path):
         self.path = pathlib.Path(path)
-        self.open_files: dict[pathlib.Path, object] = {}
+        self.open_files: dict[pathlib.Path, Any] = {}
+        self.renamed = False
         self.files = _list_tensors(self)
         config = self.path / "config.json"
         fields = read_object(config) if config.is_file() else {}
+        if has_text_names(fields.get("model_type")):
+            self.renamed = True
+            self.files = text_names(self.files, self.path)
+            fields = text_fields(fields, str(config))
+            self.open_files.clear()
         self.views: dict[str, Callable[[], TensorView]] = {}
         self.scaled: frozenset[str] = frozenset()
         if is_quantized(fields):
@@ -116,12 +124,16 @@ class HuggingFaceReader:
         return name in self.files
 
     def opened(self, file: pathlib.Path):
-        """Return safetensors' handle of a file, opened once. Raises ConfigError if the file cannot be read."""
+        """Return safetensors' handle of a file, opened once; its names are those of a text model (``TextHandle``).
+
+        Raises ConfigError if the file cannot be read.
+        """
         if file not in self.open_files:
             try:
                 if file.exists() and not file.is_file():  # safetensors would wait for a pipe's writer
                     raise OSError("it is no regular file")
-                self.open_files[file] = safe_open(file, framework="pt")
+                handle = safe_open(file, framework="pt")
+                self.open_files[file] = TextHandle(handle) if self.renamed else handle
             except (SafetensorError, OSError, ValueError, MemoryError) as error:
                 reason = "it does not exist" if not file.exists() else " ".join(str(error).split())[:200]
                 raise ConfigError(
@@ -252,21 +264,14 @@ def heads_differ(reader: HuggingFaceReader) -> bool:
 def check_tensors(reader: HuggingFaceReader, shape: ModelShape, *, allow_unread: bool = False) -> None:
     """Raise ConfigError unless the files hold each tensor of a model of this shape, in its shape and a readable dtype.
 
-    Multi-token-prediction layers (``num_extra_layers``) are named in a warning and not loaded, as
-    in transformers.
+    Parts that transformers' text model lacks as well are named in a warning and not loaded:
+    multi-token-prediction layers (``num_extra_layers``), and the family's ``left_out``.
 
     allow_unread: whether tensors that the model does not use are named in a warning instead of
         refused (``model.allow_unread_tensors``).
     """
-    # Tensors that are left out: layers that predict further tokens.
     used = used_names(shape)
-    extra = tuple(f"model.layers.{shape.num_layers + i}." for i in range(shape.num_extra_layers))
-    ignored = [name for name in reader.files if name.startswith(extra)] if extra else []
-    if ignored:
-        log.warning(
-            "%s holds %d tensors of layers that predict further tokens, %s the first; they are left out",
-            *(reader.path, len(ignored), min(ignored)),
-        )
+    ignored = _without_parts(reader, shape)
     # Layers that the config does not count.
     own = set(reader.files) - set(ignored)
     layers = {int(found[1]) for name in own if (found := re.match(r"model\.layers\.(\d{1,9})\.", name))}
@@ -296,6 +301,22 @@ def check_tensors(reader: HuggingFaceReader, shape: ModelShape, *, allow_unread:
             )
         reader.dtype(name)
         reader.check_scale(name)
+
+
+def _without_parts(reader: HuggingFaceReader, shape: ModelShape) -> list[str]:
+    """Return the names of the tensors of parts that are left out, and name each part in a warning."""
+    parts = {f"model.layers.{shape.num_layers + i}.": FURTHER_TOKENS for i in range(shape.num_extra_layers)}
+    parts |= FAMILIES[shape.family].left_out
+    ignored = []
+    for part in dict.fromkeys(parts.values()):
+        starts = tuple(start for start, label in parts.items() if label == part)
+        if names := [name for name in reader.files if name.startswith(starts)]:
+            log.warning(
+                "%s holds %d tensors of %s, %s the first; they are left out",
+                *(reader.path, len(names), part, min(names)),
+            )
+            ignored += names
+    return ignored
 
 
 def check_finite(values: torch.Tensor, sources: Callable[[], Iterable[tuple[str, torch.Tensor]]], way_out: str) -> None:

@@ -12,6 +12,8 @@ SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe
 SIDE_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 # These describe weights that are not written: an adapter's, or quantised ones.
 LEFT_BEHIND = ("adapter_config.json", "quantize_config.json", "hf_quant_config.json")
+# These describe a vision-language model's images and videos; the text part alone is written.
+LEFT_BEHIND += ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 TEMPLATES = "additional_chat_templates"
 # Parts of the names of a tokenizer's files; any file with one of the suffixes is a tokenizer's too.
 TOKENIZER_NAMES = ("tokenizer", "special_tokens_map", "added_tokens", "chat_template", "vocab", "merges", "spiece")

@@ -28,12 +28,12 @@ def needs_bridge(options: argparse.Namespace) -> bool:
 
     options: the parsed command line of `megatron-rl convert`.
     """
-    from megatron_rl.weights.families.register import ALIASES, FAMILIES
+    from megatron_rl.weights.families.register import ALIASES, FAMILIES, TEXT_PARTS
 
     if options.command not in ("import", "export"):
         return False
     family = family_of(options.source if options.command == "import" else options.hf or options.source / "hf")
-    built = ALIASES.get(family, family) in FAMILIES
+    built = TEXT_PARTS.get(family, ALIASES.get(family, family)) in FAMILIES
     return family is not None and not built and importlib.util.find_spec("megatron.bridge") is not None
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from megatron_rl.config import LoraConfig, ModelConfig, RolloutConfig, WeightSyncConfig
@@ -10,6 +13,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engines.placement import shares_device
 from megatron_rl.weights.config_json import read_fields
 from megatron_rl.weights.families.register import family_of
+from megatron_rl.weights.text_part import INNER, has_text_part
 
 
 def engine_arguments(
@@ -71,7 +75,20 @@ def family_arguments(hf_path: str) -> dict[str, object]:
     """
     fields = read_fields(hf_path)
     family = family_of(fields.get("model_type"))
-    return {} if family is None else family.engine_arguments(fields)
+    own = {} if family is None else family.engine_arguments(fields)
+    return own | (text_part_arguments(fields) if has_text_part(hf_path) else {})
+
+
+def text_part_arguments(fields: Mapping[str, Any]) -> dict[str, object]:
+    """Return {field: value} of vllm.EngineArgs by which vLLM builds a vision-language model's text part alone.
+
+    The trainer sends the tensors of this part. Not run: vLLM's code of such models wants torchvision,
+    which its build for the CPU does not bring.
+
+    fields: the text part's fields (``read_fields``).
+    """
+    tied = {INNER: {"tie_word_embeddings": bool(fields.get("tie_word_embeddings"))}}
+    return {"hf_overrides": {"architectures": fields["architectures"]} | tied}
 
 
 def latent_arguments(model: ModelConfig, device: torch.device) -> dict[str, object]:

@@ -14,10 +14,14 @@ from typing import Any
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.weights.entry import Entry, Layout
 from megatron_rl.weights.families.dense_layer import attention_sizes
+from megatron_rl.weights.families.family import FURTHER_TOKENS
 from megatron_rl.weights.families.windows import FULL
 from megatron_rl.weights.model_shape import DeltaNetShape, ModelShape
 
 LINEAR = "linear_attention"
+# Fields of config.json that transformers' classes take without declaring them, or that are checked here alone.
+READS = ("full_attention_interval", "attn_output_gate", "output_gate_type")
+LEFT_OUT = {"mtp.": FURTHER_TOKENS}
 # A file's tensors that the projection is made of, each with the parts that it holds one below the other. A part is
 # written by its group: the tensor ``in_proj_qkvz`` has one section.
 BY_GROUP = {"in_proj_qkvz": ("qkvz",), "in_proj_ba": ("ba",)}
@@ -27,8 +31,8 @@ BY_PART = {"in_proj_qkv": ("q", "k", "v"), "in_proj_z": ("z",), "in_proj_b": ("b
 def refuse_other_delta_nets(hf_config: Any) -> None:
     """Raise ConfigError if a config asks for a layer that is neither a gated delta net nor full attention.
 
-    Also raised for another activation than silu, for biases of attention, and for sizes that do not
-    fit together.
+    Also raised for another activation than silu, for biases of attention, for other output gates than
+    those built here, and for sizes that do not fit together.
     """
     family = hf_config.model_type
     if hf_config.hidden_act != "silu":
@@ -41,6 +45,11 @@ def refuse_other_delta_nets(hf_config: Any) -> None:
         )
     if hf_config.attention_bias:
         raise ConfigError(f"attention_bias=true of {family} is not supported; only false is")
+    fields = hf_config.to_dict()  # with those that the class does not declare
+    if not fields.get("attn_output_gate", True):
+        raise ConfigError(f"attn_output_gate=false of {family} is not supported; only true is")
+    if (gate := fields.get("output_gate_type")) not in (None, "silu", "swish"):
+        raise ConfigError(f"output_gate_type={quoted(gate)} of {family} is not supported; only silu (swish) is")
     keys, values = hf_config.linear_num_key_heads, hf_config.linear_num_value_heads
     if values % keys:
         raise ConfigError(f"linear_num_key_heads={keys} of {family} does not divide linear_num_value_heads={values}")

@@ -11,6 +11,8 @@ from megatron_rl.weights.entry import Entry
 from megatron_rl.weights.families.dense_layer import dense_layer, dense_sizes
 from megatron_rl.weights.model_shape import ModelShape
 
+FURTHER_TOKENS = "layers that predict further tokens"  # in the warning that names what is left out
+
 
 def class_fields(config_class: type) -> set[str]:
     """Return the names of the fields that a transformers config class declares, with their aliases.
@@ -67,6 +69,8 @@ class Family:
     experts: the names in the family's mixture of experts; None for a dense family.
     reads: the names of config.json's fields that are read although transformers' config class lacks
         them.
+    left_out: {start of names in the files: what is there} of tensors that transformers' model leaves out
+        as well; a warning names them.
     refuse: config → raises ConfigError if it asks for a feature that the model built here lacks.
     refuse_served: fields, path → raises ConfigError if vLLM would build another model from this
         config.json.
@@ -104,6 +108,7 @@ class Family:
     model_type: str
     refuse: Callable[[Any], None]
     reads: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
     refuse_served: Callable[[Mapping[str, Any], str], object] = nothing
     engine_arguments: Callable[[Mapping[str, Any]], dict[str, Any]] = nothing
     counts_pads: Callable[[Any], bool] = never

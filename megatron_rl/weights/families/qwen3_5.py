@@ -12,6 +12,8 @@ from typing import Any
 from megatron_rl.weights.entry import Entry
 from megatron_rl.weights.families.delta_layer import (
     BY_PART,
+    LEFT_OUT,
+    READS,
     delta_entries,
     delta_features,
     mixer_sizes,
@@ -27,6 +29,7 @@ from megatron_rl.weights.families.gated_mixture import (
 )
 from megatron_rl.weights.model_shape import ModelShape
 
+TOWER = {"model.visual.": "a vision tower"}
 EXPERTS = ExpertNames(
     block="mlp",
     gate="gate_proj",
@@ -70,6 +73,8 @@ def mixture_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 QWEN3_5_TEXT = Family(
     model_type="qwen3_5_text",
     turns_partly=True,
+    reads=READS,
+    left_out=LEFT_OUT | TOWER,
     refuse=refuse_other_delta_nets,
     features=delta_features,
     layer=dense_layer,
@@ -80,6 +85,8 @@ QWEN3_5_TEXT = Family(
 QWEN3_5_MOE_TEXT = Family(
     model_type="qwen3_5_moe_text",
     turns_partly=True,
+    reads=READS,
+    left_out=LEFT_OUT | TOWER,
     ffn_field="moe_intermediate_size",
     refuse=refuse_other_delta_nets,
     features=mixture_features,

@@ -11,6 +11,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.weights.entry import Entry
 from megatron_rl.weights.families.delta_layer import (
     BY_GROUP,
+    LEFT_OUT,
+    READS,
     delta_entries,
     delta_features,
     mixer_sizes,
@@ -64,6 +66,8 @@ def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
     turns_partly=True,
+    reads=READS,
+    left_out=LEFT_OUT,
     ffn_field="moe_intermediate_size",
     refuse=refuse,
     features=features,

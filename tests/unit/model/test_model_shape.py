@@ -81,6 +81,11 @@ REFUSED = [
         SPLIT | dict(expert_tensor=1),
         "parallel.tensor=2 does not divide the shared experts' width=33",
     ),
+    (
+        changed("qwen3_5_text", num_attention_heads=8, num_key_value_heads=4),
+        dict(tensor=4),
+        "parallel.tensor=4 does not divide linear_num_key_heads=2 of qwen3_5_text; use a divisor",
+    ),
     (changed("llama4", num_experts_per_tok=2), {}, "num_experts_per_tok=2 of llama4_text is not supported: Megatron"),
     (changed("llama4", attention_bias=True), {}, "a llama4_text model with attention_bias is not supported"),
     (changed("llama4", hidden_act="gelu"), {}, "hidden_act='gelu' of llama4_text is not supported"),
