@@ -17,7 +17,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from megatron_rl.rollout.engines.drawing import distribution, inverted
-from megatron_rl.rollout.engines.prefill import run_prompts, select_rows
+from megatron_rl.rollout.engines.prefill import run_prompts
 
 if TYPE_CHECKING:
     from megatron_rl.rollout.engines.router_records import RouterRecords
@@ -140,7 +140,7 @@ def decode_rows(
         # Drop finished rows from the batch, then run the model on the others' tokens.
         if num_done >= COMPACT_FRACTION * len(running):
             staying = torch.nonzero(~done).squeeze(1)
-            select_rows(cache, staying)
+            cache.reorder_cache(staying)
             running, tokens, position, mask, done = (
                 tensor[staying] for tensor in (running, tokens, position, mask, done)
             )
@@ -172,7 +172,7 @@ def _run_rows(
     mask = torch.cat([mask, mask.new_ones(len(prompts), max_steps)], dim=1)
     if prompt_of_row != list(range(len(prompts))):
         chosen = torch.tensor(prompt_of_row, device=mask.device)
-        select_rows(cache, chosen)
+        cache.reorder_cache(chosen)  # batch_select_indices (transformers 5.19) knows no states of delta nets
         logits, position, mask = logits[chosen], position[chosen], mask[chosen]
     return cache, logits, position, mask, padded
 

@@ -8,7 +8,6 @@ from typing import TypeVar
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from megatron_rl.weights.families.register import family_of
 
@@ -39,21 +38,6 @@ def run_prompts(
         logits_to_keep=1,
     )
     return cache, output.logits[:, -1], positions[:, -1:] + 1, mask, padded
-
-
-def select_rows(cache: DynamicCache, rows: torch.Tensor) -> None:
-    """Keep the rows (samples) ``rows`` of a cache, in this order and as often as each is named.
-
-    transformers 5.19 does so for keys and values alone. The states of a gated delta net are selected
-    here: the matrix of each head, and the last inputs of the convolution.
-    """
-    for layer in cache.layers:
-        if isinstance(layer, DynamicLayer):
-            layer.batch_select_indices(rows)
-        if isinstance(layer, LinearAttentionLayer):
-            for states in (layer.conv_states, layer.recurrent_states):
-                for number, state in states.items():
-                    states[number] = state.index_select(0, rows)
 
 
 def counts_pads(model: PreTrainedModel) -> bool:

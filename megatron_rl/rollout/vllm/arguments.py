@@ -11,7 +11,7 @@ from megatron_rl.config import LoraConfig, ModelConfig, RolloutConfig, WeightSyn
 from megatron_rl.config.lora import PROJECTIONS, VLLM_LORA_RANKS
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engines.placement import shares_device
-from megatron_rl.weights.config_json import read_fields
+from megatron_rl.weights.config_json import parse_hf_config, read_fields
 from megatron_rl.weights.families.register import family_of
 from megatron_rl.weights.text_part import INNER, has_text_part
 
@@ -101,6 +101,50 @@ def latent_arguments(model: ModelConfig, device: torch.device) -> dict[str, obje
     if takes_any or not read_fields(model.hf_path).get("kv_lora_rank"):
         return {}
     return {"attention_backend": "CPU_MLA"}
+
+
+def delta_arguments(
+    model: ModelConfig, rollout: RolloutConfig, weight_sync: WeightSyncConfig, device: torch.device
+) -> dict[str, object]:
+    """Return {field: value} of vllm.EngineArgs that a model with gated delta nets needs; {} for any other model.
+
+    On a CPU vLLM 0.32 (mamba/ops/cpu/gdn_attention.py) computes delta nets in bfloat16, with heads of 64
+    or 128 and a convolution over 4 tokens. It keeps states for the prefix cache only if prompts are
+    prefilled in chunks, which engines on a CPU do not (``_on_cpu``).
+
+    Raises ConfigError for adapters apart from the weights, and for what vLLM cannot compute on a CPU.
+    """
+    fields = read_fields(model.hf_path)
+    family = family_of(fields.get("model_type"))
+    if family is None or family.delta_layer is None:
+        return {}
+    name = family.model_type
+    if weight_sync.adapters == "alone":
+        raise ConfigError(
+            f"weight_sync.adapters=alone: vLLM was not shown to compute adapters in a {name} model, which has gated "
+            "delta nets; set weight_sync.adapters=merged"
+        )
+    if device.type == "cuda":
+        return {}
+    if model.dtype != "bfloat16":
+        raise ConfigError(
+            f"model.dtype={model.dtype} with rollout.engine=vllm: on a CPU vLLM computes gated delta nets ({name}) in "
+            "bfloat16 alone; set model.dtype=bfloat16, or rollout.engine=transformers"
+        )
+    config = parse_hf_config(model.hf_path)
+    keys, values, tokens = (getattr(config, f"linear_{x}") for x in ("key_head_dim", "value_head_dim", "conv_kernel_dim"))
+    if keys != values or keys not in (64, 128) or tokens != 4:
+        raise ConfigError(
+            f"{model.hf_path} has linear_key_head_dim={keys}, linear_value_head_dim={values} and "
+            f"linear_conv_kernel_dim={tokens}; on a CPU vLLM computes gated delta nets with heads of 64 or 128, equal "
+            "for keys and values, and a convolution over 4 tokens; set rollout.engine=transformers"
+        )
+    if rollout.vllm.get("enable_prefix_caching"):
+        raise ConfigError(
+            f"rollout.vllm.enable_prefix_caching=true: on a CPU vLLM has no prefix cache for gated delta nets ({name}) "
+            "unless prompts are prefilled in chunks, which loses samples' seeds there; leave it out"
+        )
+    return {"enable_prefix_caching": False}
 
 
 def adapter_arguments(

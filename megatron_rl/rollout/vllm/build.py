@@ -19,7 +19,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engines.embedded import stop_tokens
 from megatron_rl.rollout.engines.placement import EngineRole, RankLocation, shares_device
 from megatron_rl.rollout.engines.replica import Replica
-from megatron_rl.rollout.vllm.arguments import engine_arguments, family_arguments, latent_arguments
+from megatron_rl.rollout.vllm.arguments import delta_arguments, engine_arguments, family_arguments, latent_arguments
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.rollout.vllm.process_replica import ProcessReplica, engine_environment
 from megatron_rl.rollout.vllm.server_replica import ServerReplica
@@ -61,6 +61,7 @@ def vllm_engine(
             seed=config.run.seed,
             device=device,
         )
+        arguments |= delta_arguments(config.model, rollout, settings, device)
         replicas = [process_replica(rollout, arguments, config.run.path / "engines", location, device)]
     # Build the sender of the weights, and the engine over both.
     sender = WeightSender(

@@ -12,7 +12,7 @@ from megatron_rl.distributed.child_process import LAUNCHER_VARIABLES
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engines.placement import EngineRole, RankLocation, refuse_delta, role_of, shares_device
 from megatron_rl.rollout.vllm import build
-from megatron_rl.rollout.vllm.arguments import engine_arguments, family_arguments, latent_arguments
+from megatron_rl.rollout.vllm.arguments import delta_arguments, engine_arguments, family_arguments, latent_arguments
 from megatron_rl.rollout.vllm.process_replica import engine_environment
 from megatron_rl.validate import rollouts, validate_config
 
@@ -247,3 +247,28 @@ def test_latent_attention_on_a_cpu_gets_the_kernel_that_takes_its_dtype(tmp_path
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"} | fields))
     config = config_of(f"model.hf_path={tmp_path}", f"model.dtype={dtype}")
     assert latent_arguments(config.model, device) == wanted
+
+
+@pytest.mark.parametrize(("fields", "overrides", "device", "wanted"), [
+    ({}, [], CPU, {"enable_prefix_caching": False}),
+    ({}, ["model.dtype=float32"], GPU, {}),
+    ({}, ["model.dtype=float32"], CPU, "model.dtype=float32|set model.dtype=bfloat16|rollout.engine=transformers"),
+    ({"linear_value_head_dim": 64}, [], CPU, "linear_key_head_dim=128|linear_value_head_dim=64|rollout.engine"),
+    ({"linear_conv_kernel_dim": 3}, [], CPU, "linear_conv_kernel_dim=3|4 tokens"),
+    ({}, ["rollout.vllm={enable_prefix_caching: true}"], CPU, "rollout.vllm.enable_prefix_caching=true|leave it out"),
+    ({}, ["weight_sync.adapters=alone"], GPU, "weight_sync.adapters=alone|qwen3_5_text|weight_sync.adapters=merged"),
+    ({"model_type": "qwen3"}, ["weight_sync.adapters=alone"], CPU, {}),
+])  # fmt: skip
+def test_delta_nets_get_what_vllm_computes_on_a_device_or_are_refused(tmp_path, fields, overrides, device, wanted):
+    sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=96, vocab_size=17)
+    given = {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]} | sizes | fields
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    config = config_of(f"model.hf_path={tmp_path}", *overrides)
+
+    def call():
+        return delta_arguments(config.model, config.rollout, config.weight_sync, device)
+
+    if isinstance(wanted, str):
+        refused_with(wanted, call)
+    else:
+        assert call() == wanted

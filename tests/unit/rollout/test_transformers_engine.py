@@ -14,6 +14,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engines.drawing import draw
 from megatron_rl.rollout.engines.engine import sample_seed
 from megatron_rl.types import Prompt, Rollout
+from tests import reference
 from tests.unit.rollout import tiny_model
 from tests.unit.rollout.fake_engine import prompt_of
 from tests.unit.rollout.tiny_model import EOS, ROUNDING, SIZES, VOCAB, _model, engine_of, forward_logprobs
@@ -210,6 +211,26 @@ def test_a_mixture_takes_the_names_of_its_files_and_names_what_is_wrong_with_one
     ):
         with pytest.raises(ValueError, match=message):
             engine.load_weights(iter(changed), version=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_states_of_delta_nets_are_those_of_each_row_alone(tmp_path, family):
+    """Pads before a prompt leave no trace in a state; a prompt's state is copied to its samples, which end apart.
+
+    Prompts of one and two tokens are shorter than the convolution, which reads four.
+    """
+    config, model = reference.tiny_model(family)
+    config.save_pretrained(tmp_path)
+    prompts, weights = _prompts(5, 2, 9, 70, 1, 3, 7), reference.file_weights(model)
+    found = {}
+    for most in (64, 1):
+        engine = engine_of(tmp_path, None, max_batch_samples=most)
+        engine.load_weights(iter(weights.items()), version=1)
+        found[most] = engine.generate(prompts, 6)
+        assert_forward_pass_gives_the_logprobs(model, found[most])
+    assert _ids(found[64]) == _ids(found[1])
+    lengths = {len(x.response_ids) for x in found[64]}
+    assert {x.finish_reason for x in found[64]} == {"stop", "length"} and len(lengths) > 3, lengths
 
 
 def test_tied_lm_head_may_be_absent_or_equal(tmp_path):
