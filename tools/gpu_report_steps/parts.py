@@ -264,7 +264,7 @@ SECOND = (
     Step(
         name="delta net",
         part=2,
-        measures="tokens a second of a gated delta net, Qwen3.5-9B's shapes, by torch's and fla-core's kernels, and the error",
+        measures="tokens a second of a gated delta net of Qwen3.5-9B's shapes, by torch's and by fla-core's kernels",
         command=RUN + "delta_net.py --json {out}",
         cpu=RUN + "delta_net.py --json {out} --small",
         limit_s=60,
