@@ -14,11 +14,13 @@ from megatron_rl.checkpoint.convert import Cut, export_folder, import_folder
 from megatron_rl.checkpoint.megatron_lm import open_folder
 from megatron_rl.checkpoint.roundtrip import compare_folders
 from megatron_rl.commands.convert.source import read_model
+from megatron_rl.config import RolloutConfig
 from megatron_rl.distributed import topology
-from tests.equality.rig import Rig, any_tokenizer, config_of
+from megatron_rl.rollout.engines.embedded import TransformersEngine
+from tests.equality.rig import Rig, any_tokenizer, config_of, equal_by_name
 from tests.reference import make_samples, masked_logprobs, tiny_whole
 
-TOLERANCE = 1e-5  # of a log-prob, float32, another order of summation: seen 2e-6
+TOLERANCE = 1e-5  # of a log-prob, float32, another order of summation: seen 1.4e-6
 FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text")
 OF_THE_TOWER = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 NUM_SAMPLES = 7
@@ -39,6 +41,12 @@ def write_whole(folder: pathlib.Path, family: str):
     return model
 
 
+def text_state(whole) -> dict[str, torch.Tensor]:
+    """Return the state of a whole model's text part, under the names of the text model."""
+    state = {f"model.{name}": x for name, x in whole.model.language_model.state_dict().items()}
+    return state | {"lm_head.weight": whole.lm_head.weight.detach()}
+
+
 def assert_equal_in_transformers(folder: pathlib.Path, whole) -> None:
     """Assert that transformers loads a folder as a text model with nothing missing, to the bit of the whole one's."""
     from transformers import AutoModelForCausalLM
@@ -50,19 +58,19 @@ def assert_equal_in_transformers(folder: pathlib.Path, whole) -> None:
     assert not any(name.startswith(("model.visual.", "model.language_model.", "mtp.")) for name in names)
     back, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
-    wanted = {f"model.{name}": x for name, x in whole.model.language_model.state_dict().items()}
-    wanted["lm_head.weight"] = whole.lm_head.weight.detach()
-    found = back.state_dict()
-    assert set(found) == set(wanted) and all(torch.equal(found[name], x) for name, x in wanted.items())
+    assert equal_by_name(back.state_dict(), text_state(whole))
 
 
-def loaded(rank: int, world: int, source: str, copy: str) -> np.ndarray:
-    """Return the log-probs of the text part of a folder, and write it as a folder of its own."""
+def loaded(rank: int, world: int, source: str, copy: str) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
+    """Return the log-probs of a folder's text part and what the embedded engine holds; write it as a folder too."""
     try:
         rig = Rig(backend=MegatronBackend(config_of(f"model.hf_path={source}")), model=None)
         rig.take(make_samples(NUM_SAMPLES))
         rig.backend.save_hugging_face(pathlib.Path(copy), any_tokenizer())
-        return rig.logprobs()
+        cpu = dict(seed=0, dtype=torch.float32, device=torch.device("cpu"))
+        engine = TransformersEngine(source, any_tokenizer(), RolloutConfig(), **cpu)
+        engine.load_weights(rig.backend.export(), version=0)
+        return rig.logprobs(), dict(engine._open_model().state_dict())
     finally:
         topology.destroy()
 
@@ -71,7 +79,8 @@ def loaded(rank: int, world: int, source: str, copy: str) -> np.ndarray:
 def test_the_text_part_has_transformers_logprobs_and_is_exported_as_a_text_model(pool, tmp_path, family):
     source, copy = tmp_path / "source", tmp_path / "copy"
     whole = write_whole(source, family)
-    (found,) = pool.run(1, loaded, str(source), str(copy), timeout_s=60)
+    ((found, held),) = pool.run(1, loaded, str(source), str(copy), timeout_s=60)
+    assert equal_by_name(held, text_state(whole))
     assert np.abs(found - masked_logprobs(whole, make_samples(NUM_SAMPLES))).max() < TOLERANCE
     assert_equal_in_transformers(copy, whole)
 
@@ -96,6 +105,6 @@ def test_files_of_the_text_model_may_keep_the_names_of_the_whole_one(pool, tmp_p
     whole = write_whole(source, "qwen3_5_text")
     AutoModelForCausalLM.from_pretrained(source).save_pretrained(text)
     assert "model.language_model.norm.weight" in load_file(text / "model.safetensors")
-    (found,) = pool.run(1, loaded, str(text), str(copy), timeout_s=60)
+    ((found, held),) = pool.run(1, loaded, str(text), str(copy), timeout_s=60)
     assert np.abs(found - masked_logprobs(whole, make_samples(NUM_SAMPLES))).max() < TOLERANCE
     assert_equal_in_transformers(copy, whole)

@@ -36,7 +36,7 @@ TRIPS = {
 }
 # setup.py's requirements and what they import in turn, but for torch, triton, transformers, tokenizers, safetensors,
 # numpy and sympy, which come with torch and transformers. TensorBoard is imported only where a run asks for it. gguf
-# reads SmolLM2's file.
+# reads SmolLM2's file; fla-core, which imports einops, has kernels of gated delta nets.
 BASE = (
     "megatron-core==0.19.2",
     "math-verify>=0.8",
@@ -51,6 +51,8 @@ BASE = (
     "psutil>=5.9",
     "packaging>=24.2",
     "gguf",
+    "fla-core==0.6.0",
+    "einops",
 )
 TE_VERSION = "2.20.2"
 TE_CORE = f"transformer_engine_cu13=={TE_VERSION}"

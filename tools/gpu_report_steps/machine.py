@@ -14,7 +14,7 @@ import pathlib
 import platform
 import subprocess
 
-PACKAGES = ("torch", "triton", "transformers", "megatron-core", "transformer-engine", "vllm", "numpy")
+PACKAGES = ("torch", "triton", "transformers", "megatron-core", "transformer-engine", "vllm", "fla-core", "numpy")
 
 
 def driver_version() -> str:

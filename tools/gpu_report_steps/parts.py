@@ -75,6 +75,7 @@ SHARED_FEATURES = "=checkpoint-dp2,=offload-dp2,=lora-tp2-sp,=lora-pp2,=critic-t
 TE_TWO_RANKS = "=te-tp2-sp,=te-cp2"
 ENGINES = "=vllm,=vllm-delta,=vllm-adapters"
 CLOCKS = "=memory,=speed"
+DELTA_NETS = "=delta-net,=delta-net-bf16,=delta-net-fla"
 LOGPROBS = {
     "own chunk": " --hidden 3584",
     "Triton kernels": " --hidden 3584 --kernel triton",
@@ -218,6 +219,15 @@ SECOND = (
         cores=1,
     ),
     Step(
+        name="cells, gated delta nets",
+        part=2,
+        measures="a tiny Qwen3.5, dense and skip, by torch's kernels and by flash-linear-attention's",
+        command=CELLS + DELTA_NETS + " --timeout 120 --jobs 3",
+        cpu=CELLS + "=delta-net --timeout 120",
+        limit_s=125,
+        cores=3,
+    ),
+    Step(
         name="topology",
         part=2,
         measures="the GPUs' links",
@@ -250,6 +260,14 @@ SECOND = (
         cpu=RUN + "packed_attention.py --json {out} --small",
         limit_s=20,
         shares=True,
+    ),
+    Step(
+        name="delta net",
+        part=2,
+        measures="tokens a second of a gated delta net of Qwen3.5-9B's shapes, by torch's and by fla-core's kernels",
+        command=RUN + "delta_net.py --json {out}",
+        cpu=RUN + "delta_net.py --json {out} --small",
+        limit_s=60,
     ),
     state(
         "offload", "seconds, GB/s and bytes of offload and restore, and whether the state is the same to the bit", 90

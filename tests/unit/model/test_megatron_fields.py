@@ -11,7 +11,8 @@ from megatron_rl.backend.megatron_ddp import REFUSED_DDP_FIELDS
 from megatron_rl.backend.optimizer import REFUSED_OPTIMIZER_FIELDS
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.build import build_model
+from megatron_rl.model.build import build_model, transformer_config
+from megatron_rl.model.hf_config import read_shape
 from megatron_rl.model.megatron_fields import Refusals, resolve_fields
 from megatron_rl.model.settings import ModelSettings
 from megatron_rl.model.transformer_fields import REFUSED_TRANSFORMER_FIELDS, transformer_fields
@@ -107,6 +108,9 @@ def test_fp8_refuses_torchs_layers_the_exact_skip_and_what_it_cannot_be_combined
     config = load_config(None, [FP8, "skip.mode=off", "model.dtype=bfloat16"])
     with pytest.raises(ConfigError, match="fp8=hybrid needs Transformer Engine's layers, and these are torch's"):
         build_model(ModelSettings.of(config), tiny_config("qwen2_untied"), topology=None)
+    delta = tiny_config("qwen3_5_text")
+    with pytest.raises(ConfigError, match="fp8=hybrid of qwen3_5_text: FP8 was not run with gated delta nets"):
+        transformer_config(read_shape(delta, layer_spec="transformer_engine"), delta, ModelSettings.of(config), None)
     with pytest.raises(ConfigError, match="fp8=hybrid makes that untrue .an FP8 scale is a maximum"):
         signal_rule(load_config(None, [FP8, "skip.mode=exact"]))
 

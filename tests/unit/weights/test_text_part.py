@@ -124,3 +124,19 @@ def test_tower_and_further_tokens_are_left_out_with_a_warning_each(tmp_path, cap
     save_file(tensors | {"model.audio.weight": torch.ones(64)}, file)
     with pytest.raises(ConfigError, match="holds 1 tensors that the model is not made of, model.audio.weight"):
         check_tensors(HuggingFaceReader(tmp_path), shape)
+
+
+def test_block_fp8_of_a_whole_model_is_read(tmp_path):
+    """The scales have the whole model's names too, and quantization_config stands beside text_config."""
+    tiny_whole("qwen3_5_text").save_pretrained(tmp_path)
+    config, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    block = {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic"}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": block}))
+    tensors, name = load_file(file), "layers.0.linear_attn.in_proj_z.weight"
+    there = f"model.language_model.{name}"
+    size = tensors[there].shape
+    tensors[there] = torch.full(size, 2.0).to(torch.float8_e4m3fn)
+    save_file(tensors | {f"{there}_scale_inv": torch.full((size[0] // 8, size[1] // 8), 0.25)}, file)
+    reader = HuggingFaceReader(tmp_path)
+    check_tensors(reader, read_shape(load_hf_config(tmp_path), layer_spec="torch"))
+    assert torch.equal(reader.read(f"model.{name}", 0, 0, size[0]), torch.full(size, 0.5))
