@@ -24,7 +24,6 @@ from megatron_rl.weights.reader import (
     is_quantized,
     used_names,
 )
-from megatron_rl.weights.text_part import text_fields
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MOST_CONFIG_BYTES = 16 * 2**20
@@ -297,7 +296,12 @@ def read_fields(folder: str | pathlib.Path, key: str = "model.hf_path") -> dict[
     path = pathlib.Path(folder) / CONFIG
     if not path.is_file():
         raise ConfigError(f"{key}={str(folder)!r} holds no config.json; give a local Hugging Face directory")
-    return text_fields(read_object(path, most_bytes=MOST_CONFIG_BYTES), str(path))
+    fields = read_object(path, most_bytes=MOST_CONFIG_BYTES)
+    if str(fields.get("model_type")) not in TEXT_PARTS:
+        return fields
+    from megatron_rl.weights.text_part import text_fields
+
+    return text_fields(fields, str(path))
 
 
 def _check_sizes(config: Any, where: str) -> None:

@@ -20,11 +20,10 @@ from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.json_text import check, field, read_object
 from megatron_rl.weights.entry import Entry
 from megatron_rl.weights.families.family import FURTHER_TOKENS
-from megatron_rl.weights.families.register import FAMILIES, stacking
+from megatron_rl.weights.families.register import FAMILIES, has_text_names, stacking
 from megatron_rl.weights.mapping import hf_size, stage_entries
 from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.shards import DTYPE_NAMES, INDEX, SINGLE
-from megatron_rl.weights.text_part import TextHandle, has_text_names, text_fields, text_names
 
 log = logging.getLogger(__name__)
 
@@ -97,12 +96,14 @@ class HuggingFaceReader:
     def __init__(self, path: str | pathlib.Path):
         self.path = pathlib.Path(path)
         self.open_files: dict[pathlib.Path, Any] = {}
-        self.renamed = False
+        self.handle_of: Callable[[Any], Any] = lambda handle: handle
         self.files = _list_tensors(self)
         config = self.path / "config.json"
         fields = read_object(config) if config.is_file() else {}
         if has_text_names(fields.get("model_type")):
-            self.renamed = True
+            from megatron_rl.weights.text_part import TextHandle, text_fields, text_names
+
+            self.handle_of = TextHandle
             self.files = text_names(self.files, self.path)
             fields = text_fields(fields, str(config))
             self.open_files.clear()
@@ -132,8 +133,7 @@ class HuggingFaceReader:
             try:
                 if file.exists() and not file.is_file():  # safetensors would wait for a pipe's writer
                     raise OSError("it is no regular file")
-                handle = safe_open(file, framework="pt")
-                self.open_files[file] = TextHandle(handle) if self.renamed else handle
+                self.open_files[file] = self.handle_of(safe_open(file, framework="pt"))
             except (SafetensorError, OSError, ValueError, MemoryError) as error:
                 reason = "it does not exist" if not file.exists() else " ".join(str(error).split())[:200]
                 raise ConfigError(

@@ -69,15 +69,6 @@ def write_text_config(path: pathlib.Path) -> None:
         path.write_text(json.dumps(text_fields(fields, str(path)), indent=2) + "\n", encoding="utf-8")
 
 
-def has_text_names(family: object) -> bool:
-    """Return whether the names in the files of a model of this ``model_type`` are read as those of its text part.
-
-    Files of the text model alone may keep the vision-language model's names, and transformers reads
-    them as well.
-    """
-    return family in TEXT_PARTS or family in TEXT_PARTS.values()
-
-
 def text_name(name: str) -> str:
     """Return the name here of a tensor in the files: ``model.language_model.norm.weight`` → ``model.norm.weight``."""
     return PLAIN + name.removeprefix(WITHIN) if name.startswith(WITHIN) else name

@@ -24,7 +24,10 @@ WORKERS = ("vllm.v1.worker.gpu_worker", "Worker"), ("vllm.v1.worker.cpu_worker",
 # dictionaries of ours whose keys are fields of a class of vLLM's: file → functions or tables, class
 FIELDS = {
     "megatron_rl/rollout/vllm/arguments.py": (
-        ("engine_arguments", "latent_arguments", "adapter_arguments", "text_part_arguments", "delta_arguments", "_on_cpu"),
+        (
+            *("engine_arguments", "latent_arguments", "adapter_arguments", "text_part_arguments", "delta_arguments"),
+            "_on_cpu",
+        ),
         "EngineArgs",
     ),
     "megatron_rl/weights/families/llama4.py": (("engine_arguments",), "EngineArgs"),

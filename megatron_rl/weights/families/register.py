@@ -117,6 +117,15 @@ def family_of(model_type: object) -> Family | None:
     return FAMILIES[name]
 
 
+def has_text_names(family: object) -> bool:
+    """Return whether the names in the files of a model of this ``model_type`` are read as those of its text part.
+
+    Files of the text model alone may keep the vision-language model's names, and transformers reads
+    them as well.
+    """
+    return str(family) in {*TEXT_PARTS, *TEXT_PARTS.values()}
+
+
 def stacking(family: object) -> ExpertNames | None:
     """Return the names of a family's experts if its files stack them (weights/stacked.py); None for any other family.
 
