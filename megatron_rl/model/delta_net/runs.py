@@ -20,8 +20,8 @@ import torch
 
 from megatron_rl.distributed.platform import send
 from megatron_rl.model.attention.layout import Layout
+from megatron_rl.weights.model_shape import DELTA_CHUNK
 
-CHUNK = 64  # tokens; transformers and flash-linear-attention take as many
 LEAST_CHUNK = 16
 
 
@@ -213,7 +213,7 @@ def _chunks(runs: list[Run], starts: list[int], tokens: int, rows: int, device: 
     rows: the number of the convolution's rows.
     """
     longest = max(run.tokens for run in runs)
-    width = min(CHUNK, max(LEAST_CHUNK, 1 << (longest - 1).bit_length()))
+    width = min(DELTA_CHUNK, max(LEAST_CHUNK, 1 << (longest - 1).bit_length()))
     # (depth, run, number within the run) of every chunk, by depth
     counts = [-(-run.tokens // width) for run in runs]
     first = [0] * len(runs)  # depths; a parent stands before its responses
