@@ -53,7 +53,46 @@ def chunked_delta_rule(
     chunks: which chunk continues which. Rows that are no token are zeros in all five.
     """
     both = torch.cat([query * query.shape[-1] ** -0.5, key], -2)
+    return rule_of_both(both, value, decay, step, chunks)
+
+
+def rule_of_both(
+    both: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, step: torch.Tensor, chunks: Chunks
+) -> torch.Tensor:
+    """Return ``chunked_delta_rule``'s result, for q / √d_k above k in ``both`` [N, h, 2C, d_k]."""
     return _Rule.apply(both, value, decay.cumsum(-1), step, chunks.counts, chunks.parents)
+
+
+def units(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return [..., 2C, d_k], q / √d_k above k, of heads of q and k [..., C, d_k] that are first made ``unit``."""
+    return _Units.apply(query, key)
+
+
+class _Units(torch.autograd.Function):
+    """Computes ``units``; backward keeps the result and the lengths, not q and k."""
+
+    @staticmethod
+    def forward(ctx, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        tokens = query.shape[-2]
+        out = query.new_empty(*query.shape[:-2], 2 * tokens, query.shape[-1])
+        factors = []
+        for heads, place in zip((query, key), out.split(tokens, -2), strict=True):
+            factors.append(torch.rsqrt(torch.linalg.vecdot(heads, heads) + NORM_EPS)[..., None])
+            torch.mul(heads, factors[-1], out=place)
+        out[..., :tokens, :] *= query.shape[-1] ** -0.5
+        ctx.save_for_backward(out, *factors)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, *factors = ctx.saved_tensors
+        tokens, found = out.shape[-2] // 2, []
+        squares = (1 / out.shape[-1], 1.0)  # of the factors on q and on k
+        parts = zip(out.split(tokens, -2), gradient.split(tokens, -2), factors, squares, strict=True)
+        for unit_heads, given, factor, square in parts:
+            along = torch.linalg.vecdot(unit_heads, given)[..., None] / square
+            found.append((given - unit_heads * along).mul_(factor * square**0.5))
+        return tuple(found)
 
 
 class _Depth(NamedTuple):

@@ -86,8 +86,12 @@ class _Take(torch.autograd.Function):
 
 
 def _copied(rows: torch.Tensor, source: torch.Tensor, into: torch.Tensor, size: int) -> torch.Tensor:
-    out = rows.new_zeros(size, *rows.shape[1:])
-    return out.index_copy_(0, into, rows.index_select(0, source))
+    # as a gather, which passes over the rows once; rows that nothing is copied to are row 0 first, then zeros
+    out = rows.index_select(0, into.new_zeros(size).index_copy_(0, into, source))
+    if len(into) < size:
+        empty = torch.ones(size, dtype=torch.bool, device=into.device).index_fill_(0, into, False)
+        out.masked_fill_(empty.view(-1, *[1] * (out.dim() - 1)), 0)
+    return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
