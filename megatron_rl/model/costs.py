@@ -55,8 +55,11 @@ def layer_cost(shape: ModelShape, tokens: float, layer: int) -> int:
 
     The unit is the forward and backward of one weight, as in simulator/machine.py. The cost is the
     number of weights that a token is multiplied with, plus the cost of a token's attention in a
-    sample of ``tokens`` tokens.
+    sample of ``tokens`` tokens. A gated delta net has its rule's cost instead, which is the same for
+    samples of any length (``DeltaNetShape.rule_cost``).
     """
+    if shape.has_delta_net(layer):
+        return round(shape.token_cost(layer))
     seen = shape.windows[layer] if shape.windows else 0
     if shape.chunked is not None and layer in shape.chunked.chunked_layers:
         seen = shape.chunked.chunk_tokens / 2
@@ -81,11 +84,13 @@ def flops_per_token(shape: ModelShape, mean_context: float) -> float:
     """Return the FLOPs of one token, forward and backward.
 
     Each trained weight costs 6 FLOPs and each frozen weight 4. The FLOPs of the attention scores
-    are added.
+    are added, and those of the rule of gated delta nets.
 
     mean_context: the mean number of tokens that a token attends to in a layer with full attention.
     """
-    linear = shape.num_layers * shape.layer_parameters + shape.vocab_size * shape.hidden_size
+    linear = sum(map(shape.passed_parameters, range(shape.num_layers))) + shape.vocab_size * shape.hidden_size
     if shape.lora_rank:
         linear = 4.0 / 6.0 * linear + adapter_parameters(shape)
+    if shape.delta is not None:
+        linear += len(shape.delta.layers) * shape.delta.rule_cost
     return 6.0 * linear + 12.0 * shape.score_width * shape.attended(mean_context)

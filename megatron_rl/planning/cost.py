@@ -163,7 +163,7 @@ LEAST_LAYERS = 0.01  # cost, in layers, of a stage that holds the embedding alon
 
 
 def prior(
-    rank_shares: Sequence[tuple[float, float]],
+    rank_shares: Sequence[tuple[float, float, float]],
     *,
     virtual: int,
     overhead_tokens: float,
@@ -175,22 +175,22 @@ def prior(
     The unit is the cost of one token on an average stage, without the LM head.
 
     rank_shares: for each pipeline rank, the cost of its layers, with an average layer as the unit,
-        and the number of its layers (ModelShape.rank_shares).
+        the number of its layers, and the number of those with attention (ModelShape.rank_shares).
     virtual: the number of chunks that each pipeline rank interleaves.
     overhead_tokens: the fixed cost of a micro-batch on an average stage, in this unit.
-    square_share: in one layer, attention over a sequence of l tokens costs square_share · l², with a
+    square_share: in a layer with attention, attention over a sequence of l tokens costs square_share · l², with a
         token's other cost as the unit (ModelShape.square_share).
     head_layers: the LM head's cost in layers, which the last stage carries.
     """
-    per_stage = sum(count for _, count in rank_shares) / len(rank_shares)
+    per_stage = sum(count for _, count, _ in rank_shares) / len(rank_shares)
     stages = []
-    for rank, (share, count) in enumerate(rank_shares):
+    for rank, (share, count, with_attention) in enumerate(rank_shares):
         head = head_layers if rank == len(rank_shares) - 1 else 0.0
         stages.append(
             StageCost(
                 overhead=overhead_tokens * max(count, 1.0) / per_stage,
                 token=max(share + head, LEAST_LAYERS) / per_stage,
-                square=square_share * count / per_stage,
+                square=square_share * with_attention / per_stage,
             )
         )
     return CostModel(stages=tuple(stages), virtual=virtual)

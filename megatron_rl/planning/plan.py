@@ -124,17 +124,17 @@ class Degrees(Protocol):
 class Sizes(Protocol):
     """Describes the costs of a model that ``plan_rules`` reads; a ModelShape has them.
 
-    square_share: in one layer, attention over a sequence of l tokens costs square_share · l², with a
+    square_share: in a layer with attention, attention over a sequence of l tokens costs square_share · l², with a
         token's other cost as the unit.
     head_layers: the LM head's cost, with an average layer as the unit.
     rank_shares: called with the number of pipeline ranks; returns for each rank the cost of its
-        layers, in the same unit, and their number.
+        layers, in the same unit, their number, and the number of those with attention.
     """
 
     square_share: float
     head_layers: float
 
-    def rank_shares(self, pipeline: int) -> Sequence[tuple[float, float]]: ...
+    def rank_shares(self, pipeline: int) -> Sequence[tuple[float, float, float]]: ...
 
 
 def plan_rules(

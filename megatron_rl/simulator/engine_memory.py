@@ -16,6 +16,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.simulator.degrees import Degrees
 from megatron_rl.simulator.forecast import Job
 from megatron_rl.simulator.memory import StageMemory, stage_parameters
+from megatron_rl.weights.model_shape import ModelShape
 
 GIB = 2**30
 ONE_GPU = Degrees(
@@ -36,8 +37,8 @@ class EngineMemory:
 
     while_training: the bytes that it takes while the trainer trains.
     while_generating: the bytes that it takes while it generates.
-    needed: the fewest bytes with which it works: its weights, and the KV cache of one sample of the
-        largest length.
+    needed: the fewest bytes with which it works: its weights, and for one sample of the largest
+        length the KV cache and the states of gated delta nets.
     takes_turns: whether trainer and engine take turns on the GPU.
     """
 
@@ -76,13 +77,13 @@ def engine_memory(job: Job, gpu_bytes: float) -> EngineMemory:
     plain = dataclasses.replace(shape, lora_rank=0, lora_targets=())  # adapters are sent merged into the weights
     weights = sum(stage_parameters(plain, ONE_GPU, 0)) * size
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
-    cached = sum(min(longest, window or longest) for window in shape.windows or (0,) * shape.num_layers)
-    sample = shape.cached_elements * size * cached
+    cached, states = cached_elements(shape, longest)
+    sample = (cached + states) * size
     if rollout.engine == "vllm":
         width = rollout.tensor_parallel
         share, turns = int(rollout.gpu_memory_utilization * gpu_bytes), rollout.sleep != "never"
         shards = 1 if shape.kv_lora_rank else min(width, shape.num_kv_heads)  # latents are whole on every rank
-        needed = weights // width + sample // shards
+        needed = weights // width + (cached // shards + states // width) * size
         return EngineMemory(
             while_training=0 if turns else share, while_generating=share, needed=needed, takes_turns=turns
         )
@@ -94,6 +95,20 @@ def engine_memory(job: Job, gpu_bytes: float) -> EngineMemory:
         needed=weights + sample,
         takes_turns=False,
     )
+
+
+def cached_elements(shape: ModelShape, tokens: int) -> tuple[int, int]:
+    """Return the elements that an engine keeps for one sample, as (KV cache, states of gated delta nets).
+
+    A layer with attention keeps keys and values of each token, or of the tokens in its window. A
+    gated delta net keeps a state, whatever the sample's length.
+
+    tokens: the sample's number of tokens.
+    """
+    windows = shape.windows or (0,) * shape.num_layers
+    cached = sum(min(tokens, window or tokens) for i, window in enumerate(windows) if not shape.has_delta_net(i))
+    states = len(shape.delta.layers) * shape.delta.state_elements if shape.delta else 0
+    return shape.cached_elements * cached, states
 
 
 def gib(size: float) -> str:

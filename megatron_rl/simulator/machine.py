@@ -90,9 +90,10 @@ class Costs:
 def layer_flops(shape: ModelShape) -> tuple[float, float]:
     """Return (FLOPs per token, FLOPs per squared length of a sample) of one layer, forward and backward.
 
-    The second number is for attention scores, the first for everything else.
+    The second number is for attention scores, in a layer that has attention. The first is for
+    everything else, in an average layer.
     """
-    return 6.0 * shape.layer_parameters, 6.0 * shape.score_width
+    return 6.0 * shape.mean_token_cost, 6.0 * shape.score_width
 
 
 def machine_costs(machine: Machine, placed: PlacedModel, *, loss_share: float, source: str) -> Costs:
@@ -107,13 +108,13 @@ def machine_costs(machine: Machine, placed: PlacedModel, *, loss_share: float, s
     linear, scores = layer_flops(shape)
     head = shape.head_cost(loss_share, times=HEAD_FLOPS, columns=shape.padded_vocab_size) / split / machine.flops_per_s
     stages = []
-    for rank, (share, layers) in enumerate(shape.rank_shares(degrees.pipeline_size)):
+    for rank, (share, layers, with_attention) in enumerate(shape.rank_shares(degrees.pipeline_size)):
         token = linear * recompute_factor * max(share, LEAST_LAYERS) / split / machine.flops_per_s
         stages.append(
             StageCost(
                 overhead=machine.layer_overhead_s * layers * recompute_factor,
                 token=token + (head if rank == degrees.pipeline_size - 1 else 0.0),
-                square=scores * recompute_factor * layers / split / machine.attention_flops_per_s,
+                square=scores * recompute_factor * with_attention / split / machine.attention_flops_per_s,
             )
         )
     return Costs(
@@ -128,13 +129,13 @@ def machine_costs(machine: Machine, placed: PlacedModel, *, loss_share: float, s
 def chunk_shares(shape: ModelShape, degrees: Degrees, loss_share: float) -> tuple[float, ...]:
     """Return each model chunk's share of its pipeline rank's time, in the order of the layers.
 
-    The time is taken as proportional to the parameters that a token passes.
+    The time is taken as proportional to the layers' cost per token, attention's scores left out.
 
     loss_share: the number of loss tokens over the number of all tokens; only loss tokens pass the
         LM head.
     """
-    costs = np.array([sum(map(shape.passed_parameters, shape.layers_on(stage))) for stage in range(shape.num_stages)])
-    costs = np.maximum(costs, LEAST_LAYERS * shape.layer_parameters)
+    costs = np.array([sum(map(shape.token_cost, shape.layers_on(stage))) for stage in range(shape.num_stages)])
+    costs = np.maximum(costs, LEAST_LAYERS * shape.mean_token_cost)
     costs[-1] += shape.head_cost(loss_share)
     of_ranks = np.tile(costs.reshape(-1, degrees.pipeline_size).sum(0), degrees.virtual_size)
     return tuple((costs / of_ranks).tolist())

@@ -85,9 +85,12 @@ class StageMemory:
 def layer_parameters(shape: ModelShape, degrees: Degrees, layer: int) -> tuple[int, int]:
     """Return the number of a layer's parameters on one rank, as (outside the experts, in the rank's experts)."""
     tensor, hidden, heads = degrees.tensor_size, shape.hidden_size, shape.num_heads
-    qkv = (heads + 2 * shape.num_kv_heads) * shape.head_dim // tensor
-    attention = shape.attention_parameters(tensor) + (qkv if shape.qkv_bias else 0)
-    norms = 2 * hidden + (2 * shape.head_dim if shape.qk_norm else 0) + shape.q_lora_rank + shape.kv_lora_rank
+    attention, norms = shape.mixer_parameters(layer, tensor), 2 * hidden
+    if shape.has_delta_net(layer):
+        norms += shape.delta.value_head_dim + 2 * shape.delta.value_heads // tensor  # the norm, A_log and dt_bias
+    else:
+        norms += (2 * shape.head_dim if shape.qk_norm else 0) + shape.q_lora_rank + shape.kv_lora_rank
+        attention += (heads + 2 * shape.num_kv_heads) * shape.head_dim // tensor if shape.qkv_bias else 0
     if shape.post_norms:
         norms += (heads + shape.num_kv_heads) * shape.head_dim // tensor
     if shape.sandwich_norms:
@@ -102,7 +105,7 @@ def layer_parameters(shape: ModelShape, degrees: Degrees, layer: int) -> tuple[i
     if shape.linear_bias:
         attention, router = attention + hidden, router + shape.num_experts
         expert += 2 * shape.ffn_hidden_size // degrees.expert_tensor_size + hidden
-    shared = 3 * hidden * shape.shared_ffn_hidden_size // tensor
+    shared = 3 * hidden * shape.shared_ffn_hidden_size // tensor + (hidden if shape.shared_gate else 0)
     return attention + norms + router + shared, shape.num_experts // degrees.expert_size * expert
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from megatron_rl.config import LoraConfig
 
+DELTA_CHUNK = 64  # tokens of a chunk of the gated delta rule; transformers and flash-linear-attention take as many
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedAttentionShape:
@@ -73,8 +75,25 @@ class DeltaNetShape:
 
         It holds a matrix for each head of v, and the last tokens that the convolution reads.
         """
-        matrices = self.value_heads * self.key_head_dim * self.value_head_dim
-        return matrices + (self.conv_tokens - 1) * (2 * self.key_width + self.value_width)
+        return self.value_width * self.key_head_dim + (self.conv_tokens - 1) * self.convolved_width
+
+    @property
+    def convolved_width(self) -> int:
+        """Return the width of q, k and v together, which pass the convolution."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def rule_cost(self) -> float:
+        """Return the multiply-adds of the gated delta rule per token in one layer, whatever the sequence's length.
+
+        They are those of the products in model/delta_net/rule.py, for chunks of C = 64 tokens, as if
+        every chunk were full and continued another. For each head of q, K Kᵀ and Q Kᵀ take 2 · C · d_k.
+        For each head of v, the triangular system takes C / 2 · (d_k + d_v), its scores times U C · d_v,
+        and the three products with the state 3 · d_k · d_v.
+        """
+        key, value = self.key_head_dim, self.value_head_dim
+        own = DELTA_CHUNK * ((key + value) / 2 + value) + 3 * key * value
+        return 2 * DELTA_CHUNK * self.key_width + self.value_heads * own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,11 +263,15 @@ class ModelShape:
     def mixer_parameters(self, layer: int, tensor_size: int = 1) -> int:
         """Return the number of weights in the matrices of a layer's attention, or of its gated delta net.
 
+        A gated delta net's convolution is included.
+
         tensor_size: the number of tensor ranks; the weights of one rank are counted.
         """
         if not self.has_delta_net(layer):
             return self.attention_parameters(tensor_size)
-        return self.hidden_size * (self.delta.projected_width + self.delta.value_width) // tensor_size
+        delta = self.delta
+        projections = self.hidden_size * (delta.projected_width + delta.value_width)
+        return (projections + delta.convolved_width * delta.conv_tokens) // tensor_size
 
     @property
     def score_width(self) -> float:
@@ -266,51 +289,59 @@ class ModelShape:
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
-    def layer_parameters(self) -> float:
-        """Return the number of matrix weights that one token passes through in a layer, as the mean over the layers.
+    def mean_token_cost(self) -> float:
+        """Return the ``token_cost`` of a layer, as the mean over the layers."""
+        return sum(map(self.token_cost, range(self.num_layers))) / self.num_layers
 
-        In a mixture these are the weights of ``experts_per_token`` experts, the shared expert, the
-        router and attention.
+    def token_cost(self, layer: int) -> float:
+        """Return the multiply-adds of one token in layer ``layer``, attention's scores left out.
+
+        They are one for each weight that the token passes, and those of a gated delta net's rule.
         """
-        return sum(map(self.passed_parameters, range(self.num_layers))) / self.num_layers
+        return self.passed_parameters(layer) + (self.delta.rule_cost if self.has_delta_net(layer) else 0.0)
 
     def passed_parameters(self, layer: int) -> int:
         """Return the number of matrix weights that one token passes through in layer ``layer``.
 
-        Of routed experts only the chosen ones count.
+        In a mixture these are the weights of ``experts_per_token`` experts, the shared expert and its
+        gate, the router and attention.
         """
         if self.num_experts and not self.has_mixture(layer):
             width = 3 * self.dense_ffn_hidden_size
         else:
             mlps = self.experts_per_token if self.num_experts else 1
             width = self.mlp_matrices * (self.ffn_hidden_size * mlps + self.shared_ffn_hidden_size) + self.num_experts
+            width += self.shared_gate
         return self.mixer_parameters(layer) + self.hidden_size * width
 
-    def rank_shares(self, pipeline: int) -> tuple[tuple[float, float], ...]:
-        """Return (cost of the layers, number of layers) of each pipeline rank, over all its model chunks.
+    def rank_shares(self, pipeline: int) -> tuple[tuple[float, float, float], ...]:
+        """Return (cost of the layers, their number, the number with attention) of each pipeline rank.
 
-        A layer's cost is its ``passed_parameters``, divided by their mean over all layers.
+        All model chunks of a rank are counted. A layer's cost is its ``token_cost``, divided by the
+        mean over all layers.
 
         pipeline: the number of pipeline ranks; stage s is on rank s modulo ``pipeline``.
         """
         shares = []
         for rank in range(pipeline):
             layers = [x for stage in range(rank, self.num_stages, pipeline) for x in self.layers_on(stage)]
-            shares.append((sum(map(self.passed_parameters, layers)) / self.layer_parameters, float(len(layers))))
+            cost = sum(map(self.token_cost, layers)) / self.mean_token_cost
+            with_attention = sum(not self.has_delta_net(layer) for layer in layers)
+            shares.append((cost, float(len(layers)), float(with_attention)))
         return tuple(shares)
 
     @property
     def square_share(self) -> float:
-        """Return s: in one layer, attention over a causal sequence of T tokens costs s · T².
+        """Return s: in a layer with attention, attention over a causal sequence of T tokens costs s · T².
 
-        The unit of cost is one token's pass through the weight matrices of an average layer.
+        The unit of cost is one token's pass through an average layer, its scores left out.
         """
-        return self.score_width / self.layer_parameters
+        return self.score_width / self.mean_token_cost
 
     @property
     def head_layers(self) -> float:
-        """Return the LM head's number of weights as a multiple of an average layer's (``layer_parameters``)."""
-        return self.head_cost() / self.layer_parameters
+        """Return the LM head's cost per token as a multiple of an average layer's (``mean_token_cost``)."""
+        return self.head_cost() / self.mean_token_cost
 
     def head_cost(
         self, loss_tokens: float = 1.0, tokens: float = 1.0, *, times: float = 1.0, columns: int | None = None

@@ -27,7 +27,7 @@ from tests.tools import words
 from tests.tools.simulated_job import bytes_of, equal_samples, held_bytes, job_of, per_token, tiny_job
 
 KIN = ("TP2 SP, layers of two kinds", "TP2 SP ETP1, biases and sinks", "EP2, latents")
-KIN += ("EP2, adapters on experts", "PP2 VPP2, adapters")
+KIN += ("EP2, adapters on experts", "PP2 VPP2, adapters", "EP2, delta nets in part")
 
 
 def split(family: str, given: str) -> tuple[str, ...]:
@@ -52,6 +52,9 @@ SPLITS = {
     "PP2, dense layers between": split("llama4_interleaved", "pipeline=2"),
     "TP2 SP, latents": split("deepseek_v3", "SP"),
     "EP2, latents": split("moonlight", "expert=2"),
+    "PP2, delta nets": split("qwen3_5_text", "pipeline=2"),
+    "TP2 SP, delta nets": split("qwen3_next", "SP"),
+    "EP2, delta nets in part": split("qwen3_5_moe_text", "expert=2"),
     "PP2, windows by kind": split("olmo3", "pipeline=2"),
     "TP2, window": split("mistral_window", "tensor=2"),
     "DP2, sharded": split("llama", "optimizer.distributed=true"),

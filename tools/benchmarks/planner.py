@@ -44,7 +44,7 @@ def planning_seconds(samples: int, given: argparse.Namespace) -> dict[str, float
         random.lognormal(np.log(given.mean_tokens), 0.6, samples).astype(np.int64), 8, given.max_tokens_per_microbatch
     )
     signal = random.random(samples) >= given.dead_share
-    cost = prior([(4.0, 4.0)] * given.pp, virtual=1, overhead_tokens=256, square_share=1e-4, head_layers=1.0)
+    cost = prior([(4.0, 4.0, 4.0)] * given.pp, virtual=1, overhead_tokens=256, square_share=1e-4, head_layers=1.0)
     rules = PlanRules(data_size=given.dp, cost=cost, max_tokens=given.max_tokens_per_microbatch)
     mini_batches = np.array_split(np.arange(samples), given.mini_batches)
     medians = {}

@@ -75,8 +75,8 @@ PLAN = (
     Mutant(
         name="layers-of-all-stages",
         file="megatron_rl/planning/cost.py",
-        line="per_stage = sum(count for _, count in rank_shares) / len(rank_shares)",
-        becomes="per_stage = sum(count for _, count in rank_shares)",
+        line="per_stage = sum(count for _, count, _ in rank_shares) / len(rank_shares)",
+        becomes="per_stage = sum(count for _, count, _ in rank_shares)",
         fault="the LM head's cost is weighed against the layers of every stage",
         tests=("tests/unit/planning/test_plan_rules.py::test_rules_of_a_run_are_its_settings",),
     ),

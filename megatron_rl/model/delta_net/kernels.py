@@ -14,7 +14,7 @@ import torch
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.requirements import compiler_fault
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.delta_net.rule import chunked_delta_rule, unit
+from megatron_rl.model.delta_net.rule import rule_of_both, units
 from megatron_rl.model.delta_net.runs import DeltaLayout
 from megatron_rl.weights.model_shape import DeltaNetShape
 
@@ -49,10 +49,10 @@ def torch_rule(
     groups = convolved.shape[1]
     laid = chunks.into(convolved).unflatten(0, (-1, chunks.tokens)).transpose(1, 2).float()
     query, key, value = laid.split([key_dim, key_dim, laid.shape[-1] - 2 * key_dim], -1)
-    value = value.unflatten(-1, (-1, shape.value_head_dim)).transpose(2, 3)
+    value = value.unflatten(-1, (-1, shape.value_head_dim)).transpose(2, 3).contiguous()
     numbers = chunks.of_tokens(torch.stack([decay, step], -1)).unflatten(0, (-1, chunks.tokens))
     decay, step = numbers.unflatten(2, (groups, -1)).movedim(1, -2).unbind(-1)
-    outputs = chunked_delta_rule(unit(query), unit(key), value, decay, step, chunks)
+    outputs = rule_of_both(units(query, key), value, decay, step, chunks)
     rows = outputs.movedim(3, 1).flatten(2, 3).flatten(0, 1)
     return chunks.back(rows)
 

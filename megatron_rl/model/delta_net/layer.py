@@ -107,26 +107,27 @@ class GatedDeltaNet(MegatronModule):
         projected, _bias = self.in_proj(hidden_states)
         grouped = projected.view(len(projected), self.groups, -1)
         mixed, gate, steps = grouped.split([*self.widths, 2 * self._per_group(self.shape)], -1)
-        taken = torch.cat([mixed, steps], -1)
+        gate = gate.contiguous()  # backward keeps this part of what is projected, not the whole
         if packed.context.size > 1:
-            taken = gather_context(taken, packed)
-        outputs = self._rule(taken, packed)
+            taken = gather_context(torch.cat([mixed, steps], -1), packed)
+            mixed, steps = taken.split([self.widths[0], steps.shape[-1]], -1)
+        outputs = self._rule(mixed, steps, packed)
         if packed.context.size > 1:
             outputs = outputs.index_select(0, packed.once("delta net's own", lambda: _own_rows(packed)))
-        gated = self._gated_norm(outputs, gate.reshape(len(gate), self.heads, -1))
+        gated = self._gated_norm(outputs, gate.view(len(gate), self.heads, -1))
         return self.out_proj(gated.view(len(gated), 1, -1))
 
-    def _rule(self, taken: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
+    def _rule(self, mixed: torch.Tensor, steps: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
         """Return [T', heads, d_v] of all tokens over context ranks: convolution, then the gated delta rule.
 
-        taken: [T', groups, …], each group's q, k and v, then its b and a.
+        mixed: [T', groups, …], each group's q, k and v.
+        steps: [T', groups, …], each group's b and a.
         """
-        shape, device = self.shape, taken.device
+        shape, device = self.shape, mixed.device
         before = shape.conv_tokens - 1
         layout = packed.once(("delta net", before), lambda: DeltaLayout.of(packed.layout, before, device))
-        mixed, steps = taken.split([self.widths[0], taken.shape[-1] - self.widths[0]], -1)
         rows = layout.history(mixed.flatten(1))
-        convolved = F.silu(causal_convolution(rows, self.conv1d.weight.squeeze(1)))
+        convolved = causal_convolution(rows, self.conv1d.weight.squeeze(1))
         b, a = steps.unflatten(-1, (2, -1)).unbind(-2)
         step = b.flatten(1).float().sigmoid()
         decay = -self.A_log.float().exp() * F.softplus(a.flatten(1).float() + self.dt_bias.float())
@@ -159,13 +160,53 @@ def _own_rows(packed: PackedSequences) -> torch.Tensor:
 
 
 def causal_convolution(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return y [n, c] of rows x [n, c]: y_t = Σ_j w_j x_{t − K + 1 + j}, column by column, with zeros before row 0.
+    """Return SiLU(y) [n, c] of rows x [n, c]: y_t = Σ_j w_j x_{t − K + 1 + j} by column, with zeros before row 0.
 
     weight: [c, K].
+
+    Sums are float32. On a CPU it goes by blocks of rows, so that what a block makes stays in the
+    cache. Backward computes y again; only x is kept.
     """
-    width = weight.shape[1]
-    padded = F.pad(rows, (0, 0, width - 1, 0))
-    out = padded[width - 1 :] * weight[:, -1]
-    for tap in range(width - 1):
-        out = torch.addcmul(out, padded[tap : tap + len(rows)], weight[:, tap])
+    return _Convolution.apply(rows, weight)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, weight)
+        taps, out = weight.float().t().contiguous(), torch.empty_like(rows)
+        for start, stop in _blocks(rows):
+            out[start:stop] = F.silu(_convolved(rows, taps, start, stop), inplace=True)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, weight = ctx.saved_tensors
+        taps = weight.float().t().contiguous()
+        width, of_taps = len(taps), torch.zeros_like(taps)
+        of_rows = torch.zeros_like(rows, dtype=torch.float32)
+        for start, stop in _blocks(rows):
+            before = _convolved(rows, taps, start, stop)
+            of_sum = torch.ops.aten.silu_backward(gradient[start:stop].float(), before)
+            for back in range(width):
+                first = min(max(start, back), stop)
+                own = of_sum[first - start :]
+                of_rows[first - back : stop - back].addcmul_(own, taps[-1 - back])
+                of_taps[-1 - back] += (own * rows[first - back : stop - back]).sum(0)
+        return of_rows.to(rows.dtype), of_taps.t().to(weight.dtype)
+
+
+def _blocks(rows: torch.Tensor) -> list[tuple[int, int]]:
+    """Return (first row, last row + 1) of blocks of ``rows``: one on a GPU, of about 2^17 elements on a CPU."""
+    size = len(rows) if rows.is_cuda else max(2**17 // rows.shape[1], 16)
+    return [(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+
+
+def _convolved(rows: torch.Tensor, taps: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return rows ``start`` to ``stop`` of y, float32; taps: [K, c]."""
+    out = rows[start:stop] * taps[-1]
+    for back in range(1, len(taps)):
+        first = max(start, back)
+        if first < stop:
+            out[first - start :].addcmul_(rows[first - back : stop - back], taps[-1 - back])
     return out

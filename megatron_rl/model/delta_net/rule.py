@@ -8,23 +8,26 @@ et al. 2024, Gated Delta Networks, arXiv:2412.06464, eq. 10)
 Over a chunk that begins with state S, with G_i the sum of g up to token i of the chunk, the u of all
 its tokens solve a triangular system (section 3.3):
 
-    (1 + A) U = diag(β) (V − diag(e^G) K S),    A_ij = β_i e^{G_i − G_j} k_i·k_j for j < i
+    (1 + A) U = R,    R = diag(β) (V − diag(e^G) K S),    A_ij = β_i e^{G_i − G_j} k_i·k_j for j < i
 
-So U = U₀ − W S, with U₀ and W found for all chunks at once, without any state. Then, depth after
-depth (runs.py), with D_ij = e^{G_i − G_j} for j ≤ i:
+So U = (1 + A)⁻¹ R. With D_ij = e^{G_i − G_j} for j ≤ i, and M = Q Kᵀ ∘ D,
 
-    O = diag(e^G) Q S + (Q Kᵀ ∘ D) U,    S' = e^{G_C} S + Σ_j e^{G_C − G_j} k_j u_jᵀ
+    O = diag(e^G) Q S + M U,    S' = e^{G_C} S + Kᵀ diag(e^{G_C − G}) U
 
-Every number is float32.
+Chunks are computed depth after depth (runs.py), so that what a depth makes stays in a CPU's cache.
+Backward is written out, from the last depth to the first. It computes D, M and the products with S
+again, and so keeps of each chunk only its inputs, (1 + A)⁻¹, U and S. The heads of v that share a
+head of q lie side by side in S, so that one product serves them all. Every number is float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from megatron_rl.model.delta_net.runs import Chunks, repeated
+from megatron_rl.model.delta_net.runs import LEAST_CHUNK, Chunks
 
 NORM_EPS = 1e-6  # of q's and k's lengths, as in transformers 5.19 ``l2norm``
 
@@ -49,42 +52,283 @@ def chunked_delta_rule(
     decay, step: [N, h, r, C], g ≤ 0 (the logarithm of the decay) and β.
     chunks: which chunk continues which. Rows that are no token are zeros in all five.
     """
-    sums = decay.cumsum(-1)
-    lower = torch.ones(chunks.tokens, chunks.tokens, dtype=torch.bool, device=query.device).tril()
-    between = (sums[..., :, None] - sums[..., None, :]).masked_fill(~lower, -torch.inf).exp()
-    # each token's u as U0 − W S
-    system = (key @ key.transpose(-1, -2))[:, :, None] * between * step[..., None]
-    from_start = sums.exp()[..., None]
-    right = torch.cat([value * step[..., None], key[:, :, None] * (from_start * step[..., None])], -1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    own, of_state = solved.split([value.shape[-1], key.shape[-1]], -1)
-    # what the state's output and the next state are made of
-    query = query * query.shape[-1] ** -0.5
-    scores = (query @ key.transpose(-1, -2))[:, :, None] * between
-    queries = query[:, :, None] * from_start
-    to_end = (sums[..., -1:] - sums).exp()[..., None]
-    keys = (key[:, :, None] * to_end).transpose(-1, -2)
-    whole = sums[..., -1, None, None].exp()
-    return _by_depth((own, of_state, scores, queries, keys, whole), chunks)
+    both = torch.cat([query * query.shape[-1] ** -0.5, key], -2)
+    return rule_of_both(both, value, decay, step, chunks)
 
 
-def _by_depth(parts: Sequence[torch.Tensor], chunks: Chunks) -> torch.Tensor:
-    """Return [N, h, r, C, d_v]: the outputs of all chunks, whose states follow from depth to depth.
+def rule_of_both(
+    both: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, step: torch.Tensor, chunks: Chunks
+) -> torch.Tensor:
+    """Return ``chunked_delta_rule``'s result, for q / √d_k above k in ``both`` [N, h, 2C, d_k]."""
+    return _Rule.apply(both, value, decay.cumsum(-1), step, chunks.counts, chunks.parents)
 
-    parts: U₀, W, (Q Kᵀ ∘ D), diag(e^G) Q, (diag(e^{G_C − G}) K)ᵀ and e^{G_C}, each [N, h, r, …].
+
+def units(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return [..., 2C, d_k], q / √d_k above k, of heads of q and k [..., C, d_k] that are first made ``unit``."""
+    return _Units.apply(query, key)
+
+
+class _Units(torch.autograd.Function):
+    """Computes ``units``; backward keeps the result and the lengths, not q and k."""
+
+    @staticmethod
+    def forward(ctx, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        tokens = query.shape[-2]
+        out = query.new_empty(*query.shape[:-2], 2 * tokens, query.shape[-1])
+        factors = []
+        for heads, place in zip((query, key), out.split(tokens, -2), strict=True):
+            factors.append(torch.rsqrt(torch.linalg.vecdot(heads, heads) + NORM_EPS)[..., None])
+            torch.mul(heads, factors[-1], out=place)
+        out[..., :tokens, :] *= query.shape[-1] ** -0.5
+        ctx.save_for_backward(out, *factors)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, *factors = ctx.saved_tensors
+        tokens, found = out.shape[-2] // 2, []
+        squares = (1 / out.shape[-1], 1.0)  # of the factors on q and on k
+        parts = zip(out.split(tokens, -2), gradient.split(tokens, -2), factors, squares, strict=True)
+        for unit_heads, given, factor, square in parts:
+            along = torch.linalg.vecdot(unit_heads, given)[..., None] / square
+            found.append((given - unit_heads * along).mul_(factor * square**0.5))
+        return tuple(found)
+
+
+class _Depth(NamedTuple):
+    """Holds what all chunks of a depth are computed from.
+
+    both: [n, h, 2C, d_k], q / √d_k above k.
+    value: [n, h, r, C, d_v].
+    sums, step: [n, h, r, C], G and β.
+    decays: [n, h, r, C, C], D.
+    within: k_i·k_j D_ij for j < i; A is β_i times it.
+    scores: M.
     """
-    outputs: list[torch.Tensor] = []
-    state: torch.Tensor | None = None
-    by_depth = zip(*(part.split(chunks.counts) for part in parts), strict=True)
-    for depth, (own, of_state, scores, queries, keys, whole) in enumerate(by_depth):
-        if state is None:
-            outputs.append(scores @ own)
-            state = keys @ own
-            continue
-        parents = chunks.parents[depth - 1]
-        state = state[: len(own)] if parents is None else repeated(state, parents)
-        steps = own - of_state @ state
-        outputs.append(torch.matmul(queries, state) + scores @ steps)
-        if depth < len(chunks.counts) - 1:
-            state = state * whole + keys @ steps
-    return torch.cat(outputs)
+
+    both: torch.Tensor
+    value: torch.Tensor
+    sums: torch.Tensor
+    step: torch.Tensor
+    decays: torch.Tensor
+    within: torch.Tensor
+    scores: torch.Tensor
+
+    @classmethod
+    def of(cls, both: torch.Tensor, value: torch.Tensor, sums: torch.Tensor, step: torch.Tensor) -> _Depth:
+        tokens = sums.shape[-1]
+        upper = torch.ones(tokens, tokens, dtype=torch.bool, device=sums.device).triu_(1)
+        decays = (sums[..., :, None] - sums[..., None, :]).masked_fill_(upper, -torch.inf).exp_()
+        products = both @ both[..., tokens:, :].transpose(-1, -2)
+        of_query, of_key = products.split(tokens, -2)
+        within = decays * of_key.tril(-1)[:, :, None]
+        return cls(both, value, sums, step, decays, within, decays * of_query[:, :, None])
+
+    def seen(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (Q S, K S), each [n, h, r, C, d_v] and multiplied by e^G."""
+        of_query, of_key = _apart(self.both @ state, self.value.shape[2]).split(self.sums.shape[-1], -2)
+        from_start = self.sums.exp()[..., None]
+        return of_query * from_start, of_key * from_start
+
+    @property
+    def to_end(self) -> torch.Tensor:
+        """Return e^{G_C − G}, [n, h, r, C, 1]."""
+        return (self.sums[..., -1:] - self.sums).exp()[..., None]
+
+    def whole(self) -> torch.Tensor:
+        """Return e^{G_C}, [n, h, 1, r, 1], for states with the heads of v apart."""
+        return self.sums[..., -1].exp()[:, :, None, :, None]
+
+
+def _side_by_side(heads: torch.Tensor) -> torch.Tensor:
+    """Return [n, h, C, r · d] of ``heads`` [n, h, r, C, d]."""
+    return heads.transpose(2, 3).flatten(3)
+
+
+def _apart(wide: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return a view [n, h, r, C, d] of ``wide`` [n, h, C, r · d], for r = ``heads``."""
+    return wide.unflatten(-1, (heads, -1)).transpose(2, 3)
+
+
+def _forward(depth: _Depth, state: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Return ((1 + A)⁻¹, U, O and S') of the chunks of a depth, which begin with ``state`` [n, h, d_k, r · d_v].
+
+    The state None stands for zeros.
+    """
+    tokens, step = depth.sums.shape[-1], depth.step[..., None]
+    inverse = unit_inverse(depth.within * step)
+    if state is None:
+        steps = inverse @ (depth.value * step)
+        output = depth.scores @ steps
+    else:
+        of_query, of_key = depth.seen(state)
+        steps = inverse @ ((depth.value - of_key) * step)
+        output = of_query.add_(depth.scores @ steps)
+    after = depth.both[..., tokens:, :].transpose(-1, -2) @ _side_by_side(depth.to_end * steps)
+    if state is not None:
+        after = _scaled(state, depth).add_(after)
+    return inverse, steps, output, after
+
+
+def _scaled(state: torch.Tensor, depth: _Depth) -> torch.Tensor:
+    """Return e^{G_C} times ``state``, in the state's shape."""
+    return (state.unflatten(-1, (depth.value.shape[2], -1)) * depth.whole()).flatten(-2)
+
+
+class _Gradients(NamedTuple):
+    """Holds the gradients of ``_Depth``'s first four tensors, and of the state (None if it was None)."""
+
+    both: torch.Tensor
+    value: torch.Tensor
+    sums: torch.Tensor
+    step: torch.Tensor
+    state: torch.Tensor | None
+
+
+def _backward(
+    depth: _Depth,
+    state: torch.Tensor | None,
+    inverse: torch.Tensor,
+    steps: torch.Tensor,
+    of_output: torch.Tensor,
+    of_after: torch.Tensor | None,
+) -> _Gradients:
+    """Return the gradients of a depth.
+
+    state, inverse, steps: S, (1 + A)⁻¹ and U.
+    of_output, of_after: the gradients of O and of S' (None for zeros).
+    """
+    tokens, heads, step = depth.sums.shape[-1], depth.value.shape[2], depth.step[..., None]
+    query, key = depth.both.split(tokens, -2)
+    # U and M, and what S' takes of U
+    of_steps = depth.scores.transpose(-1, -2) @ of_output
+    of_key, end = None, None
+    if of_after is not None:
+        to_end = depth.to_end
+        of_end = _apart(key @ of_after, heads) * to_end
+        of_steps += of_end
+        of_key = _side_by_side(steps * to_end) @ of_after.transpose(-1, -2)
+        end = (of_end * steps).sum(-1)
+    # R, and through it A
+    of_right = inverse.transpose(-1, -2) @ of_steps
+    of_scores = of_output @ steps.transpose(-1, -2)
+    of_system = (of_right @ steps.transpose(-1, -2)).neg_()
+    of_value = of_right * step
+    both_products = torch.cat(
+        [(of_scores * depth.decays).sum(2), (of_system * depth.decays).mul_(step).sum(2).tril_(-1)], -2
+    )
+    system = of_system.mul_(depth.within)
+    of_step = system.sum(-1).add_((of_right * depth.value).sum(-1))
+    through = of_scores.mul_(depth.scores).add_(system.mul_(step))
+    of_sums = through.sum(-1).sub_(through.sum(-2))
+    # the products Q Kᵀ and K Kᵀ
+    of_both = both_products @ key
+    of_keys = both_products.transpose(-1, -2) @ depth.both
+    if end is not None:
+        of_keys += of_key
+        of_sums -= end
+        of_sums[..., -1] += end.sum(-1)
+    of_both[..., tokens:, :] += of_keys
+    if state is None:
+        return _Gradients(of_both, of_value, of_sums, of_step, None)
+    # Q S and K S, and S' of S
+    seen_query, seen_key = depth.seen(state)
+    taken = (of_right * seen_key).sum(-1)
+    of_step -= taken
+    of_sums += (of_output * seen_query).sum(-1).sub_(taken * depth.step)
+    from_start = depth.sums.exp()[..., None]
+    of_seen = torch.cat([of_output * from_start, (of_value * from_start).neg_()], -2)
+    of_seen = _side_by_side(of_seen)
+    of_both += of_seen @ state.transpose(-1, -2)
+    of_state = depth.both.transpose(-1, -2) @ of_seen
+    if of_after is not None:
+        carried = _scaled(of_after, depth)
+        of_state += carried
+        of_sums[..., -1] += (carried * state).unflatten(-1, (heads, -1)).sum((2, 4))
+    return _Gradients(of_both, of_value, of_sums, of_step, of_state)
+
+
+class _Rule(torch.autograd.Function):
+    """Computes the rule from q / √d_k above k, the values, G and β; see ``chunked_delta_rule``."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        both: torch.Tensor,
+        value: torch.Tensor,
+        sums: torch.Tensor,
+        step: torch.Tensor,
+        counts: Sequence[int],
+        parents: Sequence[torch.Tensor | None],
+    ) -> torch.Tensor:
+        outputs = value.new_empty(value.shape)
+        kept: list[torch.Tensor] = []
+        state: torch.Tensor | None = None
+        parts = zip(*(x.split(counts) for x in (both, value, sums, step, outputs)), strict=True)
+        for number, (*given, output) in enumerate(parts):
+            if state is not None:
+                parent = parents[number - 1]
+                state = state[: len(output)] if parent is None else state.index_select(0, parent)
+                kept.append(state)
+            inverse, steps, out, state = _forward(_Depth.of(*given), state)
+            output.copy_(out)
+            kept += [inverse, steps]
+        ctx.save_for_backward(both, value, sums, step, *kept)
+        ctx.counts, ctx.parents = counts, parents
+        return outputs
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *given, kept = *ctx.saved_tensors[:4], list(ctx.saved_tensors[4:])
+        found = tuple(x.new_empty(x.shape) for x in given)
+        parts = list(zip(*(x.split(ctx.counts) for x in (*given, gradient, *found)), strict=True))
+        of_after: torch.Tensor | None = None
+        for number in reversed(range(len(parts))):
+            *inputs, of_output = parts[number][:5]
+            steps, inverse = kept.pop(), kept.pop()
+            state = kept.pop() if number else None
+            made = _backward(_Depth.of(*inputs), state, inverse, steps, of_output, of_after)
+            for place, part in zip(parts[number][5:], made[:4], strict=True):
+                place.copy_(part)
+            if number:
+                of_after = _to_parents(made.state, ctx.parents[number - 1], ctx.counts[number - 1])
+        return *found, None, None
+
+
+def _to_parents(gradient: torch.Tensor, parents: torch.Tensor | None, count: int) -> torch.Tensor:
+    """Return the gradients [count, …] of the states that chunks continued, summed in a fixed order."""
+    if parents is None and len(gradient) == count:
+        return gradient
+    summed = gradient.new_zeros(count, *gradient.shape[1:])
+    if parents is None:
+        summed[: len(gradient)] = gradient
+        return summed
+    return summed.index_put_((parents,), gradient, accumulate=True)
+
+
+def unit_inverse(below: torch.Tensor) -> torch.Tensor:
+    """Return (1 + A)⁻¹ of strictly lower triangular A [..., C, C]; C is 16 times a power of two, or less than 32.
+
+    Blocks of 16 rows on the diagonal are solved, then joined two by two, by (X 0; Y Z)⁻¹ =
+    (X⁻¹ 0; −Z⁻¹ Y X⁻¹ Z⁻¹).
+    """
+    size = below.shape[-1]
+    width = LEAST_CHUNK if size > LEAST_CHUNK and size % LEAST_CHUNK == 0 else size
+    found = _on_diagonal(below.flatten(0, -3), width)
+    identity = torch.eye(width, dtype=below.dtype, device=below.device).expand_as(found)
+    found = torch.linalg.solve_triangular(found, identity, upper=False, unitriangular=True)
+    while width < size:
+        corner = _on_diagonal(below.flatten(0, -3), 2 * width)[..., width:, :width]
+        first, second = found.unflatten(1, (-1, 2)).unbind(2)
+        joined = found.new_zeros(*corner.shape[:2], 2 * width, 2 * width)
+        joined[..., :width, :width] = first
+        joined[..., width:, width:] = second
+        joined[..., width:, :width] = (second @ (corner @ first)).neg_()
+        found, width = joined, 2 * width
+    return found.view(below.shape)
+
+
+def _on_diagonal(matrices: torch.Tensor, width: int) -> torch.Tensor:
+    """Return a view [n, C / width, width, width] of the blocks on the diagonal of ``matrices`` [n, C, C]."""
+    blocks = matrices.unflatten(-1, (-1, width)).unflatten(-3, (-1, width))
+    return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)

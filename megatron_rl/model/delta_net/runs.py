@@ -22,8 +22,8 @@ import torch
 
 from megatron_rl.distributed.platform import send
 from megatron_rl.model.attention.layout import Layout
+from megatron_rl.weights.model_shape import DELTA_CHUNK
 
-CHUNK = 64  # tokens; transformers and flash-linear-attention take as many
 LEAST_CHUNK = 16
 
 
@@ -88,8 +88,12 @@ class _Take(torch.autograd.Function):
 
 
 def _copied(rows: torch.Tensor, source: torch.Tensor, into: torch.Tensor, size: int) -> torch.Tensor:
-    out = rows.new_zeros(size, *rows.shape[1:])
-    return out.index_copy_(0, into, rows.index_select(0, source))
+    # as a gather, which passes over the rows once; rows that nothing is copied to are row 0 first, then zeros
+    out = rows.index_select(0, into.new_zeros(size).index_copy_(0, into, source))
+    if len(into) < size:
+        empty = torch.ones(size, dtype=torch.bool, device=into.device).index_fill_(0, into, False)
+        out.masked_fill_(empty.view(-1, *[1] * (out.dim() - 1)), 0)
+    return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -258,7 +262,7 @@ def _chunks(runs: Sequence[Run], starts: Sequence[int], tokens: int, rows: int, 
     rows: the number of the convolution's rows.
     """
     longest = max(run.tokens for run in runs)
-    width = min(CHUNK, max(LEAST_CHUNK, 1 << (longest - 1).bit_length()))
+    width = min(DELTA_CHUNK, max(LEAST_CHUNK, 1 << (longest - 1).bit_length()))
     # (depth, run, number within the run) of every chunk, by depth
     counts = [-(-run.tokens // width) for run in runs]
     first = [0] * len(runs)  # depths; a parent stands before its responses

@@ -176,18 +176,28 @@ def test_values_wider_than_keys_refuse_transformer_engines_layers() -> None:
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_flops_count_the_matrices_that_a_token_passes(family: str) -> None:
-    """6 flops per element of every matrix but the embedding; an expert's by its share of the choices: 2 of 4, say."""
+    """6 flops per element of every matrix but the embedding; an expert's by its share of the choices: 2 of 4, say.
+
+    Those of a gated delta net's rule are checked by tests/unit/model/test_delta_costs.py.
+    """
     config, model = tiny_model(family)
-    share = config.num_local_experts / config.num_experts_per_tok if family in MIXTURES else 1
+    share = 1
+    if family in MIXTURES:
+        experts = config.num_experts if family.startswith(("qwen3_next", "qwen3_5")) else config.num_local_experts
+        share = experts / config.num_experts_per_tok
     passed = model.lm_head.weight.numel()
     for name, parameter in model.model.layers.named_parameters():
         if parameter.dim() > 1 and not name.endswith("_bias"):
             passed += parameter.numel() / (share if ".experts." in name else 1)
     shape = shape_of(config)
-    assert flops_per_token(shape, 0.0) == 6 * passed
+    rule = len(shape.delta.layers) * shape.delta.rule_cost if shape.delta else 0
+    assert flops_per_token(shape, 0.0) == 6 * (passed + rule)
     # a chunk's tokens see half of it on average
     kinds = config.to_dict().get("layer_types") or ["full_attention"] * LAYERS
-    seen = sum(config.attention_chunk_size / 2 if kind == "chunked_attention" else 10 for kind in kinds)
+    lengths = {"linear_attention": 0}
+    if "chunked_attention" in kinds:
+        lengths["chunked_attention"] = config.attention_chunk_size / 2
+    seen = sum(lengths.get(kind, 10) for kind in kinds)
     widths = shape.head_dim + getattr(config, "v_head_dim", shape.head_dim)  # q times k, probabilities times v
     assert flops_per_token(shape, 10.0) - flops_per_token(shape, 0.0) == 6 * seen * shape.num_heads * widths
 

@@ -27,7 +27,7 @@ from megatron_rl.planning.tokens import SampleTokens
 from tests.unit.planning.lockstep import one_step, pipeline
 
 SETTINGS = settings(max_examples=40, deadline=None, derandomize=True, database=None)
-PRIOR = prior([(6.0, 6.0)] * 2, virtual=1, overhead_tokens=256, square_share=1e-3, head_layers=1.5)
+PRIOR = prior([(6.0, 6.0, 6.0)] * 2, virtual=1, overhead_tokens=256, square_share=1e-3, head_layers=1.5)
 
 
 @st.composite

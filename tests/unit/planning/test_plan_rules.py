@@ -18,7 +18,7 @@ def rules_of(tensor: int, pipeline: int, virtual: int, context: int, sequence_pa
     split = f"parallel.tensor={tensor}", f"parallel.sequence_parallel={str(sequence_parallel).lower()}"
     degrees = dict(tensor_size=tensor, pipeline_size=pipeline, virtual_size=virtual, context_size=context)
     place = SimpleNamespace(**degrees, data_size=6, lockstep_replicas=3)
-    shares = [(sizes.pop("num_layers") / pipeline,) * 2] * pipeline
+    shares = [(sizes.pop("num_layers") / pipeline,) * 3] * pipeline
     shape = SimpleNamespace(**sizes, rank_shares=lambda _: shares)
     config = load_config(None, [*given, *split])
     return plan_rules(config.plan, place, shape, sequence_parallel=config.parallel.sequence_parallel,
