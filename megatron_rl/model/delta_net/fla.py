@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-from megatron_rl.model.delta_net.runs import CHUNK, DeltaLayout, repeated
-from megatron_rl.weights.model_shape import DeltaNetShape
+from megatron_rl.model.delta_net.runs import DeltaLayout, repeated
+from megatron_rl.weights.model_shape import DELTA_CHUNK, DeltaNetShape
 
 
 def fla_rule(
@@ -42,7 +42,7 @@ def fla_rule(
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=wave.bounds,
             chunk_indices=wave.chunks,
-            chunk_size=CHUNK,
+            chunk_size=DELTA_CHUNK,
         )
         outputs.append(output[0])
     return layout.waves.back(outputs[0] if len(outputs) == 1 else torch.cat(outputs))

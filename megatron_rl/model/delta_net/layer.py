@@ -7,9 +7,7 @@ outputs are normed per head, multiplied by SiLU(z), and projected back. Source o
 transformers 5.19 ``Qwen3NextGatedDeltaNet``.
 
 Tensor ranks hold whole groups (a head of q and k, with its heads of v; weights/families/delta_layer.py).
-Context ranks gather q, k, v, b and a of all tokens, and each computes all tokens of its heads but keeps
-its own: the layer needs each sequence in order, and one exchange of what is projected is all that it
-takes. docs/models.md has the measurement.
+Context ranks exchange tokens for groups, or gather all tokens (context.py).
 """
 
 from __future__ import annotations
@@ -19,9 +17,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.distributed.platform import send
-from megatron_rl.model.attention.packed import PackedSequences, gather_context
-from megatron_rl.model.attention.spans import context_positions
+from megatron_rl.model.attention.packed import PackedSequences
+from megatron_rl.model.delta_net.context import all_tokens, own_groups, own_tokens
 from megatron_rl.model.delta_net.kernels import DeltaRule
 from megatron_rl.model.delta_net.runs import DeltaLayout
 from megatron_rl.weights.model_shape import DeltaNetShape
@@ -109,29 +106,31 @@ class GatedDeltaNet(MegatronModule):
         mixed, gate, steps = grouped.split([*self.widths, 2 * self._per_group(self.shape)], -1)
         gate = gate.contiguous()  # backward keeps this part of what is projected, not the whole
         if packed.context.size > 1:
-            taken = gather_context(torch.cat([mixed, steps], -1), packed)
+            taken = all_tokens(torch.cat([mixed, steps], -1), packed)
             mixed, steps = taken.split([self.widths[0], steps.shape[-1]], -1)
-        outputs = self._rule(mixed, steps, packed)
-        if packed.context.size > 1:
-            outputs = outputs.index_select(0, packed.once("delta net's own", lambda: _own_rows(packed)))
+        outputs = own_tokens(self._rule(mixed, steps, packed), self.groups, packed)
         gated = self._gated_norm(outputs, gate.view(len(gate), self.heads, -1))
         return self.out_proj(gated.view(len(gated), 1, -1))
 
     def _rule(self, mixed: torch.Tensor, steps: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
-        """Return [T', heads, d_v] of all tokens over context ranks: convolution, then the gated delta rule.
+        """Return [T', own heads, d_v] of all tokens over context ranks: convolution, then the gated delta rule.
 
-        mixed: [T', groups, …], each group's q, k and v.
-        steps: [T', groups, …], each group's b and a.
+        mixed: [T', own groups, …], each group's q, k and v (context.py ``own_groups``).
+        steps: [T', own groups, …], each group's b and a.
         """
         shape, device = self.shape, mixed.device
         before = shape.conv_tokens - 1
         layout = packed.once(("delta net", before), lambda: DeltaLayout.of(packed.layout, before, device))
         rows = layout.history(mixed.flatten(1))
-        convolved = causal_convolution(rows, self.conv1d.weight.squeeze(1))
+        first, count = own_groups(self.groups, packed.context)
+        of_groups, per_group = slice(first, first + count), self._per_group(shape)
+        taps = self.conv1d.weight.squeeze(1).unflatten(0, (self.groups, -1))[of_groups].flatten(0, 1)
+        rate, bias = (x.float().view(self.groups, per_group)[of_groups].flatten() for x in (self.A_log, self.dt_bias))
+        convolved = causal_convolution(rows, taps)
         b, a = steps.unflatten(-1, (2, -1)).unbind(-2)
         step = b.flatten(1).float().sigmoid()
-        decay = -self.A_log.float().exp() * F.softplus(a.flatten(1).float() + self.dt_bias.float())
-        return self.rule(convolved.view(len(rows), self.groups, -1), decay, step, layout, shape)
+        decay = -rate.exp() * F.softplus(a.flatten(1).float() + bias)
+        return self.rule(convolved.view(len(rows), count, -1), decay, step, layout, shape)
 
     def _gated_norm(self, outputs: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Return the outputs [T, heads, d_v], normed per head in float32, times SiLU of the gates of that shape."""
@@ -151,12 +150,6 @@ class GatedDeltaNet(MegatronModule):
             if not isinstance(module, _Weight):
                 tensors |= module.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
         return tensors
-
-
-def _own_rows(packed: PackedSequences) -> torch.Tensor:
-    """Return int64 [T], the indices of this context rank's tokens among those of all ranks, in its order."""
-    own = context_positions(packed.layout.lengths, packed.context.rank, packed.context.size)
-    return send(torch.from_numpy(own), packed.position_ids.device)
 
 
 def causal_convolution(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -168,7 +168,7 @@ class Wave:
     rows: copies the convolution's rows to the wave's rows.
     of_tokens: copies the micro-batch's tokens to the wave's rows.
     bounds: int32 [n + 1], the first row of each of n runs, then the number of all rows.
-    chunks: int32 [chunks, 2], the run of each chunk of ``CHUNK`` tokens, and its number within the run.
+    chunks: int32 [chunks, 2], the run of each chunk of ``DELTA_CHUNK`` tokens, and its number within the run.
     parents: int64 [n], the run of the wave before that each continues; None in the first wave.
     """
 
@@ -329,7 +329,7 @@ def _wave(layout: DeltaLayout, numbers: Sequence[int], parents: torch.Tensor | N
     into = _index(np.arange(sum(lengths)), device)
     source = np.concatenate([np.arange(run.tokens) + layout.starts[i] for i, run in zip(numbers, runs, strict=True)])
     own = np.concatenate([np.arange(run.tokens) + run.start for run in runs])
-    chunks = [(number, chunk) for number, count in enumerate(lengths) for chunk in range(-(-count // CHUNK))]
+    chunks = [(number, chunk) for number, count in enumerate(lengths) for chunk in range(-(-count // DELTA_CHUNK))]
     return Wave(
         rows=Taken(source=_index(source, device), into=into, size=sum(lengths)),
         of_tokens=Taken(source=_index(own, device), into=into, size=sum(lengths)),

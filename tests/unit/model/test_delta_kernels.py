@@ -15,7 +15,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.model.delta_net import kernels
 from megatron_rl.model.delta_net.kernels import choose_rule, torch_rule
 from megatron_rl.model.delta_net.rule import unit
-from megatron_rl.model.delta_net.runs import CHUNK
+from megatron_rl.weights.model_shape import DELTA_CHUNK
 from tests.unit.model.delta_rules import SHAPE, errors, inputs, layouts, recurrence, results, run_by_run
 
 LAYOUTS = layouts()
@@ -33,8 +33,8 @@ def token_by_token(q, k, v, g, beta, *, initial_state, output_final_state, use_q
     assert use_qk_l2norm_in_kernel and not where and {cu_seqlens.dtype, chunk_indices.dtype} == {torch.int32}
     bounds = cu_seqlens.tolist()
     runs = list(zip(bounds[:-1], bounds[1:], strict=True))
-    assert bounds[-1] == q.shape[1] and chunk_size == CHUNK
-    wanted = [[i, start // CHUNK] for i, (a, b) in enumerate(runs) for start in range(0, b - a, CHUNK)]
+    assert bounds[-1] == q.shape[1] and chunk_size == DELTA_CHUNK
+    wanted = [[i, start // DELTA_CHUNK] for i, (a, b) in enumerate(runs) for start in range(0, b - a, DELTA_CHUNK)]
     assert chunk_indices.tolist() == wanted
     q, k = (unit(x[0].float()).repeat_interleave(v.shape[2] // q.shape[2], 1) for x in (q, k))
     each = zip(runs, [None] * len(runs) if initial_state is None else initial_state, strict=True)
