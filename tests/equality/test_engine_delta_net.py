@@ -79,7 +79,8 @@ def loaded_weights(rank: int, world: int, path: str, settings: tuple[str, ...], 
             for parameter in rig.backend.parameters():
                 parameter.fill_(0.5)
         model_state._put(rig.backend, model_state.load_weights(model_state._entries(rig.backend), pathlib.Path(path)))
-        return equal_by_name(rig.weights(), file_weights(rig.model))
+        files = file_weights(rig.model)
+        return all(torch.equal(x, files[name]) for name, x in rig.weights().items())
 
 
 CONVERTED = [f"{kind} {case}" for kind in ("engine", "torch") for case in ("TP2-SP qwen3_next", "PP2 qwen3_5_text")]
@@ -93,9 +94,10 @@ def test_checkpoint_converts_to_files_and_back(engine_pool, tmp_path, name):
     settings = (*overrides, *(ENGINE if kind == "engine" else TORCH))
     config, model = tiny_model(family)
     model.save_pretrained(tmp_path / "hf")
-    shape = read_shape(config, layer_spec="torch", vocab_multiple=2)
+    tensor = 2 if "TP2" in case else 1  # so that the vocabulary has the run's padding
+    shape = read_shape(config, layer_spec="torch", vocab_multiple=tensor)
     saved = engine_pool.run(world, saved_weights, str(tmp_path / "saved"), settings, family)[0]
     export_folder(open_folder(tmp_path / "saved"), shape, tmp_path / "hf", tmp_path / "out")
     assert equal_by_name(load_file(tmp_path / "out" / "model.safetensors"), saved)
-    path = import_folder(tmp_path / "hf", shape, tmp_path / "megatron", cut=Cut(tensor=2, pipeline=2))
+    path = import_folder(tmp_path / "hf", shape, tmp_path / "megatron", cut=Cut(tensor=tensor, pipeline=2))
     assert all(engine_pool.run(world, loaded_weights, str(path), settings, family))

@@ -54,7 +54,7 @@ RESUMED = {"engine": ("one qwen3", ENGINE, ENGINE),
            "adapters-torch-to-engine": ("EP2-LoRA glm4_moe", TORCH, ENGINE)}
 RESUMED_QUICK = ("torch-to-engine", "mixture", "mixture-engine-to-torch", "mixed-torch-to-engine",
                  "adapters-torch-to-engine")
-HALF = ("TP2-SP qwen2_untied", "EP2 qwen3_moe", "CP2 qwen3")
+HALF = ("TP2-SP qwen2_untied", "EP2 qwen3_moe", "CP2 qwen3", "TP2-SP qwen3_next")
 
 
 def measured(family: str, *overrides: str, grouped: bool = False) -> dict:
@@ -106,7 +106,7 @@ CASES = (
     "recompute-shared qwen3",
 )
 LONG = (*("one qwen2_untied", "one qwen3_moe", "TP2 qwen3", "PP2 qwen2_tied", "EP2 qwen3_moe", "one moonlight"),
-        "shared moonlight",
+        *("shared moonlight", "one qwen3_5_text", "TP2-SP-shared qwen3_next"),
         *("TP2-SP-ETP1 qwen3_moe", "shared qwen2_untied", "PP2-shared qwen2_tied"),
         "DP2-sharded-overlap-shared qwen2_tied")
 LATENTS = ("deepseek_v3", "moonlight")
@@ -133,7 +133,8 @@ def test_engine_spec_equals_torch_spec(engine_pool, name):
 def test_oldest_engine_equals_torch_spec():
     """Transformer Engine 2.3 has other names and signatures, and takes other ways through Megatron-Core."""
     with engine_workers("2.3.0") as workers:
-        for name in ("one qwen2_untied", "one qwen3_moe", "TP2-SP qwen2_untied", "CP2 qwen3", "EP2-permuted qwen3_moe"):
+        for name in ("one qwen2_untied", "one qwen3_moe", "TP2-SP qwen2_untied", "CP2 qwen3", "EP2-permuted qwen3_moe",
+                     "TP2-SP qwen3_next"):
             for found in measured_on(workers, name, both):
                 assert found["exported"] and max(found["gaps"].values()) < TOLERANCE, (name, found["gaps"])
 
