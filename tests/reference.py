@@ -3,11 +3,9 @@
 It uses nothing of the way that data takes through megatron_rl: no plan, no packing, no schedule; only its value types.
 """
 
-import contextlib
 import copy
 import dataclasses
 import functools
-import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +13,7 @@ import torch
 
 from megatron_rl.types import Sample
 from megatron_rl.weights.fused import file_tensors
+from megatron_rl.weights.without_fla import without_fla
 
 LAYERS = 2  # of a tiny model: one for either stage of PP=2, and every kind of boundary between two
 FAMILIES = (
@@ -160,27 +159,10 @@ def _drawn_model(family: str, seed: int, layers: int, hidden: int):
         config = tiny_config(family, layers=layers, hidden=hidden)
         # a loop over experts, no grouped kernel
         experts = {"experts_implementation": "eager"} if "num_experts_per_tok" in config.to_dict() else {}
-        with _without_fla():
+        with without_fla():
             model = AutoModelForCausalLM.from_config(config, **experts).float().eval()
         away_from_neutral(model)
     return config, model
-
-
-@contextlib.contextmanager
-def _without_fla():
-    """Hide fla-core where transformers imports a model's module, so that its gated delta nets keep torch's functions.
-
-    transformers 5.19 (integrations/hub_kernels.py) takes the kernels of an installed fla-core on any device. They need
-    a GPU, and round products of float32 to TF32.
-    """
-    hidden = [name for name in sys.modules if name.partition(".")[0] == "fla"]
-    modules = {name: sys.modules.pop(name) for name in hidden}
-    sys.modules["fla"] = None
-    try:
-        yield
-    finally:
-        del sys.modules["fla"]
-        sys.modules.update(modules)
 
 
 def tiny_whole(family: str, *, layers: int = 4, **outer: object):

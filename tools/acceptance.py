@@ -241,7 +241,7 @@ def run_cell(cell: Cell, given: argparse.Namespace, host: dict, folder: pathlib.
 
 def judge(cell: Cell, found: dict, *, cuda: bool) -> dict:
     """Return passed, or failed with the failed checks; a check that is missing or not a number fails."""
-    allowed = tolerances(cell.dtype, cuda=cuda)
+    allowed = cell.allowed(cuda=cuda)
     errors = {name: found["errors"].get(name, float("nan")) for name in cell.checks}
     failed = [name for name in cell.checks if not errors[name] <= allowed[name]]
     bounded = [x for x in cell.checks if allowed[x]]  # the others are exact

@@ -24,6 +24,7 @@ from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.reader import HuggingFaceReader
 from megatron_rl.weights.side_files import side_files
 from megatron_rl.weights.text_part import has_text_part
+from megatron_rl.weights.without_fla import without_fla
 
 from megatron.core import dist_checkpointing  # isort: skip  (after platform)
 
@@ -86,7 +87,9 @@ def transformers_logprobs(source: pathlib.Path, hf_config, tokens: torch.Tensor)
     from transformers import AutoModelForCausalLM
 
     experts = {"experts_implementation": "eager"} if FAMILIES[hf_config.model_type].experts else {}
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=True, **experts).eval()
+    settings = dict(dtype=torch.float32, local_files_only=True, **experts)
+    with without_fla():
+        model = AutoModelForCausalLM.from_pretrained(source, **settings).eval()
     return torch.cat([model(row[None, :-1]).logits.float().log_softmax(-1) for row in tokens])
 
 

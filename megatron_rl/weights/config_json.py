@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
@@ -24,6 +25,7 @@ from megatron_rl.weights.reader import (
     is_quantized,
     used_names,
 )
+from megatron_rl.weights.without_fla import without_fla
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MOST_CONFIG_BYTES = 16 * 2**20
@@ -229,6 +231,8 @@ def load_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, pr
 def transformers_model(config: Any, folder: str | pathlib.Path, **settings: object) -> Any:
     """Return transformers' own causal language model of a config, without reading weights.
 
+    Without a GPU its gated delta nets compute with torch, whether fla-core is installed or not.
+
     settings: further arguments of ``AutoModelForCausalLM.from_config``.
 
     Raises ConfigError if transformers cannot make a model of the config.
@@ -237,7 +241,8 @@ def transformers_model(config: Any, folder: str | pathlib.Path, **settings: obje
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_config(config, **settings)
+        with contextlib.nullcontext() if torch.cuda.is_available() else without_fla():
+            return AutoModelForCausalLM.from_config(config, **settings)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a field that only the model's own code reads may raise an error of any class

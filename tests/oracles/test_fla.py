@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from megatron_rl.model.delta_net.kernels import torch_rule
+from megatron_rl.weights.config_json import transformers_model
 from tests.patience import patient
+from tests.reference import tiny_model
 from tests.tools import ROOT
 from tests.unit.model.delta_rules import errors, layouts, results, run_by_run
 
+fla = pytest.importorskip("fla", reason="fla-core is not installed; `make test-oracles` installs it")
 naive = pytest.importorskip(
     "fla.ops.gated_delta_rule.naive", reason="fla-core is not installed; `make test-oracles` installs it"
 )
@@ -58,3 +61,11 @@ def test_fla_rule_equals_a_loop_over_tokens_in_tritons_interpreter(cases: tuple[
     assert tuple(found) == cases
     for case, of_case in found.items():
         assert max(of_case.values()) <= CLOSE[case.rpartition("-")[2]], (case, of_case)
+
+
+def test_transformers_computes_with_torch_beside_fla_core_without_a_gpu() -> None:
+    """fla-core's kernels, which transformers takes where it can import them, need a GPU."""
+    config, model = tiny_model("qwen3_5_text")
+    tokens = torch.arange(2, 12)[None]
+    assert sys.modules["fla"] is fla and torch.isfinite(model(tokens).logits).all()
+    assert torch.isfinite(transformers_model(config, "a folder")(tokens).logits).all()

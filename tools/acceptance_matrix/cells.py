@@ -73,6 +73,7 @@ class Cell:
     kind: a key of KINDS.
     needs: a module without which the cell is not run, or "GPU", or "CPU" for a host with no GPU.
     gpus: GPUs that the cell's processes take, where another number than their own count.
+    rough: how many times bfloat16's bound on the gradient is allowed.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Cell:
     needs: str = ""
     min_buckets: int = 1
     gpus: int = 0
+    rough: float = 1.0
 
     @property
     def world(self) -> int:
@@ -106,6 +108,11 @@ class Cell:
         """Return the names of the checks; each must have a result for the cell to pass."""
         left_out = () if self.data > 1 else ("silent", "replicas")
         return tuple(x for x in KINDS[self.kind] if x not in left_out)
+
+    def allowed(self, *, cuda: bool) -> dict[str, float]:
+        """Return the largest error allowed per check."""
+        bounds = tolerances(self.dtype, cuda=cuda)
+        return bounds | {"gradient": bounds["gradient"] * self.rough}
 
     @property
     def parallel(self) -> tuple[str, ...]:
@@ -243,7 +250,8 @@ def _cells() -> tuple[Cell, ...]:
 
 def _delta_cells() -> list[Cell]:
     """Return the cells of gated delta nets, on torch's kernels and on flash-linear-attention's."""
-    torch, half = "gated delta nets, torch's kernels", dict(dtype="bfloat16")
+    # transformers' own gradient in bfloat16 is 5.6e-2 off its float32, where that of qwen3 is 1.7e-2
+    torch, half = "gated delta nets, torch's kernels", dict(dtype="bfloat16", rough=2.0)
     layouts = (("", torch, {}), ("-tp2", torch, dict(tensor=2, overrides=SEQUENCE)), ("-bf16", torch, half))
     layouts += (("-fla", "gated delta nets, flash-linear-attention's kernels", dict(needs="fla", **half)),)
     return [
