@@ -263,7 +263,7 @@ def test_delta_nets_get_what_vllm_computes_on_a_device_or_are_refused(tmp_path, 
     sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=96, vocab_size=17)
     given = {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]} | sizes | fields
     (tmp_path / "config.json").write_text(json.dumps(given))
-    config = config_of(f"model.hf_path={tmp_path}", *overrides)
+    config = config_of(f"model.hf_path={tmp_path}", "model.dtype=bfloat16", *overrides)
 
     def call():
         return delta_arguments(config.model, config.rollout, config.weight_sync, device)
