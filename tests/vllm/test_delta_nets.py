@@ -1,4 +1,4 @@
-"""A real embedded vLLM engine of a model with gated delta nets, in bfloat16, the one dtype in which a CPU computes them.
+"""A real embedded vLLM engine of a model with gated delta nets, in bfloat16: a CPU computes them in no other dtype.
 
 A gap is the distance of the engine's log-probs to those of Hugging Face's model in float32, with the same bfloat16
 weights. It is held against the gap of plain Qwen3, which the same engine rounds too.

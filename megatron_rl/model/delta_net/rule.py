@@ -229,9 +229,25 @@ def _backward(
         of_sums -= end
         of_sums[..., -1] += end.sum(-1)
     of_both[..., tokens:, :] += of_keys
-    if state is None:
-        return _Gradients(of_both, of_value, of_sums, of_step, None)
-    # Q S and K S, and S' of S
+    found = _Gradients(of_both, of_value, of_sums, of_step, None)
+    return found if state is None else _with_state(found, depth, state, of_right, of_output, of_after)
+
+
+def _with_state(
+    found: _Gradients,
+    depth: _Depth,
+    state: torch.Tensor,
+    of_right: torch.Tensor,
+    of_output: torch.Tensor,
+    of_after: torch.Tensor | None,
+) -> _Gradients:
+    """Return the gradients of a depth with what comes through Q S, K S and the share of S in S'.
+
+    found: the other gradients; they are changed in place.
+    of_right, of_output, of_after: the gradients of R, of O and of S' (None for zeros).
+    """
+    of_both, of_value, of_sums, of_step, _ = found
+    heads = depth.value.shape[2]
     seen_query, seen_key = depth.seen(state)
     taken = (of_right * seen_key).sum(-1)
     of_step -= taken

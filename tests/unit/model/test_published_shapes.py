@@ -25,7 +25,8 @@ def assert_names_and_sizes(config, numbers: int) -> ModelShape:
     assert sum(math.prod(size) for size in wanted.values()) == numbers
     shape = read_shape(config, layer_spec="torch")
     assert {key: hf_size(shape, key) for key in used_names(shape)} == wanted
-    assert 0 < flops_per_token(shape, 0.0) < 6 * numbers
+    rules = len(shape.delta.layers) * shape.delta.rule_cost if shape.delta else 0.0  # beside what the numbers multiply
+    assert 0 < flops_per_token(shape, 0.0) < 6 * (numbers + rules)
     return shape
 
 
