@@ -62,7 +62,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="rounds of all four ways, after one to warm up")
     parser.add_argument("--virtual-clock", action="store_true", help="lay measured CPU seconds on a clock of its own")
     parser.add_argument(
-        "--hf-path", help="a Hugging Face directory whose config is used (random weights); default: a small Qwen2"
+        "--hf-path", help="a Hugging Face directory whose config is used (random weights); default: a small model"
+    )
+    parser.add_argument(
+        "--family", choices=("qwen2", "qwen3_5_text"), default="qwen2", help="of the small model (gated delta nets)"
     )
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
@@ -92,20 +95,24 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def build_backend(given: argparse.Namespace):
-    from transformers import AutoConfig, Qwen2Config
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     from megatron_rl.backend import MegatronBackend
     from megatron_rl.config import load_config
 
+    heads = given.hidden // 64
+    delta = dict(head_dim=64, linear_num_key_heads=heads, linear_num_value_heads=heads)
+    delta |= dict(linear_key_head_dim=64, linear_value_head_dim=64)
     hf_config = (
         AutoConfig.from_pretrained(given.hf_path)
         if given.hf_path
-        else Qwen2Config(
+        else CONFIG_MAPPING[given.family](
+            **(delta if given.family == "qwen3_5_text" else {}),
             vocab_size=given.vocab,
             hidden_size=given.hidden,
             num_hidden_layers=given.layers,
-            num_attention_heads=given.hidden // 64,
-            num_key_value_heads=given.hidden // 64,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
             intermediate_size=given.hidden * 3,
             max_position_embeddings=8192,
             tie_word_embeddings=True,
