@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_rl.model.attention.layout import lay_out
-from megatron_rl.model.delta_net.layer import causal_convolution
+from megatron_rl.model.delta_net.layer import _GatedNorm, causal_convolution
 from megatron_rl.model.delta_net.rule import chunked_delta_rule, rule_of_both, unit, unit_inverse, units
 from megatron_rl.model.delta_net.runs import DeltaLayout
 from megatron_rl.weights.model_shape import DeltaNetShape
@@ -83,6 +83,18 @@ def test_convolution_is_torchs_and_silu(rows: int) -> None:
     torch.testing.assert_close(found, wanted)
     for own, other in zip(*(torch.autograd.grad(y, (x, weight), gradient) for y in (found, wanted)), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
+def test_gated_norm_is_torchs_times_silu() -> None:
+    """Over several blocks of rows, result and gradients."""
+    outputs, gate = (x.requires_grad_() for x in torch.randn(2, 300, 16, 64))
+    weight, gradient = torch.randn(64, requires_grad=True), torch.randn(300, 16, 64)
+    wanted = weight * F.rms_norm(outputs, (64,), None, 1e-6) * F.silu(gate)
+    found = _GatedNorm.apply(outputs, gate, weight, 1e-6)
+    torch.testing.assert_close(found, wanted)
+    given = (outputs, gate, weight)
+    for own, other in zip(*(torch.autograd.grad(y, given, gradient) for y in (found, wanted)), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
 
 
 def test_flops_are_those_of_the_products() -> None:
