@@ -26,7 +26,7 @@ from megatron_rl.planning.timeline import warmup_forwards
 from megatron_rl.simulator.degrees import Degrees
 from megatron_rl.simulator.placed import PlacedModel
 from megatron_rl.weights.mapping import pair_entries, shard_size, target_entries
-from megatron_rl.weights.model_shape import ModelShape
+from megatron_rl.weights.model_shape import DELTA_CHUNK, DeltaNetShape, ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +169,8 @@ def kept_elements(model: PlacedModel, layer: int) -> float:
       the output is also saved at v's width. The norms of the latents count like the other norms.
     - The MLP saves gate and up, then the activated gate, up again, and their product. If gate and up
       are bounded, it saves three more: the bounded gate, its sigmoid and the bounded up.
+    - A gated delta net saves what ``delta_kept_elements`` counts, in place of attention's. Gated
+      attention also saves its output before the gates, the gates, and their sigmoids.
     - A mixture of experts saves each token's input and output once for each expert that the token is
       sent to. Every rank's experts are assumed to get equally many tokens. Under sequence
       parallelism a tensor rank sends only its own tokens; all expert-tensor ranks get the same
@@ -181,6 +183,9 @@ def kept_elements(model: PlacedModel, layer: int) -> float:
     normed = shape.qk_norm or shape.post_norms
     attention = 3 * (heads + kv_heads) / tensor + 4 + ((2 * heads + kv_heads) / tensor if normed else 0)
     attention *= shape.head_dim
+    attention += 3 * heads * shape.head_dim / tensor if shape.output_gate else 0
+    if shape.has_delta_net(layer):
+        attention = delta_kept_elements(shape.delta, tensor)
     norms = (10 if shape.sandwich_norms else 6) * hidden / model.sequence_shards
     if shape.kv_lora_rank:
         apart = shape.value_head_dim if shape.value_head_dim != shape.head_dim else 0
@@ -193,6 +198,23 @@ def kept_elements(model: PlacedModel, layer: int) -> float:
     widths = 8 if shape.swiglu_limit else 5
     routed = choices * (2 * hidden + widths * shape.ffn_hidden_size / degrees.expert_tensor_size)
     return norms + attention + routed + 5 * shape.shared_ffn_hidden_size / tensor
+
+
+def delta_kept_elements(delta: DeltaNetShape, tensor_size: int = 1) -> float:
+    """Return the number of elements that autograd saves in a gated delta net per token, without the projection's input.
+
+    - The convolution saves its input: q, k and v.
+    - The rule saves, for chunks of C tokens that are all full, q and k after their norms; the
+      values, each token's u (model/delta_net/rule.py), and the inverse of a chunk's system, C for
+      each head of v; and each chunk's state.
+    - The gated norm saves its input and the gates; the projection back saves their product.
+    - Seven numbers per head of v: decays, steps, and what they are made of.
+
+    tensor_size: the number of tensor ranks; the elements of one rank are counted.
+    """
+    wide = 5 + delta.key_head_dim / DELTA_CHUNK
+    narrow = delta.convolved_width + 2 * delta.key_width
+    return (narrow + wide * delta.value_width + (DELTA_CHUNK + 7) * delta.value_heads) / tensor_size
 
 
 def takes_fused_kernels(shape: ModelShape) -> bool:
@@ -217,6 +239,9 @@ def fused_kept_elements(model: PlacedModel, layer: int) -> float:
     shape, degrees = model.shape, model.degrees
     tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
     attention = (3 * (heads + kv_heads) / tensor + (heads / tensor if shape.qk_norm else 0)) * shape.head_dim
+    attention += 3 * heads * shape.head_dim / tensor if shape.output_gate else 0
+    if shape.has_delta_net(layer):
+        attention = delta_kept_elements(shape.delta, tensor)
     norms = 4 * hidden / model.sequence_shards
     if not shape.has_mixture(layer):
         return norms + attention + 3 * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size) / tensor

@@ -83,10 +83,12 @@ def ours(config, module):
     from megatron_rl.model.delta_net.layer import DeltaNetSubmodules, GatedDeltaNet
     from megatron_rl.weights.model_shape import DeltaNetShape
 
+    from megatron.core import parallel_state  # isort: skip
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # isort: skip
     from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
-    topology.initialize(deadline_s=60)
+    if not parallel_state.model_parallel_is_initialized():
+        topology.initialize(deadline_s=60)
     shape = DeltaNetShape(
         layers=(0,),
         key_heads=config.linear_num_key_heads,

@@ -135,8 +135,7 @@ class GatedDeltaNet(MegatronModule):
     def _gated_norm(self, outputs: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Return the outputs [T, heads, d_v], normed per head in float32, times SiLU of the gates of that shape."""
         weight = copy_to_tensor_model_parallel_region(self.norm.weight, group=self.tp_group)
-        normed = F.rms_norm(outputs.float(), outputs.shape[-1:], None, self.config.layernorm_epsilon)
-        return ((weight * normed.to(gate.dtype)).float() * F.silu(gate.float())).to(gate.dtype)
+        return _GatedNorm.apply(outputs, gate, weight, self.config.layernorm_epsilon)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Return {key: ShardedTensor} under global shapes, so that another parallel layout can load the checkpoint."""
@@ -187,6 +186,43 @@ class _Convolution(torch.autograd.Function):
                 of_rows[first - back : stop - back].addcmul_(own, taps[-1 - back])
                 of_taps[-1 - back] += (own * rows[first - back : stop - back]).sum(0)
         return of_rows.to(rows.dtype), of_taps.t().to(weight.dtype)
+
+
+class _GatedNorm(torch.autograd.Function):
+    """Computes RMS norm of outputs, times a weight, times SiLU of gates, by blocks; only the three are kept."""
+
+    @staticmethod
+    def forward(ctx, outputs: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        ctx.save_for_backward(outputs, gate, weight)
+        ctx.eps, made = eps, torch.empty_like(gate)
+        for start, stop in _blocks(gate.flatten(1)):
+            normed, _factor = _normed(outputs[start:stop], eps)
+            made[start:stop] = (weight * normed.to(gate.dtype)).float() * F.silu(gate[start:stop].float())
+        return made
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        outputs, gate, weight = ctx.saved_tensors
+        of_outputs, of_gate = torch.empty_like(outputs), torch.empty_like(gate)
+        of_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for start, stop in _blocks(gate.flatten(1)):
+            normed, factor = _normed(outputs[start:stop], ctx.eps)
+            own, given = gate[start:stop].float(), gradient[start:stop].float()
+            weighted = (weight * normed.to(gate.dtype)).float()
+            of_gate[start:stop] = torch.ops.aten.silu_backward(weighted.mul_(given), own)
+            given = given * F.silu(own)
+            of_weight += (given * normed).sum((0, 1))
+            given *= weight.float()
+            along = torch.linalg.vecdot(given, normed)[..., None] / outputs.shape[-1]
+            of_outputs[start:stop] = given.sub_(normed.mul_(along)).mul_(factor)
+        return of_outputs, of_gate, of_weight.to(weight.dtype), None
+
+
+def _normed(outputs: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (outputs [n, heads, d] divided by their root mean square, one over it), float32."""
+    outputs = outputs.float()
+    factor = torch.rsqrt(torch.linalg.vecdot(outputs, outputs) / outputs.shape[-1] + eps)[..., None]
+    return outputs * factor, factor
 
 
 def _blocks(rows: torch.Tensor) -> list[tuple[int, int]]:
