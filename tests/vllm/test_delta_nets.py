@@ -1,4 +1,4 @@
-"""A real embedded vLLM engine of a model with gated delta nets, in bfloat16, the one dtype in which a CPU computes them.
+"""A real embedded vLLM engine of a model with gated delta nets, which vLLM on a CPU computes in bfloat16 alone.
 
 A gap is the distance of the engine's log-probs to those of Hugging Face's model in float32, with the same bfloat16
 weights. It is held against the gap of plain Qwen3, which the same engine rounds too.
@@ -118,7 +118,7 @@ def test_a_killed_engine_comes_back(bench, bound):
 def test_tokens_are_of_the_weights_that_their_spans_name(bench, bound):
     """A sync in flight drops the states of running samples; they are computed again by the new weights."""
     versions = {bench.load(5): 5}
-    call = Call(bench)
+    call = Call(bench, few=6)
     call.wait_for_the_middle()
     versions[bench.load(6)] = 6
     rollouts = [x for x in call.result() if len(x.weight_versions) == 2][:FEW]

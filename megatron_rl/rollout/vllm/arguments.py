@@ -115,7 +115,9 @@ def delta_arguments(
             "bfloat16 alone; set model.dtype=bfloat16, or rollout.engine=transformers"
         )
     config = parse_hf_config(model.hf_path)
-    keys, values, tokens = (getattr(config, f"linear_{x}") for x in ("key_head_dim", "value_head_dim", "conv_kernel_dim"))
+    keys, values, tokens = (
+        getattr(config, f"linear_{x}") for x in ("key_head_dim", "value_head_dim", "conv_kernel_dim")
+    )
     if keys != values or keys not in (64, 128) or tokens != 4:
         raise ConfigError(
             f"{model.hf_path} has linear_key_head_dim={keys}, linear_value_head_dim={values} and "
