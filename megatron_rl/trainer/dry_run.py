@@ -46,7 +46,7 @@ from megatron_rl.rollout.engines.placement import (
     role_of,
     shares_device,
 )
-from megatron_rl.rollout.vllm.arguments import adapter_arguments
+from megatron_rl.rollout.vllm.arguments import adapter_arguments, delta_arguments
 from megatron_rl.rollout.vllm.build import weight_channel
 from megatron_rl.simulator.command import simulate_job
 from megatron_rl.simulator.degrees import Degrees, degrees_of
@@ -141,6 +141,7 @@ class DryRun:
         stop_tokens(config.model.hf_path, tokenizer, hf_config.vocab_size)
         if config.generates and config.rollout.engine == "vllm":
             check_served(config.model.hf_path, provider=config.model.provider)
+            delta_arguments(config.model, config.rollout, config.weight_sync, torch.device("cuda"))
         # One reward worker stands for all of them.
         one_worker = dataclasses.replace(config.reward, num_workers=min(1, config.reward.num_workers))
         with opened_reward(one_worker, config.run.deadline_s, episodes=config.plays_episodes) as reward:

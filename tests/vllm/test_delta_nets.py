@@ -118,7 +118,7 @@ def test_a_killed_engine_comes_back(bench, bound):
 def test_tokens_are_of_the_weights_that_their_spans_name(bench, bound):
     """A sync in flight drops the states of running samples; they are computed again by the new weights."""
     versions = {bench.load(5): 5}
-    call = Call(bench)
+    call = Call(bench, few=6)
     call.wait_for_the_middle()
     versions[bench.load(6)] = 6
     rollouts = [x for x in call.result() if len(x.weight_versions) == 2][:FEW]

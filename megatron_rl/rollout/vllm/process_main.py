@@ -23,7 +23,6 @@ import numpy as np
 from megatron_rl.distributed import frames
 from megatron_rl.distributed.child_process import end_with_parent
 from megatron_rl.rollout.vllm import routed_experts
-from megatron_rl.weights.config_json import read_fields
 
 PROGRESS_S = 1.0  # seconds between two messages of progress
 
@@ -36,7 +35,7 @@ class EngineProcess:
 
         from megatron_rl.rollout.vllm.without_torchvision import register_text_models
 
-        register_text_models(read_fields(arguments["model"]).get("architectures") or ())
+        register_text_models(arguments["model"])
         self.connection = connection
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()

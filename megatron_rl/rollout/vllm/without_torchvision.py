@@ -11,28 +11,30 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
 from types import ModuleType
+
+from megatron_rl.weights.config_json import read_fields
 
 TEXT_MODELS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 NAMES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional")
 
 
-def register_text_models(architectures: Sequence[str]) -> None:
-    """Make vLLM know Qwen3.5's text models where torchvision is missing; elsewhere, do nothing.
+def register_text_models(hf_path: str) -> None:
+    """Give vLLM the class of a text model of Qwen3.5 where torchvision is missing; for any other model do nothing.
 
-    vLLM would import each model in a process of its own first, which this skips: the classes are
-    imported here, with empty modules in place of torchvision, and given to vLLM.
+    The class is imported with empty modules in place of torchvision. vLLM would first import it in a
+    process of its own, which has no such modules.
 
-    architectures: the model's ``architectures`` in config.json.
+    hf_path: the model's folder.
     """
-    wanted = [name for name in architectures if name in TEXT_MODELS]
+    named = read_fields(hf_path).get("architectures")
+    wanted = [name for name in TEXT_MODELS if name in (named or ())]
     if not wanted or importlib.util.find_spec("torchvision") is not None:
         return
     from transformers.utils import is_torchvision_available
     from vllm import ModelRegistry
 
-    assert not is_torchvision_available()  # kept by transformers, so that the empty modules are not taken for it
+    is_torchvision_available()  # transformers keeps the answer, and so does not take the empty modules for torchvision
     modules = {name: ModuleType(name) for name in NAMES}
     for name, module in modules.items():
         module.__path__ = []
