@@ -83,12 +83,10 @@ def ours(config, module):
     from megatron_rl.model.delta_net.layer import DeltaNetSubmodules, GatedDeltaNet
     from megatron_rl.weights.model_shape import DeltaNetShape
 
-    from megatron.core import parallel_state  # isort: skip
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # isort: skip
     from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
-    if not parallel_state.model_parallel_is_initialized():
-        topology.initialize(deadline_s=60)
+    topology.initialize(deadline_s=60)
     shape = DeltaNetShape(
         layers=(0,),
         key_heads=config.linear_num_key_heads,
@@ -123,6 +121,13 @@ def ours(config, module):
         for name, parameter in layer.named_parameters():
             parameter.copy_(weights[name])
     return layer
+
+
+def leave_group() -> None:
+    """Undo the process group that ``ours`` made."""
+    from megatron_rl.distributed import topology
+
+    topology.destroy()
 
 
 def ways(given: argparse.Namespace, lengths: list[int]) -> dict[str, Way]:
@@ -211,6 +216,7 @@ def measure(given: argparse.Namespace) -> dict[str, object]:
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     found = measure(given)
+    leave_group()
     print(f"{platform.machine()}, {os.cpu_count()} cores, {given.threads} thread(s) of torch, float32")
     print(
         f"{given.segments} segments of {min(found['lengths'])} to {max(found['lengths'])} tokens, {found['tokens']} "
