@@ -214,6 +214,7 @@ def extra_state_keys(shape: ModelShape) -> list[str]:
         experts = shape.num_experts if shape.has_mixture(layer) else 0
         own = [*modules, *([] if experts else [f"mlp.{x}" for x in linears])]
         own += [f"mlp.shared_experts.{x}" for x in linears] if experts and shape.shared_ffn_hidden_size else []
+        own += ["self_attention.in_proj", "self_attention.out_proj"] if shape.has_delta_net(layer) else []
         if shape.layers_differ:  # each layer separately
             keys += [f"{LAYERS}{layer}.{x}._extra_state/shard_0_1" for x in own]
             prefixes = [f"{LAYERS}{layer}.mlp.experts.experts.{x}._extra_state/shard_" for x in linears]

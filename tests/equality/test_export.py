@@ -20,8 +20,9 @@ from tests.equality.rows import measured, row
 from tests.pairwise import quick
 from tests.reference import file_weights
 
-# an entry at a time; several (the largest needs 163,840 bytes by itself: the projection of a delta net)
-ENTRY_BYTES, SMALL_BYTES = 1, 165_000
+# an entry at a time; several (the largest needs 122,880 bytes by itself: Mixtral at EP 2, ETP 2)
+ENTRY_BYTES, SMALL_BYTES = 1, 125_000
+LARGEST = dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), 163_840)  # the projection of a delta net by itself
 TOPOLOGIES = (*("one qwen2_untied", "DP2 qwen2_untied", "TP2 qwen3", "PP2 qwen2_tied", "PP2-VPP2 qwen2_untied"),
               *("TP2-PP2-bf16 llama", "one phi3", "TP2 olmo2", "TP2 gemma3_text", "EP2 mixtral", "TP2-SP qwen3_moe"),
               *("TP2-SP-EP2 mixtral", "TP2-SP qwen3_next", "TP2-SP qwen3_5_moe_text"))
@@ -74,7 +75,7 @@ def test_export_equals_reference_in_buckets_of_any_size(pool, name):
             assert not found["wrong"], (size, found["wrong"])
             assert sorted(found["names"]) == result["names"], size
             assert (found["names"], found["checksum"]) == (first["names"], first["checksum"]), size
-        assert result["found"][SMALL_BYTES]["peak_bytes"] <= SMALL_BYTES
+        assert result["found"][SMALL_BYTES]["peak_bytes"] <= LARGEST.get(row(name)[1], SMALL_BYTES)
         num_entries, num_small, num_whole = result["num_buckets"]
         assert num_entries > num_small >= num_whole
         if row(name)[2]:  # the meter would see a bucket_bytes that nobody heeds, or a layer gathered whole
