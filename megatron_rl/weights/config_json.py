@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import math
 import os
@@ -25,7 +26,6 @@ from megatron_rl.weights.reader import (
     is_quantized,
     used_names,
 )
-from megatron_rl.weights.without_fla import without_fla
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MOST_CONFIG_BYTES = 16 * 2**20
@@ -241,7 +241,7 @@ def transformers_model(config: Any, folder: str | pathlib.Path, **settings: obje
     from transformers import AutoModelForCausalLM
 
     try:
-        with contextlib.nullcontext() if torch.cuda.is_available() else without_fla():
+        with _kernels(on_gpu=torch.cuda.is_available()):
             return AutoModelForCausalLM.from_config(config, **settings)
     except torch.OutOfMemoryError:
         raise
@@ -251,6 +251,15 @@ def transformers_model(config: Any, folder: str | pathlib.Path, **settings: obje
             f"{pathlib.Path(folder) / CONFIG}: transformers can make no model of it: {type(error).__name__}: "
             f"{reason[:400]}; mend the field that it speaks of, or remove it"
         ) from error
+
+
+def _kernels(*, on_gpu: bool) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which transformers makes models whose kernels can run here (weights/without_fla.py)."""
+    if on_gpu or importlib.util.find_spec("fla") is None:
+        return contextlib.nullcontext()
+    from megatron_rl.weights.without_fla import without_fla
+
+    return without_fla()
 
 
 def random_state(
