@@ -75,6 +75,7 @@ COLUMNS = (
         each=(
             f"{EXPERTS}::test_engine_samples_from_the_trainers_policy",
             "tests/equality/test_bitwise.py::test_engine_equals_trainer",
+            "tests/unit/rollout/test_transformers_engine.py::test_states_of_delta_nets_are_those_of_each_row_alone",
             "tests/runs/test_run.py::test_two_epochs_equal_a_plain_adamw_loop",
             "tests/runs/test_train.py::test_a_family_of_other_tensors_trains_the_same_run",
         ),

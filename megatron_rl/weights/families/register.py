@@ -55,7 +55,7 @@ def import_family(model_type: str) -> Family:
         case "qwen3_5_text":
             from megatron_rl.weights.families.qwen3_5 import QWEN3_5_TEXT as family
         case "qwen3_5_moe_text":
-            from megatron_rl.weights.families.qwen3_5 import QWEN3_5_MOE_TEXT as family
+            from megatron_rl.weights.families.qwen3_5_moe import QWEN3_5_MOE_TEXT as family
         case _:
             raise KeyError(model_type)
     return family
