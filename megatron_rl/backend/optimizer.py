@@ -36,6 +36,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # i
 
 if TYPE_CHECKING:  # only a run whose engine shares the device imports it
     from megatron_rl.backend.offload import Offload, OffloadedBytes
+    from megatron_rl.weights.model_shape import ModelShape
 
 _SECTION = "it is set by optimizer.{}"
 _OWNED_FIELDS = {
@@ -147,12 +148,13 @@ class Optimizer:
         settings: OptimizerSettings,
         topology: Topology,
         *,
+        shape: ModelShape,
         megatron: MegatronConfig,
         dtype: str,
         ghost: str,
         total_steps: int,
     ):
-        """Build AdamW and its schedule by ``settings``.
+        """Build AdamW or Muon, and the schedule, by ``settings``.
 
         dtype: ``model.dtype``.
         ghost: ``skip.ghost``.
@@ -175,6 +177,15 @@ class Optimizer:
             ) from error
         if self.kernel == "torch" and HOST.is_cuda:
             self._fuse_adam()
+        match settings.algorithm:
+            case "adam":
+                pass
+            case "muon":
+                from megatron_rl.backend.muon import use_muon
+
+                use_muon(self._megatron, self.chunks, shape, topology, momentum=settings.momentum)
+            case other:
+                raise AssertionError(other)
         self.scheduler = OptimizerParamScheduler(
             self._megatron,
             init_lr=settings.lr / (settings.warmup_steps + 1),
