@@ -115,9 +115,9 @@ class Muon:
     def state(self) -> Mapping[torch.Tensor, dict]:
         return self.adam.state
 
-    def steps_matrix(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether Muon steps this parameter of the model; AdamW steps any other."""
-        return id(parameter) in self._matrices
+    def moments_of(self, parameter: torch.nn.Parameter) -> tuple[str, ...]:
+        """Return the kinds of moments that Muon keeps of a parameter of the model; () if AdamW steps it."""
+        return (MOMENTUM,) if id(parameter) in self._matrices else ()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.adam.zero_grad(set_to_none)

@@ -44,7 +44,7 @@ def matrices_of(name: str, tensor: torch.Tensor, config) -> list[torch.Tensor]:
 
 
 class PlainMuon:
-    """Steps the tensors of a model under their names in files, with AdamW written out for those that are no matrices."""
+    """Steps the tensors of a model under their names in files, with AdamW written out for what is no matrix."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.config, self.weights, self.steps = model.config, file_weights(model), 0
