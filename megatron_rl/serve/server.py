@@ -79,8 +79,8 @@ def check_config(
             )
     if optimizer.algorithm != "adam":
         raise ConfigError(
-            f"optimizer.algorithm={optimizer.algorithm} is for a run, and a server's clients send AdamW's settings with "
-            "each step; set optimizer.algorithm=adam"
+            f"optimizer.algorithm={optimizer.algorithm} is for a run, and a server's clients send AdamW's settings "
+            "with each step; set optimizer.algorithm=adam"
         )
     if rollout.routing_replay != "off":
         raise ConfigError(

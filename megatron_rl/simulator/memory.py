@@ -4,7 +4,8 @@
   (tests/tools/test_simulate_cluster.py).
 - Gradients lie in one float32 buffer per rank (``grad_reduce_in_fp32``) and are not sharded.
 - AdamW keeps two float32 moments per parameter and, for bfloat16 weights, a float32 master copy.
-  Muon keeps one moment of the weights in matrices, and AdamW's two of the others. ``optimizer.distributed`` shards all three over data and context parallel ranks. With adapters
+  Muon keeps one moment of the weights in matrices, and AdamW's two of the others.
+  ``optimizer.distributed`` shards all of them over data and context parallel ranks. With adapters
   (``lora.rank``) the frozen weights have neither gradients nor optimizer state.
 - A critic on the same GPUs keeps its own weights, gradients and optimizer state. Policy and critic
   are updated in turns. So only the activations and logits of the one that needs more are counted.

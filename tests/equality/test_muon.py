@@ -22,7 +22,8 @@ QUICK = ("TP2-sharded qwen2_untied", "DP2-sharded qwen2_tied", "EP2-sharded qwen
 LARGE = (
     *("one qwen2_untied", "PP2 qwen2_tied", "TP2 qwen2_untied", "DP2 qwen2_tied", "CP2-sharded llama"),
     *("TP2 deepseek_v3", "TP2-SP-DP2-sharded qwen3_5_text", "PP2-VPP2 qwen2_tied", "TP2-SP-EP2-ETP1 qwen3_moe"),
-    *("EP2 qwen3_5_moe_text", "TP2-SP-EP2-sharded gpt_oss", "DP2-sharded-gather glm4_moe", "one qwen3_next", "DP4-sharded qwen2_tied"),
+    *("EP2 qwen3_5_moe_text", "TP2-SP-EP2-sharded gpt_oss", "DP2-sharded-gather glm4_moe"),
+    *("one qwen3_next", "DP4-sharded qwen2_tied"),
 )
 GHOSTS = ("DP2-sharded-bf16-muon qwen2_tied", "TP2-muon qwen2_tied", "EP2-sharded-muon qwen3_moe")
 SAME = ("DP2-sharded-bf16-muon qwen2_tied", "TP2-plain-muon llama", "EP2-sharded-muon qwen3_moe")
@@ -31,7 +32,7 @@ OTHER = ("DP2-sharded-muon to TP2-plain-muon llama", "EP2-sharded-muon to PP2-pl
 
 @pytest.mark.parametrize("name", quick((*QUICK, *LARGE), *QUICK))
 def test_muon_equals_the_plain_loop(pool, name):
-    """After four steps, the last a ghost. Newton–Schulz multiplies small singular values, and rounding, by up to 3.4⁵."""
+    """After four steps, the last a ghost. Newton–Schulz multiplies small singular values and rounding by up to 485."""
     found = measured(pool, name, against_plain)[0]
     assert len(found) == 3 and max(found["norm"], found["weights"]) < 1e-5 and found["movement"] < 2e-4, found
 
