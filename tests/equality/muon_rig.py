@@ -6,13 +6,15 @@ import numpy as np
 import torch
 
 from megatron_rl.types import StepKind
+from megatron_rl.weights.export import export_weights
+from tests.equality.critic_rig import naive, open_critic, targets
 from tests.equality.matrix import CLIP, DECAY, LR, NUM_SAMPLES, PER_MINI_BATCH, STEPS
 from tests.equality.rig import config_of, layers_of, open_rig, ragged_advantages
 from tests.reference import file_weights, make_samples, near_policy, reference_gradient, relative_error, tiny_model
 
 MUON = ("optimizer.algorithm=muon", "optimizer.momentum=0.9")
 MOMENTUM, BETAS, EPSILON = 0.9, (0.9, 0.999), 1e-8
-BY_ADAM = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "router", "shared_expert_gate", "conv1d")
+BY_ADAM = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "router", "shared_expert_gate", "conv1d", "score")
 
 
 def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
@@ -110,3 +112,25 @@ def against_plain(rank: int, world: int, family: str, overrides: tuple[str, ...]
             moved = ({name: x[name] - before[name] for name in weights} for x in (weights, after))
             found["movement"] = relative_error(*moved)
     return found
+
+
+def critic_against_plain(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> dict[str, float]:
+    """Return the errors of a critic's weights after one step, and of their movement."""
+    given = (*STEPS, "train.samples_per_mini_batch=null", *MUON, *overrides)
+    with open_critic(family, *given) as pair:
+        critic, own = pair.critic, pair.batch
+        before = {name: x.clone() for name, x in file_weights(pair.judge).items()}
+        gradient, _ = naive(pair.judge, pair.samples, pair.groups, "token_mean")
+        PlainMuon(pair.judge).step(gradient)
+        after = file_weights(pair.judge)
+        with critic._here():
+            plan = critic.plan_training(own, own.facts.loss_tokens > 0, drops=True)
+            own, (mini_batch,) = critic.fetch_rows(own, plan), plan.mini_batches
+            returns, old = (np.concatenate(x) for x in targets(pair.samples))
+            critic.accumulate(own, mini_batch, returns, old, plan.fingerprints()[0])
+            critic.optim_step(mini_batch.kind)
+            critic.schedule.gather_parameters()
+            parameters = [dict(chunk.module.named_parameters()) for chunk in critic.chunks]
+            weights = {k: x.clone() for k, x in export_weights(parameters, critic.shape, critic.topology)}
+        moved = ({name: x[name] - before[name] for name in weights} for x in (weights, after))
+        return {"weights": relative_error(weights, {k: after[k] for k in weights}), "movement": relative_error(*moved)}

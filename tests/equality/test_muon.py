@@ -11,18 +11,19 @@ from megatron_rl.checkpoint import model_state
 from megatron_rl.config import load_config
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.validate import models, validate_config
-from tests.equality.muon_rig import against_plain
+from tests.equality.muon_rig import against_plain, critic_against_plain
 from tests.equality.rows import assert_all, measured, row
 from tests.equality.saved_steps import open_like, save_and_load, take_steps, tensors_of
 from tests.equality.test_checkpoint import both
+from tests.equality.test_offload import with_and_without
 from tests.equality.test_steps import ghost_against_zero_gradient, moves_nothing, with_infinite_advantage
 from tests.pairwise import quick
 
 QUICK = ("TP2-sharded qwen2_untied", "DP2-sharded qwen2_tied", "EP2-sharded qwen3_moe", "TP2-SP phi3")
 LARGE = (
     *("one qwen2_untied", "PP2 qwen2_tied", "TP2 qwen2_untied", "DP2 qwen2_tied", "CP2-sharded llama"),
-    *("TP2 deepseek_v3", "TP2-SP-DP2-sharded qwen3_5_text", "PP2-VPP2 qwen2_tied", "TP2-SP-EP2-ETP1 qwen3_moe"),
-    *("EP2 qwen3_5_moe_text", "TP2-SP-EP2-sharded gpt_oss", "DP2-sharded-gather glm4_moe"),
+    *("TP2-SP deepseek_v3", "TP2-SP-DP2-sharded qwen3_5_text", "PP2-VPP2 qwen2_tied", "TP2-SP-EP2-ETP1 qwen3_moe"),
+    *("EP2 qwen3_5_moe_text", "TP2-SP-EP2-ETP1-sharded gpt_oss", "DP2-sharded-gather glm4_moe"),
     *("one qwen3_next", "DP4-sharded qwen2_tied"),
 )
 GHOSTS = ("DP2-sharded-bf16-muon qwen2_tied", "TP2-muon qwen2_tied", "EP2-sharded-muon qwen3_moe")
@@ -35,6 +36,12 @@ def test_muon_equals_the_plain_loop(pool, name):
     """After four steps, the last a ghost. Newton–Schulz multiplies small singular values and rounding by up to 485."""
     found = measured(pool, name, against_plain)[0]
     assert len(found) == 3 and max(found["norm"], found["weights"]) < 1e-5 and found["movement"] < 2e-4, found
+
+
+@pytest.mark.parametrize("name", quick(("TP2 qwen2_untied", "DP2-sharded qwen2_untied")))
+def test_a_critics_muon_equals_the_plain_loop(pool, name):
+    for found in measured(pool, name, critic_against_plain):
+        assert found["weights"] < 1e-5 and found["movement"] < 2e-4, found
 
 
 @pytest.mark.parametrize("name", quick(GHOSTS, GHOSTS[0]))
@@ -50,6 +57,11 @@ def test_frozen_ghost_moves_nothing_under_muon(pool, name):
 @pytest.mark.parametrize("name", quick(("PP2-DP2-sharded-gather-muon qwen2_tied", "DP2-plain-muon qwen2_tied")))
 def test_nonfinite_gradient_is_passed_over_under_muon(pool, name):
     assert_all(pool, name, with_infinite_advantage, "skip")
+
+
+@pytest.mark.parametrize("name", quick(("DP2-sharded-bf16-muon qwen2_tied",)))
+def test_offload_between_steps_of_muon_changes_nothing(pool, name):
+    assert_all(pool, name, with_and_without)
 
 
 @pytest.mark.parametrize("name", quick(SAME, SAME[0]))
