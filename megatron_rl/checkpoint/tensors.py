@@ -123,8 +123,8 @@ class AdamStates:
 
 def _moments_of(optimizer, parameter: torch.nn.Parameter) -> tuple[str, ...]:
     """Return the kinds of moments that a part of Megatron-Core's optimizer keeps of a parameter of the model."""
-    of_muon = getattr(optimizer.optimizer, "moments_of", None)
-    return MOMENTS if of_muon is None else of_muon(parameter) or MOMENTS
+    inner = optimizer.optimizer
+    return MOMENTS if isinstance(inner, torch.optim.Optimizer) else inner.moments_of(parameter) or MOMENTS  # Muon
 
 
 def _whole_states(optimizer) -> Iterator[tuple[torch.nn.Parameter, ParameterState]]:
