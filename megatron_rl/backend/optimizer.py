@@ -51,7 +51,11 @@ _OWNED_FIELDS = {
     "bf16": "it is set by model.dtype",
     "fp16": "fp16 needs a loss scale, which the token-sum seam does not apply; use bfloat16",
     "params_dtype": "it is set by model.dtype",
-    "optimizer": "ghost steps are defined for AdamW",
+    "optimizer": _SECTION.format("algorithm"),
+    **dict.fromkeys(
+        (field.name for field in dataclasses.fields(OptimizerConfig) if field.name.startswith("muon_")),
+        "Megatron-Core's Muon is not used; optimizer.algorithm=muon has optimizer.momentum",
+    ),
     "overlap_param_gather_with_optimizer_step": "it starts a gather that a silent rank would never join",
     "overlap_param_gather": "it is set by megatron.ddp.overlap_param_gather",
     "decoupled_weight_decay": "ghost steps are defined for AdamW, whose weight decay is decoupled",
@@ -70,7 +74,7 @@ _UNSUPPORTED_FIELDS = {
     "copies that this option keeps",
     "reuse_grad_buf_for_mxfp8_param_ag": "weights in FP8 are not built here",
     "loss_scale": "the gradient would be divided by a scale that the token-sum seam does not apply",
-    "use_layer_wise_distributed_optimizer": "ghost steps are defined for AdamW",
+    "use_layer_wise_distributed_optimizer": "optimizer.distributed shards the states of AdamW and Muon",
     "optimizer_cuda_graph": "a ghost step runs outside of the graph",
     "grad_norm_skip_threshold": "it is read by a step of Megatron-Core's that is not called here",
 }
