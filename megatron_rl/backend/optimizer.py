@@ -36,6 +36,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # i
 
 if TYPE_CHECKING:  # only a run whose engine shares the device imports it
     from megatron_rl.backend.offload import Offload, OffloadedBytes
+    from megatron_rl.weights.model_shape import ModelShape
 
 _SECTION = "it is set by optimizer.{}"
 _OWNED_FIELDS = {
@@ -50,7 +51,11 @@ _OWNED_FIELDS = {
     "bf16": "it is set by model.dtype",
     "fp16": "fp16 needs a loss scale, which the token-sum seam does not apply; use bfloat16",
     "params_dtype": "it is set by model.dtype",
-    "optimizer": "ghost steps are defined for AdamW",
+    "optimizer": _SECTION.format("algorithm"),
+    **dict.fromkeys(
+        (field.name for field in dataclasses.fields(OptimizerConfig) if field.name.startswith("muon_")),
+        "Megatron-Core's Muon is not used; optimizer.algorithm=muon has optimizer.momentum",
+    ),
     "overlap_param_gather_with_optimizer_step": "it starts a gather that a silent rank would never join",
     "overlap_param_gather": "it is set by megatron.ddp.overlap_param_gather",
     "decoupled_weight_decay": "ghost steps are defined for AdamW, whose weight decay is decoupled",
@@ -69,7 +74,7 @@ _UNSUPPORTED_FIELDS = {
     "copies that this option keeps",
     "reuse_grad_buf_for_mxfp8_param_ag": "weights in FP8 are not built here",
     "loss_scale": "the gradient would be divided by a scale that the token-sum seam does not apply",
-    "use_layer_wise_distributed_optimizer": "ghost steps are defined for AdamW",
+    "use_layer_wise_distributed_optimizer": "optimizer.distributed shards the states of AdamW and Muon",
     "optimizer_cuda_graph": "a ghost step runs outside of the graph",
     "grad_norm_skip_threshold": "it is read by a step of Megatron-Core's that is not called here",
 }
@@ -147,12 +152,13 @@ class Optimizer:
         settings: OptimizerSettings,
         topology: Topology,
         *,
+        shape: ModelShape,
         megatron: MegatronConfig,
         dtype: str,
         ghost: str,
         total_steps: int,
     ):
-        """Build AdamW and its schedule by ``settings``.
+        """Build AdamW or Muon, and the schedule, by ``settings``.
 
         dtype: ``model.dtype``.
         ghost: ``skip.ghost``.
@@ -175,6 +181,15 @@ class Optimizer:
             ) from error
         if self.kernel == "torch" and HOST.is_cuda:
             self._fuse_adam()
+        match settings.algorithm:
+            case "adam":
+                pass
+            case "muon":
+                from megatron_rl.backend.muon import use_muon
+
+                use_muon(self._megatron, self.chunks, shape, topology, momentum=settings.momentum)
+            case other:
+                raise AssertionError(other)
         self.scheduler = OptimizerParamScheduler(
             self._megatron,
             init_lr=settings.lr / (settings.warmup_steps + 1),

@@ -134,7 +134,7 @@ class TrainableModel:
         self.chunks = [DistributedDataParallel(m.config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
         self.parts = self._build_parts()
         self.schedule = Schedule(self.chunks, self.topology, self.shape.windows, self.parts)
-        fields = dict(megatron=config.megatron, dtype=config.model.dtype, ghost=config.skip.ghost)
+        fields = dict(shape=self.shape, megatron=config.megatron, dtype=config.model.dtype, ghost=config.skip.ghost)
         self._make_optimizer = partial(Optimizer, self.chunks, topology=self.topology, **fields)
         self.optimizer = self._make_optimizer(config.optimizer, total_steps=total_steps)
         self.rules = plan_rules(

@@ -1,4 +1,4 @@
-"""The saving and loading of a backend's state in a checkpoint: the model's tensors, AdamW's states and counters.
+"""The saving and loading of a backend's state in a checkpoint: the model's tensors, the optimizer's, and counters.
 
 With adapters a checkpoint holds the adapters' tensors and a checksum of the frozen weights. The
 frozen weights come from model.hf_path again.
@@ -27,6 +27,7 @@ from megatron_rl.checkpoint.tensors import (
     weights_to_save,
 )
 from megatron_rl.checkpoint.writer import PendingSave
+from megatron_rl.errors import CheckpointError
 
 if TYPE_CHECKING:
     from megatron_rl.storage.remote import RemotePath
@@ -60,6 +61,7 @@ def numbers(backend: TrainableModel) -> dict[str, object]:
         "cost_sums": backend.fit.sums.tolist(),
         "stage_layers": list(backend.shape.stage_layers),
         "distributed_optimizer": backend.config.optimizer.distributed,
+        "optimizer_algorithm": backend.config.optimizer.algorithm,
     }
 
 
@@ -114,6 +116,7 @@ def load(
     model: the saved model's ``identity``.
     """
     check_model(backend, folder, model)
+    _check_algorithm(backend, folder, saved)
     entries = _entries(backend)
     # The reference comes first: it is read into the model's parameters and copied from there.
     if saved["has_reference"]:
@@ -141,6 +144,16 @@ def check_model(backend: TrainableModel, folder: pathlib.Path, model: Mapping[st
     A collective.
     """
     check_identity(identity(backend), folder, model)
+
+
+def _check_algorithm(backend: TrainableModel, folder: pathlib.Path, saved: Mapping[str, object]) -> None:
+    """Raise CheckpointError if the checkpoint holds the states of another algorithm than the run's."""
+    there, here = saved.get("optimizer_algorithm", "adam"), backend.config.optimizer.algorithm  # earlier: AdamW alone
+    if saved["optimizer_steps"] and there != here:
+        raise CheckpointError(
+            f"{folder} holds the optimizer's states of optimizer.algorithm={there}, and this run's is {here}; set "
+            f"optimizer.algorithm={there}, or start from the weights alone (model.hf_path, an export of the checkpoint)"
+        )
 
 
 @torch.no_grad()

@@ -1,9 +1,10 @@
 """The saving and loading of weights and AdamW's states as sharded tensors of ``megatron.core.dist_checkpointing``.
 
 Weights lie under the keys of ``GPTModel.sharded_state_dict``. AdamW's states lie under
-``optimizer.state.{exp_avg,exp_avg_sq,fp32_param}.<key>``, as Megatron-Core names them. Each state
-has its parameter's global shape. So TP, PP, VPP, EP, DP and ``optimizer.distributed`` may change
-between a save and a load.
+``optimizer.state.{exp_avg,exp_avg_sq,fp32_param}.<key>``, as Megatron-Core names them. A matrix that
+Muon steps has the one state ``momentum_buffer`` in place of AdamW's moments. Each state has its
+parameter's global shape. So TP, PP, VPP, EP, DP and ``optimizer.distributed`` may change between a
+save and a load.
 
 The ``sharded_state_dict`` of Megatron-Core's optimizers is not used (tried with 0.16.1). For the
 distributed optimizer it gathers every state on every rank, and loading fails under torch's AdamW
@@ -82,17 +83,19 @@ def _bytes_of(data: object) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ParameterState:
-    """Holds AdamW's tensors of one parameter on this rank.
+    """Holds the optimizer's tensors of one parameter on this rank.
 
     tensors: kind of state ("exp_avg", "exp_avg_sq" or "fp32_param") → this rank's tensor.
     local: the slice of the flattened parameter that the tensors cover; None if they cover all of
         it.
     group: the data-parallel group of a distributed optimizer; None for any other optimizer.
+    moments: the kinds of the parameter's moments on every rank: AdamW's two, or Muon's one.
     """
 
     tensors: Mapping[str, torch.Tensor]
     local: slice | None = None
     group: dist.ProcessGroup | None = None
+    moments: tuple[str, ...] = MOMENTS
 
 
 class AdamStates:
@@ -110,26 +113,34 @@ class AdamStates:
             self.of.update(states)
 
     def kinds(self, parameter: torch.nn.Parameter) -> tuple[str, ...]:
-        """Return the kinds of a parameter's AdamW states: both moments, and "fp32_param" unless it is float32 itself.
+        """Return the kinds of a parameter's states: its moments, and "fp32_param" unless it is float32 itself.
 
         Every rank that holds the parameter gets the same result.
         """
-        return (*MOMENTS, MASTER) if parameter.dtype != torch.float32 else MOMENTS
+        moments = self.of[parameter].moments
+        return (*moments, MASTER) if parameter.dtype != torch.float32 else moments
+
+
+def _moments_of(optimizer, parameter: torch.nn.Parameter) -> tuple[str, ...]:
+    """Return the kinds of moments that a part of Megatron-Core's optimizer keeps of a parameter of the model."""
+    inner = optimizer.optimizer
+    return MOMENTS if isinstance(inner, torch.optim.Optimizer) else inner.moments_of(parameter) or MOMENTS  # Muon
 
 
 def _whole_states(optimizer) -> Iterator[tuple[torch.nn.Parameter, ParameterState]]:
     halves = isinstance(optimizer, Float16OptimizerWithFloat16Params)
     for parameter in [p for group in optimizer.float16_groups for p in group] if halves else []:
-        yield parameter, _state(optimizer, parameter.main_param, parameter.dtype)
+        yield parameter, _state(optimizer, parameter, parameter.main_param)
     for parameter in (
         [p for group in optimizer.fp32_from_fp32_groups for p in group] if halves else optimizer.get_parameters()
     ):
-        yield parameter, _state(optimizer, parameter, torch.float32)
+        yield parameter, _state(optimizer, parameter, parameter)
 
 
-def _state(optimizer, main: torch.Tensor, dtype: torch.dtype) -> ParameterState:
-    moments = {kind: optimizer.optimizer.state[main][kind] for kind in MOMENTS}
-    return ParameterState(tensors=moments if dtype == torch.float32 else {**moments, MASTER: main})
+def _state(optimizer, parameter: torch.nn.Parameter, main: torch.Tensor) -> ParameterState:
+    kinds = _moments_of(optimizer, parameter)
+    moments = {kind: optimizer.optimizer.state[main][kind] for kind in kinds}
+    return ParameterState(tensors=moments if main is parameter else {**moments, MASTER: main}, moments=kinds)
 
 
 def _distributed_states(optimizer) -> Iterator[tuple[torch.nn.Parameter, ParameterState]]:
@@ -137,15 +148,17 @@ def _distributed_states(optimizer) -> Iterator[tuple[torch.nn.Parameter, Paramet
     local = set(optimizer.model_param_group_index_map)
     for buffer in optimizer.buffers:
         for parameter in buffer.param_index_map:
+            kinds = _moments_of(optimizer, parameter)
             if parameter not in local:
-                yield parameter, ParameterState(tensors={}, local=slice(0, 0), group=group)
+                yield parameter, ParameterState(tensors={}, local=slice(0, 0), group=group, moments=kinds)
                 continue
             span = optimizer._get_model_param_range_map(parameter)["param"]
             states = optimizer._get_main_param_and_optimizer_states(parameter)
-            tensors = {kind: states[kind] for kind in MOMENTS}
+            tensors = {kind: states[kind] for kind in kinds}
             if parameter.dtype != torch.float32:
                 tensors[MASTER] = states["param"]
-            yield parameter, ParameterState(tensors=tensors, local=slice(span.start, span.end), group=group)
+            part = slice(span.start, span.end)
+            yield parameter, ParameterState(tensors=tensors, local=part, group=group, moments=kinds)
 
 
 def weights_to_save(

@@ -1,4 +1,4 @@
-"""The sections ``optimizer`` (the policy's AdamW) and ``plan`` (how a step's samples are put into micro-batches)."""
+"""The sections ``optimizer`` (the policy's AdamW or Muon) and ``plan`` (how samples are put into micro-batches)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ Decay = Annotated[float, Range(0, 1, open_high=True)]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Sets AdamW and its schedule: a linear warm-up, then a constant rate or a decay to `optimizer.min_lr`."""
+    """Sets AdamW or Muon and the schedule: a linear warm-up, then a constant rate or a decay to `optimizer.min_lr`."""
 
+    algorithm: str = "adam"
+    """`adam`: AdamW; `muon`: orthogonal momentum for weight matrices, AdamW for all other weights (docs/tuning.md)."""
     lr: Annotated[float, Range(0, 10)] = 1e-6
     """Learning rate after the warm-up."""
     min_lr: Annotated[float, Range(0, 10)] = 0.0
@@ -28,8 +30,10 @@ class OptimizerConfig:
     """AdamW's decay of the first and the second moment."""
     epsilon: Annotated[float, Range(1e-20, 1)] = 1e-8
     """AdamW's ε, added to the root of the second moment."""
+    momentum: Decay = 0.95
+    """Muon's decay of the momentum; it is Nesterov's."""
     weight_decay: Annotated[float, Range(0, 10)] = 0.0
-    """AdamW's decoupled weight decay; as in Megatron-Core, biases and norms are not decayed."""
+    """Decoupled weight decay of AdamW and Muon; as in Megatron-Core, biases and norms are not decayed."""
     clip_grad: Annotated[float, Range(0)] = 1.0
     """Global norm to which a larger gradient is scaled down; 0: off."""
     kernel: str = "auto"
@@ -40,6 +44,7 @@ class OptimizerConfig:
     """If a step's gradient is not finite: `fail`: end the run; `skip`: change no weight, on any rank."""
 
     def __post_init__(self) -> None:
+        choose("optimizer.algorithm", self.algorithm, ("adam", "muon"))
         choose("optimizer.schedule", self.schedule, ("constant", "cosine", "linear"))
         choose("optimizer.kernel", self.kernel, ("auto", "transformer_engine", "apex", "torch"))
         choose("optimizer.on_nonfinite", self.on_nonfinite, ("fail", "skip"))

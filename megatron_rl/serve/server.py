@@ -18,6 +18,7 @@ from megatron_rl.config import (
     LoraConfig,
     LossConfig,
     ModelConfig,
+    OptimizerConfig,
     RolloutConfig,
     ServeConfig,
     SftConfig,
@@ -57,6 +58,7 @@ def check_config(
     weight_sync: WeightSyncConfig,
     loss: LossConfig,
     sft: SftConfig,
+    optimizer: OptimizerConfig,
     settings: ServeConfig,
 ) -> None:
     """Raise ConfigError for settings under which Tinker's API cannot be served."""
@@ -75,6 +77,11 @@ def check_config(
             raise ConfigError(
                 f"{key}={value} belongs to a training run, and a server's clients bring their own losses; remove it"
             )
+    if optimizer.algorithm != "adam":
+        raise ConfigError(
+            f"optimizer.algorithm={optimizer.algorithm} is for a run, and a server's clients send AdamW's settings "
+            "with each step; set optimizer.algorithm=adam"
+        )
     if rollout.routing_replay != "off":
         raise ConfigError(
             f"rollout.routing_replay={rollout.routing_replay} replays experts that come with a run's own "
@@ -102,7 +109,9 @@ def keys_of(settings: ServeConfig) -> tuple[str, ...]:
 
 def serve(config: Config) -> bool:
     """Serve Tinker's API until the process is asked to end. Returns True: the run was not preempted."""
-    check_config(config.model, config.rollout, config.weight_sync, config.loss, config.sft, config.serve)
+    check_config(
+        config.model, config.rollout, config.weight_sync, config.loss, config.sft, config.optimizer, config.serve
+    )
     hf_config = load_hf_config(config.model.hf_path)
     if config.rollout.engine == "vllm":
         check_served(config.model.hf_path)

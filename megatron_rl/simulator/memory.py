@@ -4,7 +4,8 @@
   (tests/tools/test_simulate_cluster.py).
 - Gradients lie in one float32 buffer per rank (``grad_reduce_in_fp32``) and are not sharded.
 - AdamW keeps two float32 moments per parameter and, for bfloat16 weights, a float32 master copy.
-  ``optimizer.distributed`` shards all three over data and context parallel ranks. With adapters
+  Muon keeps one moment of the weights in matrices, and AdamW's two of the others.
+  ``optimizer.distributed`` shards all of them over data and context parallel ranks. With adapters
   (``lora.rank``) the frozen weights have neither gradients nor optimizer state.
 - A critic on the same GPUs keeps its own weights, gradients and optimizer state. Policy and critic
   are updated in turns. So only the activations and logits of the one that needs more are counted.
@@ -25,7 +26,8 @@ from megatron_rl.model.logprob.chunks import bytes_per_logit, default_chunk_toke
 from megatron_rl.planning.timeline import warmup_forwards
 from megatron_rl.simulator.degrees import Degrees
 from megatron_rl.simulator.placed import PlacedModel
-from megatron_rl.weights.mapping import pair_entries, shard_size, target_entries
+from megatron_rl.weights.mapping import pair_entries, shard_size, stage_entries, target_entries
+from megatron_rl.weights.matrices import is_matrix
 from megatron_rl.weights.model_shape import DELTA_CHUNK, DeltaNetShape, ModelShape
 
 
@@ -154,6 +156,26 @@ def stage_adapters(model: PlacedModel, stage: int) -> tuple[int, int]:
     return dense, experts
 
 
+def stage_matrices(model: PlacedModel, stage: int) -> tuple[int, int]:
+    """Return how many of a rank's parameters Muon steps, as (outside the experts, in the rank's experts).
+
+    Both are 0 under AdamW.
+    """
+    shape, degrees, dense, experts = model.shape, model.degrees, 0, 0
+    if model.algorithm != "muon":
+        return 0, 0
+    for chunk in range(stage, shape.num_stages, degrees.pipeline_size):
+        for entry in stage_entries(shape, chunk, shape.num_experts or 1):  # one expert's entries
+            if not is_matrix(entry, shape):
+                continue
+            if entry.expert is None:
+                dense += math.prod(shard_size(entry, shape, degrees.tensor_size))
+            else:
+                each = math.prod(shard_size(entry, shape, degrees.expert_tensor_size))
+                experts += each * (shape.num_experts // degrees.expert_size)
+    return dense, experts
+
+
 def kept_elements(model: PlacedModel, layer: int) -> float:
     """Return the number of elements that autograd saves in a layer per token of a rank.
 
@@ -275,11 +297,11 @@ def stage_memory(model: PlacedModel, stage: int, *, tokens: int, loss_tokens: in
     weights = dense + experts + sum(adapters)
     if any(adapters):
         dense, experts = adapters  # only the adapters are trained
-    per_parameter = 8 + (4 if size == 2 else 0)
-    whole = (dense + experts) * per_parameter
-    sharded = round(
-        per_parameter * (dense / (degrees.data_size * degrees.context_size) + experts / degrees.expert_data_size)
-    )
+    masters = 4 if size == 2 else 0
+    one_moment = stage_matrices(model, stage)
+    states = [(8 + masters) * n - 4 * by_muon for n, by_muon in zip((dense, experts), one_moment, strict=True)]
+    whole = sum(states)
+    sharded = round(states[0] / (degrees.data_size * degrees.context_size) + states[1] / degrees.expert_data_size)
     gradient_bytes = 4 if model.float32_gradients else size
     # Activations of the micro-batches in flight, as autograd keeps them and under full recompute.
     own_tokens, flying = tokens / degrees.context_size, in_flight(degrees, stage, microbatches)

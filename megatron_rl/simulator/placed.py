@@ -20,6 +20,7 @@ class PlacedModel:
     full_recompute: whether all activations of a layer are recomputed in the backward pass.
     recompute_layers: the number of layers that are recomputed at a time, under full recompute.
     float32_gradients: whether gradients are float32 even if weights are not.
+    algorithm: ``optimizer.algorithm``.
     shards_optimizer: whether the optimizer's state is sharded over data-parallel ranks.
     keeps_reference: whether a reference policy's weights lie beside the policy's on the GPU.
     lora: the settings of LoRA adapters, such as their rank.
@@ -33,6 +34,7 @@ class PlacedModel:
     full_recompute: bool
     recompute_layers: int
     float32_gradients: bool
+    algorithm: str
     shards_optimizer: bool
     keeps_reference: bool
     lora: LoraConfig
@@ -54,6 +56,7 @@ class PlacedModel:
             full_recompute=full_recompute(users),
             recompute_layers=users.get("recompute_num_layers") or 1,
             float32_gradients=config.megatron.ddp.get("grad_reduce_in_fp32", True),
+            algorithm=config.optimizer.algorithm,
             shards_optimizer=config.optimizer.distributed,
             keeps_reference=has_reference and config.reference.placement == "device" and not shape.value_head,
             lora=config.lora,

@@ -47,6 +47,8 @@ def announce(
         settled_kernel(parts_of(ModelSettings.of(config)).logprob_kernel, HOST.device_type),
         backend.optimizer.kernel,
     )
+    if config.optimizer.algorithm == "muon":
+        log.info("weight matrices are stepped by Muon (momentum %g), all else by AdamW", config.optimizer.momentum)
     if len(set(shape.stage_layers)) > 1:
         chosen = "parallel.pipeline_layout" if config.parallel.pipeline_layout else "chosen to balance them"
         log.info("layers of each pipeline stage: %s (%s)", ", ".join(map(str, shape.stage_layers)), chosen)

@@ -69,6 +69,27 @@ def provider(
     )
 
 
+def muon(algorithm: str, lora_rank: int | None, provider: str) -> str | None:
+    """Return an error message if ``optimizer.algorithm=muon`` is set for a model whose matrices it does not step.
+
+    lora_rank: ``lora.rank``; None: no adapters.
+    provider: ``model.provider``.
+    """
+    if algorithm != "muon":
+        return None
+    if lora_rank is not None:
+        return (
+            f"optimizer.algorithm=muon steps whole weight matrices, and lora.rank={lora_rank} trains adapters alone, "
+            "which are factors of matrices; set optimizer.algorithm=adam, or lora.rank=null"
+        )
+    if provider != "native":
+        return (
+            f"optimizer.algorithm=muon knows the matrices of families that are built here, and model.provider="
+            f"{provider} builds others; set optimizer.algorithm=adam, or model.provider=native"
+        )
+    return None
+
+
 def teacher(
     teacher: TeacherConfig,
     estimator: str,

@@ -62,6 +62,7 @@ TABLE = (
         ),
         models.provider,
     ),
+    Row("Muon for what are no whole matrices", ("optimizer.algorithm", "lora.rank", "model.provider"), models.muon),
     Row(
         "replayed experts of a pass that is not run",
         ("rollout.routing_replay", "correction", "replay"),

@@ -7,6 +7,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "selective": tuple(f"megatron.transformer.recompute_{x}" for x in ("granularity=selective", "modules=[moe]")),
     **{"recompute": RECOMPUTE, "permuted": ("megatron.transformer.moe_permute_fusion=true",)},
     **{"shared": ("plan.share_prompts=true",), "dense": ("skip.mode=off",), "frozen": ("skip.ghost=freeze",)},
+    "muon": ("optimizer.algorithm=muon",),
     **{"LoRA": ("lora.rank=3", "lora.alpha=5.0"), "attention": ("lora.targets=[linear_qkv,linear_proj]",),
        "linears": ("lora.targets=[linear_qkv,linear_proj,linear_fc1,linear_fc2,in_proj,out_proj]",)},
 }

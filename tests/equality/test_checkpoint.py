@@ -21,8 +21,9 @@ SAME = (
     *("DP2-plain qwen2_tied", "DP2-plain-bf16 qwen2_tied", "DP2-sharded qwen2_tied", "DP2-sharded-bf16 qwen2_tied"),
     *("DP2-sharded-gather qwen2_tied", "TP2-plain llama", "PP2-sharded qwen2_tied", "EP2-sharded qwen3_moe"),
     *("EP2-sharded-bf16 glm4_moe", "EP2-sharded-bf16 gpt_oss", "TP2-sharded-bf16 qwen3_5_text"),
+    *("TP2-plain-muon llama", "EP2-sharded-muon qwen3_moe"),
 )
-LONG = ("DP2-sharded qwen2_tied", "TP2-plain llama", "EP2-sharded qwen3_moe", "EP2-sharded-bf16 gpt_oss")
+LONG = ("DP2-sharded qwen2_tied", "TP2-plain llama", "EP2-sharded qwen3_moe", "EP2-sharded-bf16 gpt_oss", *SAME[-2:])
 OTHER = (
     *("TP2-sharded to PP2-sharded phi3", "TP2-sharded to DP2-sharded olmo2", "TP2-sharded to PP2-sharded gemma3_text"),
     *("PP2-VPP2-plain to DP2-sharded qwen2_tied", "PP2-sharded to CP2-sharded llama"),
@@ -33,6 +34,7 @@ OTHER = (
 # a window or a norm of each head adds no tensor of another shape; the first and the last go to AdamW's own test
 LONG_OTHER = (
     *("DP2-sharded to TP2-plain llama", "TP2-sharded to PP2-sharded qwen2_tied", "TP2-sharded to PP2-sharded qwen3"),
+    *("DP2-sharded-muon to TP2-plain-muon llama", "EP2-sharded-muon to PP2-plain-muon qwen3_moe"),
     *("PP2-plain to DP2-sharded mistral_window", "TP2-sharded to PP2-sharded olmo3"),
     *("EP2-sharded to TP2-SP-sharded qwen3_moe", "DP2-plain to EP2-sharded mixtral"),
     *("PP2-sharded to TP2-sharded qwen3_5_text", "PP2-sharded to TP2-SP-sharded qwen3_5_moe_text"),

@@ -28,7 +28,7 @@ LAYOUTS = (
     *("PP2-VPP2-sharded-bf16 qwen2_tied", "EP2-sharded-bf16 qwen3_moe", "DP2-plain-bf16 qwen2_tied"),
     *("DP2-sharded qwen2_tied", "DP2-sharded-bf16 qwen2_tied", "DP2-sharded-bf16-overlap qwen2_tied"),
     *("DP2-sharded-bf16-gather qwen2_tied", "TP2-plain llama", "TP2-sharded-bf16 llama", "PP2-plain-bf16 qwen2_tied"),
-    "PP2-DP2-sharded-bf16-gather qwen2_tied",
+    *("PP2-DP2-sharded-bf16-gather qwen2_tied", "DP2-sharded-bf16-muon qwen2_tied"),
 )
 QUICK = LAYOUTS[:5]  # each dtype plain and sharded, an overlap, and experts; all of them are in the long part
 ADAPTERS = ("DP2-LoRA-sharded-bf16 qwen2_tied", "DP2-LoRA-plain-bf16 qwen2_tied")
@@ -118,7 +118,9 @@ def adam_tensors(rig: Rig, bf16: bool) -> list[torch.Tensor]:
     for part in rig.backend.optimizer.megatron.chained_optimizers:
         for group in part.optimizer.param_groups:
             for master in group["params"]:
-                found += [part.optimizer.state[master][kind] for kind in ("exp_avg", "exp_avg_sq")] + [master] * bf16
+                kinds = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+                state = part.optimizer.state[master]
+                found += [state[kind] for kind in kinds if kind in state] + [master] * bf16
     return found
 
 

@@ -22,9 +22,12 @@ PRODUCT = itertools.product(("DP2", "PP2-DP2", "TP2"), ("plain", "sharded"), (""
 ALL_WEIGHTS = [f"{layout}-{optimizer}{dtype} qwen2_tied" for layout, optimizer, dtype in PRODUCT]
 ADAPTERS = ("TP2-SP-LoRA qwen3", "EP2-LoRA qwen3_moe", "DP2-LoRA-gather-sharded llama3_rope")
 LONG_ADAPTERS = ("PP2-DP2-LoRA qwen2_tied", "PP2-DP2-LoRA-gather-sharded qwen2_tied")
+MUON = ("DP2-sharded-bf16-muon qwen2_tied", "TP2-muon qwen2_tied", "EP2-sharded-muon qwen3_moe")
 QUICK = [f"{x} qwen2_tied" for x in ("DP2-sharded-bf16", "DP2-plain", "TP2-sharded", "TP2-plain-bf16")]
 FROZEN = [f"{layout}-frozen qwen2_tied" for layout in ("DP2-sharded", "DP2-plain", "PP2-DP2-sharded", "PP2-DP2-plain")]
+FROZEN += ["DP2-sharded-frozen-muon qwen2_tied"]
 NONFINITE = [f"{x} qwen2_tied" for x in ("DP2-sharded-gather", "DP2-plain", "PP2-DP2-sharded-gather", "PP2-DP2-plain")]
+NONFINITE += ["PP2-DP2-sharded-gather-muon qwen2_tied"]
 RAISING = ["PP2-DP2-plain qwen2_tied", "PP2-DP2-sharded qwen2_tied"]
 
 
@@ -66,7 +69,7 @@ def ghost_against_zero_gradient(rank: int, world: int, family: str, layout: tupl
     return found
 
 
-@pytest.mark.parametrize("name", quick((*ALL_WEIGHTS, *ADAPTERS, *LONG_ADAPTERS), *QUICK, *ADAPTERS))
+@pytest.mark.parametrize("name", quick((*ALL_WEIGHTS, *ADAPTERS, *LONG_ADAPTERS, *MUON), *QUICK, *ADAPTERS, MUON[0]))
 def test_ghost_step_equals_zero_gradient_step(pool, name):
     """To the bit, as both take the same arithmetic on the same zeros."""
     assert_all(pool, name, ghost_against_zero_gradient)

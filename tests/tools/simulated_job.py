@@ -51,7 +51,8 @@ def held_bytes(built) -> tuple[int, int, int]:
     """Return the bytes of weights, gradients and moments that a backend or a critic holds after a step."""
     weights = [p for chunk in built.chunks for p in chunk.parameters()]
     states = [x for part in built.optimizer.megatron.chained_optimizers for x in part.optimizer.state.values()]
-    moments = bytes_of(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))
+    kinds = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+    moments = bytes_of(state[name] for state in states for name in kinds if name in state)
     return bytes_of(weights), sum(p.main_grad.numel() * 4 for p in weights if p.requires_grad), moments
 
 

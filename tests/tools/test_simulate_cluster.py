@@ -58,6 +58,8 @@ SPLITS = {
     "PP2, windows by kind": split("olmo3", "pipeline=2"),
     "TP2, window": split("mistral_window", "tensor=2"),
     "DP2, sharded": split("llama", "optimizer.distributed=true"),
+    "TP2, Muon": split("phi3", "tensor=2 optimizer.algorithm=muon"),
+    "EP2, Muon, sharded": split("glm4_moe", "expert=2 optimizer.algorithm=muon optimizer.distributed=true"),
     "PP2, second model": split("qwen2_tied",
                                "pipeline=2 loss.kl_coefficient=0.1 skip.mode=off reference.placement=device"),
     "TP2, adapters": split("qwen3", "tensor=2 lora.rank=3"),

@@ -177,4 +177,5 @@ def test_what_does_not_go_with_adapters_alone_is_refused(arithmetic: pathlib.Pat
     refuse_mixture(config_of("weight_sync.adapters=merged").weight_sync, 8)
     served = config_of(f"model.hf_path={arithmetic}/model")
     with pytest.raises(ConfigError, match="weight_sync.adapters=alone is for one policy"):
-        check_config(served.model, served.rollout, served.weight_sync, served.loss, served.sft, served.serve)
+        check_config(served.model, served.rollout, served.weight_sync, served.loss, served.sft, served.optimizer,
+                     served.serve)
