@@ -14,7 +14,7 @@ import torch
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.requirements import compiler_fault
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.delta_net.rule import rule_of_both, units
+from megatron_rl.model.delta_net.rule import laid_heads, rule_of_both
 from megatron_rl.model.delta_net.runs import DeltaLayout
 from megatron_rl.weights.model_shape import DeltaNetShape
 
@@ -45,14 +45,11 @@ def torch_rule(
     convolved: torch.Tensor, decay: torch.Tensor, step: torch.Tensor, layout: DeltaLayout, shape: DeltaNetShape
 ) -> torch.Tensor:
     """Compute the gated delta rule by torch, in float32 (rule.py); ``DeltaRule`` describes arguments and result."""
-    chunks, key_dim = layout.chunks, shape.key_head_dim
-    groups = convolved.shape[1]
-    laid = chunks.into(convolved).unflatten(0, (-1, chunks.tokens)).transpose(1, 2).float()
-    query, key, value = laid.split([key_dim, key_dim, laid.shape[-1] - 2 * key_dim], -1)
-    value = value.unflatten(-1, (-1, shape.value_head_dim)).transpose(2, 3).contiguous()
+    chunks, groups = layout.chunks, convolved.shape[1]
+    both, value = laid_heads(convolved, chunks, shape.key_head_dim, shape.value_head_dim)
     numbers = chunks.of_tokens(torch.stack([decay, step], -1)).unflatten(0, (-1, chunks.tokens))
     decay, step = numbers.unflatten(2, (groups, -1)).movedim(1, -2).unbind(-1)
-    outputs = rule_of_both(units(query, key), value, decay, step, chunks)
+    outputs = rule_of_both(both, value, decay, step, chunks)
     rows = outputs.movedim(3, 1).flatten(2, 3).flatten(0, 1)
     return chunks.back(rows)
 

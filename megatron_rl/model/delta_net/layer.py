@@ -121,7 +121,7 @@ class GatedDeltaNet(MegatronModule):
         shape, device = self.shape, mixed.device
         before = shape.conv_tokens - 1
         layout = packed.once(("delta net", before), lambda: DeltaLayout.of(packed.layout, before, device))
-        rows = layout.history(mixed.flatten(1))
+        rows = layout.history(mixed).flatten(1)
         first, count = own_groups(self.groups, packed.context)
         of_groups, per_group = slice(first, first + count), self._per_group(shape)
         taps = self.conv1d.weight.squeeze(1).unflatten(0, (self.groups, -1))[of_groups].flatten(0, 1)

@@ -63,36 +63,58 @@ def rule_of_both(
     return _Rule.apply(both, value, decay.cumsum(-1), step, chunks.counts, chunks.parents)
 
 
-def units(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return [..., 2C, d_k], q / √d_k above k, of heads of q and k [..., C, d_k] that are first made ``unit``."""
-    return _Units.apply(query, key)
+def laid_heads(convolved: torch.Tensor, chunks: Chunks, key_dim: int, value_dim: int) -> tuple[torch.Tensor, ...]:
+    """Return (q / √d_k above k [N, h, 2C, d_k], v [N, h, r, C, d_v]) in chunks, float32; q and k are made ``unit``.
+
+    convolved: [rows, h, 2 · d_k + r · d_v], each group's q, k and v, in the convolution's rows.
+    """
+    return _Heads.apply(convolved, chunks, key_dim, value_dim)
 
 
-class _Units(torch.autograd.Function):
-    """Computes ``units``; backward keeps the result and the lengths, not q and k."""
-
-    @staticmethod
-    def forward(ctx, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        tokens = query.shape[-2]
-        out = query.new_empty(*query.shape[:-2], 2 * tokens, query.shape[-1])
-        factors = []
-        for heads, place in zip((query, key), out.split(tokens, -2), strict=True):
-            factors.append(torch.rsqrt(torch.linalg.vecdot(heads, heads) + NORM_EPS)[..., None])
-            torch.mul(heads, factors[-1], out=place)
-        out[..., :tokens, :] *= query.shape[-1] ** -0.5
-        ctx.save_for_backward(out, *factors)
-        return out
+class _Heads(torch.autograd.Function):
+    """Computes ``laid_heads``, depth after depth; backward keeps the result's q and k, and their lengths."""
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out, *factors = ctx.saved_tensors
-        tokens, found = out.shape[-2] // 2, []
-        squares = (1 / out.shape[-1], 1.0)  # of the factors on q and on k
-        parts = zip(out.split(tokens, -2), gradient.split(tokens, -2), factors, squares, strict=True)
-        for unit_heads, given, factor, square in parts:
-            along = torch.linalg.vecdot(unit_heads, given)[..., None] / square
-            found.append((given - unit_heads * along).mul_(factor * square**0.5))
-        return tuple(found)
+    def forward(ctx, convolved: torch.Tensor, chunks: Chunks, key_dim: int, value_dim: int) -> tuple[torch.Tensor, ...]:
+        number, tokens, groups = chunks.into.size // chunks.tokens, chunks.tokens, convolved.shape[1]
+        each = (convolved.shape[2] - 2 * key_dim) // value_dim
+        like = dict(dtype=torch.float32, device=convolved.device)
+        both = torch.empty(number, groups, 2, tokens, key_dim, **like)
+        factors = torch.empty(number, groups, 2, tokens, 1, **like)
+        value = torch.empty(number, groups, each, tokens, value_dim, **like)
+        index, empty = chunks.into.gathered()
+        index = index.view(number, tokens)
+        parts = zip(*(x.split(chunks.counts) for x in (index, both, factors, value)), strict=True)
+        for rows, heads, factor, values in parts:
+            laid = convolved.index_select(0, rows.flatten()).float().unflatten(0, rows.shape).transpose(1, 2)
+            keys = laid[..., : 2 * key_dim].unflatten(-1, (2, key_dim)).movedim(-2, 2)
+            torch.rsqrt(torch.linalg.vecdot(keys, keys)[..., None].add_(NORM_EPS), out=factor)
+            factor[:, :, 0] *= key_dim**-0.5
+            torch.mul(keys, factor, out=heads)
+            values.copy_(laid[..., 2 * key_dim :].unflatten(-1, (each, value_dim)).transpose(2, 3))
+        if len(empty):  # rows that are no token
+            chunk, row = empty // tokens, empty % tokens
+            for x in (both, value):
+                x[chunk, :, :, row] = 0
+        ctx.save_for_backward(both, factors)
+        ctx.chunks, ctx.rows, ctx.dtype = chunks, len(convolved), convolved.dtype
+        return both.flatten(2, 3), value
+
+    @staticmethod
+    def backward(ctx, of_both: torch.Tensor, of_value: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        both, factors = ctx.saved_tensors
+        chunks, key_dim, tokens = ctx.chunks, both.shape[-1], both.shape[-2]
+        number, groups, each, _, value_dim = of_value.shape
+        found = of_value.new_empty(number, tokens, groups, 2 * key_dim + each * value_dim)
+        squares = both.new_tensor([key_dim, 1.0]).view(2, 1, 1)  # one over those of the factors on q and on k
+        given = (of_both.unflatten(2, (2, tokens)), of_value, both, factors, found.transpose(1, 2))
+        for of_heads, of_values, heads, factor, place in zip(*(x.split(chunks.counts) for x in given), strict=True):
+            of_keys = place[..., : 2 * key_dim].unflatten(-1, (2, key_dim)).movedim(-2, 2)
+            along = torch.linalg.vecdot(heads, of_heads)[..., None].mul_(squares)
+            torch.mul(torch.addcmul(of_heads, heads, along, value=-1), factor, out=of_keys)
+            place[..., 2 * key_dim :].unflatten(-1, (each, value_dim)).transpose(2, 3).copy_(of_values)
+        found = chunks.into.back(found.flatten(0, 1), ctx.rows)
+        return found.to(ctx.dtype), None, None, None
 
 
 class _Depth(NamedTuple):
@@ -101,7 +123,7 @@ class _Depth(NamedTuple):
     both: [n, h, 2C, d_k], q / √d_k above k.
     value: [n, h, r, C, d_v].
     sums, step: [n, h, r, C], G and β.
-    decays: [n, h, r, C, C], D.
+    decays: [n, h, r, C, C], D for j ≤ i; 1 for j > i.
     within: k_i·k_j D_ij for j < i; A is β_i times it.
     scores: M.
     """
@@ -117,12 +139,11 @@ class _Depth(NamedTuple):
     @classmethod
     def of(cls, both: torch.Tensor, value: torch.Tensor, sums: torch.Tensor, step: torch.Tensor) -> _Depth:
         tokens = sums.shape[-1]
-        upper = torch.ones(tokens, tokens, dtype=torch.bool, device=sums.device).triu_(1)
-        decays = (sums[..., :, None] - sums[..., None, :]).masked_fill_(upper, -torch.inf).exp_()
+        decays = (sums[..., :, None] - sums[..., None, :]).clamp_max_(0).exp_()
         products = both @ both[..., tokens:, :].transpose(-1, -2)
         of_query, of_key = products.split(tokens, -2)
-        within = decays * of_key.tril(-1)[:, :, None]
-        return cls(both, value, sums, step, decays, within, decays * of_query[:, :, None])
+        within = decays * of_key.tril_(-1)[:, :, None]
+        return cls(both, value, sums, step, decays, within, decays * of_query.tril_()[:, :, None])
 
     def seen(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (Q S, K S), each [n, h, r, C, d_v] and multiplied by e^G."""
@@ -175,6 +196,14 @@ def _scaled(state: torch.Tensor, depth: _Depth) -> torch.Tensor:
     return (state.unflatten(-1, (depth.value.shape[2], -1)) * depth.whole()).flatten(-2)
 
 
+def _summed(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Fill ``out`` [n, h, …] with the products of two tensors [n, h, r, …], summed over r; return it."""
+    torch.mul(first[:, :, 0], second[:, :, 0], out=out)
+    for head in range(1, first.shape[2]):
+        out.addcmul_(first[:, :, head], second[:, :, head])
+    return out
+
+
 class _Gradients(NamedTuple):
     """Holds the gradients of ``_Depth``'s first four tensors, and of the state (None if it was None)."""
 
@@ -212,14 +241,13 @@ def _backward(
     # R, and through it A
     of_right = inverse.transpose(-1, -2) @ of_steps
     of_scores = of_output @ steps.transpose(-1, -2)
-    of_system = (of_right @ steps.transpose(-1, -2)).neg_()
     of_value = of_right * step
-    both_products = torch.cat(
-        [(of_scores * depth.decays).sum(2), (of_system * depth.decays).mul_(step).sum(2).tril_(-1)], -2
-    )
-    system = of_system.mul_(depth.within)
-    of_step = system.sum(-1).add_((of_right * depth.value).sum(-1))
-    through = of_scores.mul_(depth.scores).add_(system.mul_(step))
+    of_system = of_value @ steps.transpose(-1, -2)  # −β times the gradient of A
+    both_products = key.new_empty(*key.shape[:2], 2 * tokens, tokens)
+    _summed(of_scores, depth.decays, both_products[..., :tokens, :]).tril_()
+    _summed(of_system, depth.decays, both_products[..., tokens:, :]).tril_(-1).neg_()
+    of_step = torch.linalg.vecdot(of_right, depth.value - depth.within @ steps)
+    through = of_scores.mul_(depth.scores).sub_(of_system.mul_(depth.within))
     of_sums = through.sum(-1).sub_(through.sum(-2))
     # the products Q Kᵀ and K Kᵀ
     of_both = both_products @ key
@@ -249,12 +277,15 @@ def _with_state(
     of_both, of_value, of_sums, of_step, _ = found
     heads = depth.value.shape[2]
     seen_query, seen_key = depth.seen(state)
-    taken = (of_right * seen_key).sum(-1)
+    taken = torch.linalg.vecdot(of_right, seen_key)
     of_step -= taken
-    of_sums += (of_output * seen_query).sum(-1).sub_(taken * depth.step)
+    of_sums += torch.linalg.vecdot(of_output, seen_query).sub_(taken * depth.step)
     from_start = depth.sums.exp()[..., None]
-    of_seen = torch.cat([of_output * from_start, (of_value * from_start).neg_()], -2)
-    of_seen = _side_by_side(of_seen)
+    tokens, width = of_value.shape[-2:]
+    of_seen = state.new_empty(*state.shape[:2], 2 * tokens, heads * width)
+    for_query, for_key = _apart(of_seen, heads).split(tokens, -2)
+    torch.mul(of_output, from_start, out=for_query)
+    torch.mul(of_value, from_start.neg(), out=for_key)
     of_both += of_seen @ state.transpose(-1, -2)
     of_state = depth.both.transpose(-1, -2) @ of_seen
     if of_after is not None:
@@ -277,7 +308,8 @@ class _Rule(torch.autograd.Function):
         counts: Sequence[int],
         parents: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:
-        outputs = value.new_empty(value.shape)
+        heads, tokens = value.shape[1:3], value.shape[3]
+        outputs = value.new_empty(len(value), tokens, *heads, value.shape[4]).movedim(1, 3)  # as rows of tokens
         kept: list[torch.Tensor] = []
         state: torch.Tensor | None = None
         parts = zip(*(x.split(counts) for x in (both, value, sums, step, outputs)), strict=True)
@@ -303,7 +335,7 @@ class _Rule(torch.autograd.Function):
             *inputs, of_output = parts[number][:5]
             steps, inverse = kept.pop(), kept.pop()
             state = kept.pop() if number else None
-            made = _backward(_Depth.of(*inputs), state, inverse, steps, of_output, of_after)
+            made = _backward(_Depth.of(*inputs), state, inverse, steps, of_output.contiguous(), of_after)
             for place, part in zip(parts[number][5:], made[:4], strict=True):
                 place.copy_(part)
             if number:

@@ -71,6 +71,17 @@ class Taken:
         """Return [size, …] of ``rows`` [T, …]."""
         return _Take.apply(rows, self.source, self.into, self.size)
 
+    def gathered(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (for each row of the result the index of the row that it copies, the rows that nothing is copied to).
+
+        Rows that nothing is copied to have the index 0.
+        """
+        return _gathered(self.source, self.into, self.size)
+
+    def back(self, gradient: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return the gradient [``rows``, …] of what was copied from, for that of the result."""
+        return _copied(gradient, self.into, self.source, rows)
+
 
 class _Take(torch.autograd.Function):
     """Copies rows to other places; backward copies the gradients back, so no sum depends on an order."""
@@ -89,11 +100,17 @@ class _Take(torch.autograd.Function):
 
 def _copied(rows: torch.Tensor, source: torch.Tensor, into: torch.Tensor, size: int) -> torch.Tensor:
     # as a gather, which passes over the rows once; rows that nothing is copied to are row 0 first, then zeros
-    out = rows.index_select(0, into.new_zeros(size).index_copy_(0, into, source))
-    if len(into) < size:
-        empty = torch.ones(size, dtype=torch.bool, device=into.device).index_fill_(0, into, False)
-        out.masked_fill_(empty.view(-1, *[1] * (out.dim() - 1)), 0)
-    return out
+    index, empty = _gathered(source, into, size)
+    out = rows.index_select(0, index)
+    return out.index_fill_(0, empty, 0) if len(empty) else out
+
+
+def _gathered(source: torch.Tensor, into: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    index = into.new_zeros(size).index_copy_(0, into, source)
+    if len(into) == size:
+        return index, into[:0]
+    is_empty = torch.ones(size, dtype=torch.int8, device=into.device).index_fill_(0, into, 0)
+    return index, is_empty.argsort(descending=True, stable=True)[: size - len(into)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

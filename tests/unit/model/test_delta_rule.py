@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_rl.model.attention.layout import lay_out
 from megatron_rl.model.delta_net.layer import _GatedNorm, causal_convolution
-from megatron_rl.model.delta_net.rule import chunked_delta_rule, rule_of_both, unit, unit_inverse, units
+from megatron_rl.model.delta_net.rule import chunked_delta_rule, unit, unit_inverse
 from megatron_rl.model.delta_net.runs import DeltaLayout
 from megatron_rl.weights.model_shape import DeltaNetShape
 
@@ -57,7 +57,6 @@ def test_outputs_and_gradients_are_those_of_a_loop_over_tokens(case: str) -> Non
     heads = laid(unit(q)).transpose(1, 2), laid(unit(k)).transpose(1, 2)
     rest = laid(v).movedim(1, 3), laid(g).movedim(1, -1), laid(beta).movedim(1, -1)
     found = [chunked_delta_rule(*heads, *rest, chunks)]
-    found.append(rule_of_both(units(laid(q).transpose(1, 2), laid(k).transpose(1, 2)), *rest, chunks))
     wanted = by_token(layout, unit(q), unit(k), v, g, beta)
     gradients = torch.autograd.grad((wanted * weight).sum(), given)
     for each in found:
