@@ -194,9 +194,6 @@ def _exchange(placed: Placed, ahead: torch.Tensor | None) -> torch.Tensor | None
     return None if ahead is None else whole.view(placed.size)
 
 
-# ---- where the matrices lie -----------------------------------------------------------------------------------------
-
-
 def use_muon(
     optimizer, chunks: Sequence[DistributedDataParallel], shape: ModelShape, topology: Topology, *, momentum: float
 ) -> None:
