@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_rl.weights.families.register import FAMILIES
+from megatron_rl.weights.families.register import FAMILIES, TEXT_PARTS
 from tests.published.configs import ELEMENTS, fields_of
 from tests.reference import FAMILIES as DENSE
 from tests.reference import MIXTURES, WINDOWED, tiny_config
@@ -30,7 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def variants() -> dict[str, str]:
     """Return the family of each name by which a test may mean one: its own, a tiny variant's, a released model's."""
     tiny = {name: tiny_config(name).model_type for name in (*DENSE, *MIXTURES, *WINDOWED)}
-    released = {name: fields_of(name)["model_type"] for name in ELEMENTS}
+    written = {name: fields_of(name)["model_type"] for name in ELEMENTS}
+    released = {name: TEXT_PARTS.get(model_type, model_type) for name, model_type in written.items()}
     return {name: name for name in FAMILIES} | tiny | released
 
 
