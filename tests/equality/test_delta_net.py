@@ -13,6 +13,7 @@ from tests.pairwise import quick
 from tests.reference import LAYERS, masked_logprobs, reference_gradient, relative_error, tiny_model
 
 HALF_AT_MOST = {"logprobs": 0.01, "gradient": 0.04}  # seen: 0.0052 nats in the mean, 0.019
+STEPPED = 5e-5  # of weights after three AdamW steps; seen: 7.8e-6
 DENSE, NEXT, MIXTURE = "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"
 QUICK = (f"one {DENSE}", f"TP2-SP {NEXT}", f"PP2 {DENSE}", f"CP2 {MIXTURE}", f"EP2 {MIXTURE}", f"TP2 {DENSE}")
 LAYOUTS = ("PP2-VPP2", "CP2", "DP2", "TP2-PP2", "TP2-SP", "TP2-SP-CP2", "CP2-recompute", "PP2-recompute")
@@ -29,8 +30,11 @@ def against_transformers(rank: int, world: int, family: str, overrides: tuple[st
 
 @pytest.mark.parametrize("name", quick((*QUICK, *LARGE), *QUICK))
 def test_delta_nets_equal_transformers(pool, name):
+    """The steps' bound is wider, as AdamW amplifies the summation order where a decay's gradient is near zero."""
     found = measured(pool, name, against_transformers)[0]
-    assert max(found.values()) < BOUND and len(found) == 10, found
+    assert len(found) == 10, found
+    for quantity, error in found.items():
+        assert error < (STEPPED if quantity.startswith("weights") else BOUND), found
 
 
 ADAPTED = (f"TP2-SP-linears {DENSE}", f"PP2-linears {DENSE}", f"TP2-linears {DENSE}", f"EP2-linears {MIXTURE}")

@@ -105,6 +105,9 @@ MISSING = {
     "built (gemma3_text)",
     "gemma3": "a vision tower; its language model alone is gemma3_text",
     "qwen2_moe": "a shared expert with a gate of its own beside the routed experts",
+    "deepseek_v32": "attention to the tokens that an indexer chooses, which Megatron-Core 0.16.1 lacks; the rest is "
+    "built (deepseek_v3)",
+    "glm_moe_dsa": "attention to the tokens that an indexer chooses, which Megatron-Core 0.16.1 lacks",
     "llama4": "a vision tower; its text model alone (llama4_text) is built",
 }
 
