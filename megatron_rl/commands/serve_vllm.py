@@ -25,6 +25,7 @@ command with -- --enforce-eager.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pathlib
 import sys
@@ -65,6 +66,29 @@ def refuse_spanning(extra: Sequence[str]) -> None:
                 f"{option} {quoted(value)} behind the -- would give a server other GPUs than the "
                 f"--tensor-parallel-size of this host that it gets: {way_out}"
             )
+
+
+def refuse_lossy_speculation(extra: Sequence[str]) -> None:
+    """Raise ConfigError if an argument for vLLM lets speculative decoding sample from another distribution.
+
+    extra: the arguments after ``--``, which go to vLLM: ``--speculative-config`` (``-sc``) with JSON, or
+        with a field behind a dot.
+    """
+    from megatron_rl.validate.speculation import lossy
+
+    for index, word in enumerate(extra):
+        option, equals, value = word.partition("=")
+        value = value if equals else "".join(extra[index + 1 : index + 2])
+        name, _, field = option.partition(".")
+        if name.replace("_", "-") not in ("--speculative-config", "-sc"):
+            continue
+        try:
+            given = json.loads(value)
+        except ValueError:
+            given = value
+        fields = {field.replace("-", "_"): given} if field else given
+        if isinstance(fields, dict) and (fault := lossy(fields)):
+            raise ConfigError(f"{option} behind the --: {fault}")
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -123,6 +147,7 @@ def specs_of(options: argparse.Namespace, extra: list[str]) -> list[supervisor.S
             "first"
         )
     refuse_spanning(extra)
+    refuse_lossy_speculation(extra)
     api_key = os.environ[options.api_key_env] if options.api_key_env else None
     supervisor.check_exposure(options.host, api_key, "--api-key-env", options.allow_no_key)
     devices = supervisor.split_devices(

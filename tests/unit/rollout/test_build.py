@@ -2,11 +2,13 @@
 
 import json
 import os
+import shlex
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from megatron_rl.commands.serve_vllm import refuse_lossy_speculation
 from megatron_rl.config import Config, load_config
 from megatron_rl.distributed.child_process import LAUNCHER_VARIABLES
 from megatron_rl.errors import ConfigError
@@ -15,6 +17,7 @@ from megatron_rl.rollout.vllm import build
 from megatron_rl.rollout.vllm.arguments import delta_arguments, engine_arguments, family_arguments, latent_arguments
 from megatron_rl.rollout.vllm.process_replica import engine_environment
 from megatron_rl.validate import rollouts, validate_config
+from megatron_rl.validate.speculation import speculation
 
 CPU, GPU, URL = torch.device("cpu"), torch.device("cuda", 0), "http://127.0.0.1:8000"
 
@@ -131,6 +134,44 @@ def test_an_engines_environment_names_its_gpus_and_its_arguments_are_the_configs
 ])
 def test_a_setting_that_cannot_work_is_refused(overrides, words):
     refused_with(words, lambda: validate_config(config_of(*overrides.split("|")), rollouts.vllm_arguments))
+
+
+@pytest.mark.parametrize(("overrides", "words"), [
+    ("rollout.vllm={speculative_config: {method: ngram, rejection_sample_method: synthetic}}",
+     "rejection_sample_method='synthetic'|another policy"),
+    ("rollout.vllm={speculative_config: {method: ngram, rejection_sample_method: block}}",
+     "rejection_sample_method='block'"),
+    ("rollout.vllm={speculative_config: {method: ngram, synthetic_acceptance_length: 2.5}}",
+     "speculative_config.synthetic_acceptance_length=2.5"),
+    ("rollout.vllm={speculative_config: {method: dspark, enable_adaptive_verification: true}}",
+     "enable_adaptive_verification=True"),
+    ("rollout.vllm={speculative_config: {method: eagle3, num_speculative_tokens: 3}}", "method='eagle3'|ngram"),
+    ("rollout.vllm={speculative_config: {model: draft, num_speculative_tokens: 3}}", "config.model='draft'"),
+    ("rollout.vllm={speculative_config: {num_speculative_tokens: 3}}", "method=None|ngram"),
+    ("rollout.vllm={speculative_config: {method: ngram, of_a_later_release: 1}}", "of_a_later_release=1"),
+    ("rollout.vllm={speculative_config: ngram}", "speculative_config='ngram'|mapping"),
+])
+def test_speculation_that_may_sample_from_another_distribution_is_refused(overrides, words):
+    refused_with(words, lambda: validate_config(config_of(overrides), speculation))
+
+
+def test_speculation_that_keeps_the_distribution_is_allowed():
+    drafts = "method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 4, rejection_sample_method: standard"
+    config = config_of(f"rollout.vllm={{speculative_config: {{{drafts}}}}}")
+    validate_config(config, speculation)
+    assert config.rollout.vllm["speculative_config"]["prompt_lookup_max"] == 4
+
+
+@pytest.mark.parametrize("extra", [
+    '--speculative-config={"method": "eagle3", "rejection_sample_method": "synthetic"}',
+    "--speculative_config.rejection_sample_method synthetic",
+    "-sc.enable_adaptive_verification true",
+])
+def test_a_server_that_samples_from_another_distribution_is_not_started(extra):
+    words = shlex.split(extra) if " synthetic" in extra or " true" in extra else [extra]
+    with pytest.raises(ConfigError, match="=.* is refused: .*"):
+        refuse_lossy_speculation(words)
+    refuse_lossy_speculation(["--speculative-config", '{"method": "eagle3", "rejection_sample_method": "standard"}'])
 
 
 def channel_of(*overrides: str, device: torch.device = CPU, **environment: str) -> str:

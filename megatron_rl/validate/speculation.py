@@ -1,0 +1,85 @@
+"""The check of vLLM's speculative decoding: only what is known to sample from the model's own distribution is allowed.
+
+A drafter proposes tokens, and vLLM's rejection sampling keeps or replaces each, so that the tokens have
+the distribution of the model alone (Leviathan et al. 2023, arXiv:2211.17192). Some of vLLM's settings
+change that distribution. The log-prob gap between engine and trainer does not show it: it compares the
+log-probs of the tokens that came, not how often they come. So the settings below are a list of those
+that are allowed, and any other is refused, one of a later release too.
+
+The fields are those of vLLM 0.32.0, ``config/speculative.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_rl.errors import quoted
+
+KEY = "rollout.vllm.speculative_config"
+# Methods that draft from tokens alone.
+WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+# Fields that decide which tokens are drafted, and how many, but not which are kept.
+ALLOWED = frozenset(
+    (
+        *("method", "num_speculative_tokens", "num_speculative_tokens_per_batch_size"),
+        *("prompt_lookup_max", "prompt_lookup_min", "disable_padded_drafter_batch"),
+        *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests"),
+        *("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
+    )
+)
+# Fields that decide which tokens are kept → why another value than vLLM's default is refused.
+VERIFYING = {
+    **dict.fromkeys(
+        ("rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length"),
+        "any but standard rejection sampling was not shown to keep the model's distribution, and synthetic does not: "
+        "training would go on with samples of another policy, and no gap of log-probs would show it",
+    ),
+    "enable_adaptive_verification": "it was not shown to keep the model's distribution",
+}
+DEFAULTS = {"rejection_sample_method": "standard", "enable_adaptive_verification": False}
+REASONS = {
+    **VERIFYING,
+    **dict.fromkeys(
+        ("model", "draft_sample_method", "draft_load_config", "quantization", "parallel_drafting"),
+        "a drafter with weights gets none here (the engines load no weights from files, and a sync sends the policy's "
+        "alone)",
+    ),
+}
+
+
+def _is_default(name: object, value: object) -> bool:
+    return name in VERIFYING and value == DEFAULTS.get(str(name))
+
+
+def lossy(fields: Mapping[str, object]) -> str | None:
+    """Return "field=value is refused: reason" for a field that lets vLLM keep other tokens, else None.
+
+    fields: those of vLLM's SpeculativeConfig that a server is started with. A server loads its own
+        weights, and a drafter's with them, so any method is allowed there.
+    """
+    for name, value in fields.items():
+        if name in VERIFYING and not _is_default(name, value):
+            return f"{name}={quoted(value)} is refused: {VERIFYING[name]}; remove it"
+    return None
+
+
+def speculation(arguments: Mapping[str, object]) -> str | None:
+    """Return an error message unless ``rollout.vllm.speculative_config`` keeps the model's distribution, else None.
+
+    arguments: ``rollout.vllm``, arguments by name.
+
+    Example: ``{"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}`` → None.
+    """
+    given = arguments.get("speculative_config")
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        return f"{KEY}={quoted(given)} must be a mapping of fields, as in {{method: ngram, num_speculative_tokens: 3}}"
+    for name, value in given.items():
+        if name not in ALLOWED and not _is_default(name, value):
+            reason = REASONS.get(str(name), "it was not shown to keep the distribution that samples are drawn from")
+            return f"{KEY}.{name}={quoted(value)} is refused: {reason}; remove it"
+    if (method := given.get("method")) not in WITHOUT_WEIGHTS:
+        reason = REASONS["model"] if method is not None else "vLLM would guess the method"
+        return f"{KEY}.method={quoted(method)} is refused: {reason}; take one of {', '.join(WITHOUT_WEIGHTS)}"
+    return None
