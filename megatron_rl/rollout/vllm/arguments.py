@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.config import LoraConfig, ModelConfig, RolloutConfig, WeightSyncConfig
 from megatron_rl.config.lora import PROJECTIONS, VLLM_LORA_RANKS
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.rollout.engines.placement import shares_device
 from megatron_rl.weights.config_json import parse_hf_config, read_fields
 from megatron_rl.weights.families.register import family_of
@@ -38,6 +38,11 @@ def engine_arguments(
             "rollout.routing_replay=rollout wants experts from vLLM, whose builds for the CPU return none (0.32: "
             "Model Runner V2 requires Triton); set rollout.routing_replay=old_logprobs or off, or "
             "rollout.engine=transformers"
+        )
+    if rollout.vllm.get("speculative_config") is not None and not on_gpu:
+        raise ConfigError(
+            f"rollout.vllm.speculative_config={quoted(rollout.vllm['speculative_config'])}: on a CPU vLLM (0.32) "
+            "answers drafted samples with log-probs that are not finite; leave it out"
         )
     owned: dict[str, object] = {
         "model": model.hf_path,

@@ -162,6 +162,13 @@ def test_speculation_that_keeps_the_distribution_is_allowed():
     assert config.rollout.vllm["speculative_config"]["prompt_lookup_max"] == 4
 
 
+def test_speculation_on_a_cpu_is_refused():
+    config = config_of("rollout.vllm={speculative_config: {method: ngram, num_speculative_tokens: 3}}")
+    sections, given = (config.model, config.rollout, config.weight_sync, config.lora), dict(max_prompt_tokens=9, seed=0)
+    assert engine_arguments(*sections, **given, device=GPU)["speculative_config"]["method"] == "ngram"
+    refused_with("speculative_config=|'ngram'|not finite", lambda: engine_arguments(*sections, **given, device=CPU))
+
+
 @pytest.mark.parametrize("extra", [
     '--speculative-config={"method": "eagle3", "rejection_sample_method": "synthetic"}',
     "--speculative_config.rejection_sample_method synthetic",
