@@ -258,12 +258,18 @@ def bitwise_of_nothing(bitwise: bool, num_rollouts: int | None) -> str | None:
 def vllm_arguments(arguments: Mapping[str, object]) -> str | None:
     """Return an error message if ``rollout.vllm`` has an argument that the run itself sets, else None.
 
+    The message may also be of speculative decoding that samples from another distribution (speculation.py).
+
     arguments: ``rollout.vllm``, arguments by name.
     """
     for name, value in arguments.items():
         if name in OWNED_ARGUMENTS:
             return f"rollout.vllm.{name}={quoted(value)} must not be set: {OWNED_ARGUMENTS[name]} decides it"
-    return None
+    if arguments.get("speculative_config") is None:
+        return None
+    from megatron_rl.validate.speculation import speculation
+
+    return speculation(arguments)
 
 
 def adapters_alone(adapters: str, rank: int | None, rollout: RolloutConfig) -> str | None:

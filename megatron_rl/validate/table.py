@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
 from megatron_rl.validate import models, objective, rollouts
-from megatron_rl.validate.speculation import speculation
 
 WHOLE = ("",)  # a row that reads the whole configuration
 Reason = Callable[..., str | None]
@@ -114,8 +113,7 @@ TABLE = (
         ("rollout.bitwise", "train.num_rollouts"),
         rollouts.bitwise_of_nothing,
     ),
-    Row("an argument of vLLM's that another setting decides", ("rollout.vllm",), rollouts.vllm_arguments),
-    Row("speculative decoding from another distribution", ("rollout.vllm",), speculation),
+    Row("arguments of vLLM's that the run decides, or that falsify it", ("rollout.vllm",), rollouts.vllm_arguments),
     Row(
         "adapters alone for engines without them",
         ("weight_sync.adapters", "lora.rank", "rollout"),

@@ -17,7 +17,6 @@ from megatron_rl.rollout.vllm import build
 from megatron_rl.rollout.vllm.arguments import delta_arguments, engine_arguments, family_arguments, latent_arguments
 from megatron_rl.rollout.vllm.process_replica import engine_environment
 from megatron_rl.validate import rollouts, validate_config
-from megatron_rl.validate.speculation import speculation
 
 CPU, GPU, URL = torch.device("cpu"), torch.device("cuda", 0), "http://127.0.0.1:8000"
 
@@ -152,13 +151,13 @@ def test_a_setting_that_cannot_work_is_refused(overrides, words):
     ("rollout.vllm={speculative_config: ngram}", "speculative_config='ngram'|mapping"),
 ])
 def test_speculation_that_may_sample_from_another_distribution_is_refused(overrides, words):
-    refused_with(words, lambda: validate_config(config_of(overrides), speculation))
+    refused_with(words, lambda: validate_config(config_of(overrides), rollouts.vllm_arguments))
 
 
 def test_speculation_that_keeps_the_distribution_is_allowed():
     drafts = "method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 4, rejection_sample_method: standard"
     config = config_of(f"rollout.vllm={{speculative_config: {{{drafts}}}}}")
-    validate_config(config, speculation)
+    validate_config(config, rollouts.vllm_arguments)
     assert config.rollout.vllm["speculative_config"]["prompt_lookup_max"] == 4
 
 
