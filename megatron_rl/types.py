@@ -60,6 +60,11 @@ class Prompt:
         """
         return f"{self.prompt_id}.{self.attempt}" if self.attempt else self.prompt_id
 
+    @property
+    def row(self) -> str:
+        """Return the name of the prompt's data row: its id without the epoch."""
+        return self.prompt_id.partition("@")[0]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:

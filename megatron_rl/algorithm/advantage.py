@@ -58,6 +58,7 @@ def advantages(
     whiten: str = "scale",
     arguments: Mapping[str, object] | None = None,
     moves_equal_rewards: bool = False,
+    group_size: int | None = None,
 ) -> np.ndarray:
     """Return float64 [S], each sample's advantage (docs/semantics.md §6); 0 where ``rewards.included`` is False.
 
@@ -69,6 +70,9 @@ def advantages(
     arguments: keyword arguments of a user's own estimator; the built-in ones read none.
     moves_equal_rewards: whether a user's own estimator may give a group of equal rewards advantages
         other than 0.
+    group_size: the mean number of samples of a group where groups may be unequal; None: groups are
+        equal. ``dr_grpo`` then gives the advantages whose expectation is that of groups of
+        ``group_size`` samples: rloo's times 1 − 1 / group_size.
 
     Raises NonFiniteAdvantage, naming the sample, for a reward or an advantage that is not finite or
     is beyond float32. Raises ConfigError for an ``epsilon`` that is not a finite number, and
@@ -81,7 +85,7 @@ def advantages(
 
         values = own_advantages(rewards, estimator, arguments or {}, moves_equal_rewards=moves_equal_rewards)
     else:
-        values = _estimate(rewards, estimator, epsilon, whiten)
+        values = _estimate(rewards, estimator, epsilon, whiten, group_size)
     require_finite(
         values,
         "the advantage",
@@ -91,7 +95,7 @@ def advantages(
     return values
 
 
-def _estimate(rewards: GroupRewards, estimator: str, epsilon: float, whiten: str) -> np.ndarray:
+def _estimate(rewards: GroupRewards, estimator: str, epsilon: float, whiten: str, group_size: int | None) -> np.ndarray:
     included = rewards.included
     group = np.unique(rewards.groups, return_inverse=True)[1].reshape(-1)
     total_rewards = Rewards(values=rewards.totals, group=group, included=included)
@@ -99,7 +103,7 @@ def _estimate(rewards: GroupRewards, estimator: str, epsilon: float, whiten: str
         case "grpo":
             return grpo(total_rewards, epsilon=epsilon)
         case "dr_grpo":
-            return dr_grpo(total_rewards)
+            return dr_grpo(total_rewards) if group_size is None else rloo(total_rewards) * (1 - 1 / group_size)
         case "batch_std":
             return batch_std(total_rewards, epsilon=epsilon)
         case "rloo":
@@ -165,19 +169,37 @@ def may_have_advantage(
     return advantages(rewards, estimator="dr_grpo") != 0
 
 
+def group_weights(groups: np.ndarray, group_size: int) -> np.ndarray:
+    """Return float64 [S], ω = n̄ / n_g: by how much each sample counts, so that every group counts as n̄ samples.
+
+    groups: int64 [S], the group of each sample; n_g is the number of the group's samples.
+    group_size: n̄, the number of samples that a group has if groups are equal.
+    """
+    _, index, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    return group_size / sizes[index.reshape(-1)]
+
+
 def reduction_weights(
-    reduction: str, facts: BatchFacts, counted: np.ndarray, *, max_response_tokens: int
+    reduction: str,
+    facts: BatchFacts,
+    counted: np.ndarray,
+    *,
+    max_response_tokens: int,
+    group_size: int | None = None,
 ) -> np.ndarray:
     """Return float64 [S]: the factor on each sample's loss tokens in the loss; 0 for samples not counted.
 
     docs/semantics.md §1 has the formula of each reduction. A sample without a loss token gets 0, and
-    no denominator counts it.
+    no denominator counts it. Under ``group_size`` every sum over samples, of a numerator or a
+    denominator, counts a sample ω times (``group_weights``).
 
     reduction: ``loss.reduction``, such as ``token_mean``.
     facts: each sample's number of loss tokens, and its group.
     counted: int64, indices of the samples that the denominators count: the mini-batch before
              samples are dropped, or under ``loss.denominator=kept`` after.
     max_response_tokens: ``rollout.max_response_tokens``, by which ``sequence_sum_norm`` divides.
+    group_size: n̄, the mean number of samples of a group, where groups may be unequal
+        (``rollout.group_sizes=adaptive``). None: each sample counts once.
 
     Example: two samples of 100 and 900 loss tokens, ``token_mean`` → 1/1000 each; ``sequence_mean``
     → 1/200 and 1/1800.
@@ -188,22 +210,23 @@ def reduction_weights(
     weights = np.zeros(facts.num_samples)
     if not present.any():
         return weights
-    samples = present.sum()
+    count = np.ones(facts.num_samples) if group_size is None else group_weights(facts.groups, group_size)
+    own, samples = count[present], count[present].sum()
     match reduction:
         case "token_sum":
-            weights[present] = 1.0
+            weights[present] = own
         case "token_mean":
-            weights[present] = 1.0 / tokens.sum()
+            weights[present] = own / (count * tokens).sum()
         case "sequence_mean":
-            weights[present] = 1.0 / (samples * tokens[present])
+            weights[present] = own / (samples * tokens[present])
         case "sequence_sum_mean":
-            weights[present] = 1.0 / samples
+            weights[present] = own / samples
         case "sequence_sum_norm":
-            weights[present] = 1.0 / (samples * max_response_tokens)
+            weights[present] = own / (samples * max_response_tokens)
         case "prompt_mean":
             index = np.unique(facts.groups, return_inverse=True)[1].reshape(-1)
-            group_tokens = np.bincount(index, weights=tokens)
-            weights[present] = 1.0 / ((group_tokens > 0).sum() * group_tokens[index[present]])
+            group_tokens = np.bincount(index, weights=count * tokens)
+            weights[present] = own / ((group_tokens > 0).sum() * group_tokens[index[present]])
         case _:
             raise ValueError(f"loss.reduction={reduction!r} is not known")
     return weights
@@ -218,6 +241,7 @@ def loss_inputs(
     *,
     drops: bool,
     max_response_tokens: int,
+    group_size: int | None = None,
 ) -> LossInputs:
     """Return the inputs of one mini-batch's loss: ``reduction_weights``, and the advantages times these weights.
 
@@ -228,12 +252,14 @@ def loss_inputs(
             count these samples alone; the denominators do so under ``loss.denominator=kept``.
     drops: whether samples without signal are dropped. False under ``skip.mode=off``: then the
            denominators and the metrics count every sample.
-    max_response_tokens: see ``reduction_weights``.
+    max_response_tokens, group_size: see ``reduction_weights``.
     """
     members = mini_batch.members
     counts_all = loss.denominator == "original" or not drops
     counted = members if counts_all else members[signal[members]]
-    weights = reduction_weights(loss.reduction, facts, counted, max_response_tokens=max_response_tokens)
+    weights = reduction_weights(
+        loss.reduction, facts, counted, max_response_tokens=max_response_tokens, group_size=group_size
+    )
     per_token = None if advantages.of_token is None else advantages.of_token * np.repeat(weights, facts.response_tokens)
     return LossInputs(
         advantages=advantages.of_sample * weights,

@@ -199,7 +199,12 @@ class TrainableModel:
         drops: whether samples without signal are left out.
         """
         skip, members = self.config.skip, np.arange(batch.facts.num_samples)
-        mini_batches = split_mini_batches(members, self.config.train.samples_per_mini_batch)
+        mini_batches = split_mini_batches(
+            members,
+            self.config.train.samples_per_mini_batch,
+            groups=batch.facts.groups,
+            group_size=self.config.rollout.unequal_group_size,
+        )
         merge = skip.steps == "merge" and drops and skip.mode != "off"
         return self._plan(self.training, mini_batches, batch, signal, drops=drops, merge=merge)
 

@@ -79,6 +79,27 @@ class DynamicSamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdaptiveGroupsConfig:
+    """Sets how samples are dealt to prompts under `rollout.group_sizes=adaptive` (docs/rollout-time.md).
+
+    A prompt gets many samples if its earlier rewards differed, and few if they were equal. The
+    expected gradient stays that of equal groups of `rollout.samples_per_prompt` samples.
+    """
+
+    min_samples: Annotated[int, Range(2, 10**5)] = 2
+    """Smallest number of samples of a prompt; at most `rollout.samples_per_prompt`."""
+    max_samples: Annotated[int, Range(2, 10**5)] | None = None
+    """Largest number of samples of a prompt; null: four times `rollout.samples_per_prompt`."""
+    budget: str = "same_variance"
+    """Samples of a rollout: `same_variance`: as many as keep the gradient's expected variance; `full`: all of them."""
+    memory_discount: Annotated[float, Range(0, 1)] = 0.5
+    """Weight of a prompt's earlier groups beside its latest one; 0: only the latest group counts."""
+
+    def __post_init__(self) -> None:
+        choose("rollout.adaptive_groups.budget", self.budget, ("same_variance", "full"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Sets how samples are generated, by a model in the trainer's own processes or by vLLM.
 
@@ -90,6 +111,8 @@ class RolloutConfig:
     """`transformers`: in the trainer's own processes, for small models; `vllm`: see docs/vllm.md."""
     samples_per_prompt: Annotated[int, Range(1, 10**5)] = 8
     """Number of samples of each prompt; together they are the prompt's group."""
+    group_sizes: str = "fixed"
+    """`fixed`: every group has `rollout.samples_per_prompt` samples; `adaptive`: see `rollout.adaptive_groups`."""
     max_response_tokens: Annotated[int, Range(1, 10**8)] = 256
     """Largest number of tokens of a response, over all turns, observations included."""
     start_order: str = "drawn"
@@ -130,6 +153,7 @@ class RolloutConfig:
     """Mean |trainer's − engine's log-prob| of a rollout, in nats, above which the run ends; null: never."""
     routing_replay: str = "off"
     """Source of training's experts: `off`: the router; `old_logprobs`: the pass of π_old; `rollout`: the engine."""
+    adaptive_groups: AdaptiveGroupsConfig = field(default_factory=AdaptiveGroupsConfig)
     producer: ProducerConfig = field(default_factory=ProducerConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
@@ -138,8 +162,21 @@ class RolloutConfig:
         choose("rollout.engine", self.engine, ("transformers", "vllm"))
         choose("rollout.sleep", self.sleep, ("auto", "always", "never"))
         choose("rollout.routing_replay", self.routing_replay, ("off", "old_logprobs", "rollout"))
+        choose("rollout.group_sizes", self.group_sizes, ("fixed", "adaptive"))
         choose("rollout.start_order", self.start_order, ("drawn", "longest_first"))
         self._check_servers()
+
+    @property
+    def unequal_group_size(self) -> int | None:
+        """Return the mean number of samples of a group if groups may be unequal, else None."""
+        return self.samples_per_prompt if self.group_sizes == "adaptive" else None
+
+    @property
+    def largest_group(self) -> int:
+        """Return the most samples that a group may have."""
+        if self.group_sizes == "fixed":
+            return self.samples_per_prompt
+        return self.adaptive_groups.max_samples or 4 * self.samples_per_prompt
 
     def _check_servers(self) -> None:
         if self.servers and self.engine != "vllm":

@@ -193,12 +193,26 @@ def plan_rules(
     )
 
 
-def split_mini_batches(samples: np.ndarray, samples_per_mini_batch: int | None) -> list[np.ndarray]:
+def split_mini_batches(
+    samples: np.ndarray,
+    samples_per_mini_batch: int | None,
+    *,
+    groups: np.ndarray | None = None,
+    group_size: int | None = None,
+) -> list[np.ndarray]:
     """Return the batch's mini-batches, each ``samples_per_mini_batch`` sample indices in order; the last has the rest.
 
     samples: int64, indices of samples.
     samples_per_mini_batch: None for one mini-batch of all samples.
+    groups: int64 [S], the group of each sample, ascending. Read under ``group_size`` alone.
+    group_size: the mean number of samples of a group where groups may be unequal. Then each
+        mini-batch has ``samples_per_mini_batch`` / ``group_size`` whole groups, so that their number
+        does not depend on the groups' sizes. None: groups are equal.
     """
+    if group_size is not None and groups is not None and samples_per_mini_batch is not None and len(samples):
+        number = np.unique(groups[samples], return_inverse=True)[1].reshape(-1)  # 0, 0, 1, 1, 1, 2, ...
+        mini_batch = number // (samples_per_mini_batch // group_size)
+        return [samples[mini_batch == index] for index in range(int(mini_batch.max()) + 1)]
     size = samples_per_mini_batch or max(len(samples), 1)
     return [samples[i : i + size] for i in range(0, len(samples), size)]
 

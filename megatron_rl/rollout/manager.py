@@ -154,19 +154,20 @@ class RolloutManager:
     # ---- rollouts --------------------------------------------------------------------------------------------------
 
     def job(
-        self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float | None = None
+        self, prompts: Mapping[int, Prompt], sizes: Mapping[int, int], *, temperature: float | None = None
     ) -> RolloutJob:
         """Return a job that holds this rank's prompts of one rollout. Not a collective.
 
         prompts: position in the rollout → prompt, for all ranks. Prompts are dealt to the ranks,
             and started, in this mapping's order.
+        sizes: position → the number of samples of its prompt.
         temperature: the temperature of sampling (0: greedy). None: ``rollout.temperature``.
 
         Nothing is generated before ``start``.
         """
         places = list(prompts)
         mine = [places[k] for k in self.worker.places(len(places))]
-        return RolloutJob(prompts, mine, samples_per_prompt, temperature=temperature)
+        return RolloutJob(prompts, mine, sizes, temperature=temperature)
 
     def start(self, job: RolloutJob) -> None:
         """Start a job. The weights that it samples with must have been sent before. Not a collective.
@@ -309,7 +310,7 @@ class RolloutManager:
         waited_s = self.metrics.waited_s
         self.settle()
         self.sync_weights()
-        job = self.job(prompts, samples_per_prompt, temperature=temperature)
+        job = self.job(prompts, dict.fromkeys(prompts, samples_per_prompt), temperature=temperature)
         self.start(job)
         self.collect(job, sorted(prompts))
         if temperature is not None:

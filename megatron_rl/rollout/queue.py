@@ -52,7 +52,6 @@ class QueueSettings:
     producer: ProducerConfig
     train: TrainConfig
     weight_sync: WeightSyncConfig
-    samples_per_prompt: int
     steps_per_rollout: int
     passes_parts: bool
     passes_all: bool
@@ -140,7 +139,7 @@ class RolloutQueue:
         prompts = [self.prompts.recall(*identity) for identity in again]
         prompts += self.prompts.next(num_groups - len(prompts), self.settings.train.epochs)
         arranged = self.parts.order.arrange(dict(enumerate(prompts)))
-        self.jobs[index] = self.manager.job(arranged, self.settings.samples_per_prompt)
+        self.jobs[index] = self.manager.job(arranged, self.parts.sizes.deal(arranged))
         self.manager.start(self.jobs[index])
 
     def _fraction_done(self, index: int) -> float:
@@ -168,7 +167,7 @@ class RolloutQueue:
         num_dropped += self._drop_stale(index, fresh)
         # Metrics are taken before other groups replace any of them.
         metrics = self._metrics(index, selection) | {"async/dropped_stale": float(num_dropped)}
-        metrics |= self.parts.hand_out.metrics()
+        metrics |= self.parts.hand_out.metrics() | self.parts.sizes.metrics(scored.facts)
         for group_filter in self.parts.filters:
             selection = group_filter.fill(index, selection)
         facts = selection.scored.facts
@@ -260,13 +259,15 @@ class RolloutQueue:
         return len(dropped)
 
     def _note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt]) -> None:
-        """Pass newly scored groups to the run's StartOrder and Reroll. Not a collective.
+        """Pass newly scored groups to the run's StartOrder, GroupSizes and Reroll. Not a collective.
 
-        StartOrder decides in which order later groups start. Reroll samples some prompts again.
+        StartOrder decides in which order later groups start, GroupSizes their numbers of samples.
+        Reroll samples some prompts again.
 
         prompts: position in the rollout → prompt, for the groups of all ranks.
         """
         self.parts.order.note(prompts, scored.facts)
+        self.parts.sizes.note(prompts, scored)
         self.parts.reroll.note(scored, prompts, self._fresh_places(scored))
 
     def _metrics(self, index: int, selection: Selection) -> dict[str, float]:

@@ -23,7 +23,8 @@ class Scoring:
 
     A sample has signal if its advantage is not 0.
 
-    samples_per_prompt: the number of samples of a group.
+    samples_per_prompt: the number of samples of a group, under adaptive sizes their mean.
+    largest_group: the most samples that a group may have.
     max_response_tokens: the limit of a response in tokens. The overlong penalty begins
         ``reward.overlong_buffer_tokens`` before it.
     mask_truncated: whether samples that were cut off at the limit carry no loss.
@@ -32,6 +33,7 @@ class Scoring:
     reward: RewardConfig
     advantage: AdvantageConfig
     samples_per_prompt: int
+    largest_group: int
     max_response_tokens: int
     mask_truncated: bool
 
@@ -41,6 +43,7 @@ class Scoring:
             reward=reward,
             advantage=advantage,
             samples_per_prompt=rollout.samples_per_prompt,
+            largest_group=rollout.largest_group,
             max_response_tokens=rollout.max_response_tokens,
             mask_truncated=loss.mask_truncated,
         )
@@ -88,10 +91,10 @@ class GroupScorer:
 
         groups: position in the rollout → group, for this rank's groups.
         """
-        size, masked = self.scoring.samples_per_prompt, self.scoring.mask_truncated
+        size, masked = self.scoring.largest_group, self.scoring.mask_truncated
         own = [(number, groups[number]) for number in sorted(groups)]
         samples = [sample for _, group in own for sample in group.samples(mask_truncated=masked)]
-        places = [number * size + k for number, _ in own for k in range(size)]
+        places = [number * size + k for number, group in own for k in range(len(group.rollouts))]
         batch = self.backend.gather(samples, [position // size for position in places], places)
         self.backend.check_samples(batch)
         totals, by_function = batch_exchange.gather_scores(

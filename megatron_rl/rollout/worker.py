@@ -20,6 +20,7 @@ signals work.
 
 from __future__ import annotations
 
+import itertools
 import math
 import queue
 import threading
@@ -94,6 +95,7 @@ class RolloutJob:
 
     prompts: position in the rollout → prompt, for all ranks.
     mine: this rank's positions, in the order in which their groups are started.
+    sizes: position → the number of samples of its group, for all ranks.
     rollouts: position → the group's generated samples, once all of them are complete.
     scores: position → the group's scores, once they are known.
     lost: why the engine was lost during the job; None if it was not.
@@ -107,12 +109,12 @@ class RolloutJob:
         self,
         prompts: Mapping[int, Prompt],
         mine: Sequence[int],
-        samples_per_prompt: int,
+        sizes: Mapping[int, int],
         *,
         temperature: float | None = None,
     ) -> None:
-        self.prompts, self.mine = dict(prompts), tuple(mine)
-        self.samples_per_prompt, self.temperature = samples_per_prompt, temperature
+        self.prompts, self.mine, self.sizes = dict(prompts), tuple(mine), dict(sizes)
+        self.temperature = temperature
         self.change = threading.Condition()
         self.rollouts: dict[int, list[Rollout]] = {}
         self.scores: dict[int, list[Score]] = {}
@@ -278,7 +280,8 @@ class RolloutWorker:
         try:
             if places:
                 prompts = [job.prompts[place] for place in places]
-                self.engine.generate(prompts, job.samples_per_prompt, temperature=job.temperature, on_finished=keep)
+                sizes = [job.sizes[place] for place in places]
+                self.engine.generate(prompts, sizes, temperature=job.temperature, on_finished=keep)
         except EngineLost as caught:
             lost = str(caught)
         except BaseException as caught:  # noqa: BLE001 (raised in the main thread, by wait)
@@ -323,9 +326,9 @@ class RolloutWorker:
             job.error, job.scoring = job.error or error, False
             self._progressed_at = time.monotonic()
             self.scored_here_s += 0.0 if self._apart else time.perf_counter() - started
-            size = job.samples_per_prompt
-            for position, number in enumerate(ready if error is None else []):
-                job.scores[number] = scores[position * size : (position + 1) * size]
+            scored = iter(scores)
+            for number in ready if error is None else []:
+                job.scores[number] = list(itertools.islice(scored, len(job.rollouts[number])))
             job.change.notify_all()
         return True
 

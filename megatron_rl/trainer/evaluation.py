@@ -236,7 +236,7 @@ class Evaluation:
 
         job: this rank's completions and scores. Its prompts are numbered set after set.
         """
-        size, functions = job.samples_per_prompt, self.config.reward.functions
+        size, functions = self.config.eval.samples_per_prompt, self.config.reward.functions
         # The rewards of all prompts, gathered from every rank.
         places = [number * size + index for number in job.mine for index in range(size)]
         scores = [score for number in job.mine for score in job.scores[number]]

@@ -102,7 +102,13 @@ class PartChooser:
 
                 return TeacherAdvantages(discount=config.teacher.discount)
         noise = self._noise() if config.advantage.noise_std and kl is None else None
-        return GroupAdvantages(config.advantage, kl=kl, noise=noise, enter_own=self.watchdog.own_code)
+        return GroupAdvantages(
+            config.advantage,
+            kl=kl,
+            noise=noise,
+            enter_own=self.watchdog.own_code,
+            group_size=config.rollout.unequal_group_size,
+        )
 
     def _kl_in_reward(self, reference: Reference) -> KLInReward | None:
         if not self.config.kl_in_reward:
@@ -140,6 +146,7 @@ class PartChooser:
             max_response_tokens=config.rollout.max_response_tokens,
             epochs=config.train.epochs_per_rollout,
             held_rollouts=config.critic.warmup_rollouts if config.has_critic else 0,
+            group_size=config.rollout.unequal_group_size,
         )
         if config.correction.is_on:
             from megatron_rl.trainer.corrections import Corrections

@@ -51,11 +51,10 @@ def build_queue(
     """
     scorer = GroupScorer(Scoring.of(config.reward, config.advantage, config.rollout, config.loss), backend)
     groups = GroupSettings(
-        dynamic_sampling=config.rollout.dynamic_sampling,
+        rollout=config.rollout,
         replay=config.replay,
         reroll=config.reroll,
         train=config.train,
-        start_order=config.rollout.start_order,
         num_stragglers=config.rollout.producer.num_stragglers(config.train.prompts_per_rollout),
         seed=config.run.seed,
     )
@@ -63,7 +62,6 @@ def build_queue(
         producer=config.rollout.producer,
         train=config.train,
         weight_sync=config.weight_sync,
-        samples_per_prompt=config.rollout.samples_per_prompt,
         steps_per_rollout=steps_per_rollout(config.train, config.rollout, config.skip),
         passes_parts=passes_parts,
         passes_all=passes_all,

@@ -44,6 +44,8 @@ class UpdateRules:
     max_response_tokens: ``rollout.max_response_tokens``, a denominator of
         ``loss.reduction=sequence_sum_norm``.
     epochs:        how often each rollout is trained on.
+    group_size:    the mean number of samples of a group where groups may be unequal; None: groups
+        are equal.
     held_rollouts: the number of first rollouts that train the critic alone and leave the policy as
                    it is (a critic's warm-up).
     """
@@ -53,6 +55,7 @@ class UpdateRules:
     max_response_tokens: int
     epochs: int
     held_rollouts: int = 0
+    group_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +121,7 @@ class Update:
             self.decision.trained,
             drops=self.rules.signal.drops,
             max_response_tokens=self.rules.max_response_tokens,
+            group_size=self.rules.group_size,
         )
         return replace(
             inputs,

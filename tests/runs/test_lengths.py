@@ -1,5 +1,6 @@
 """Whole runs whose rollouts start the longest groups first, or leave their stragglers to the next rollout."""
 
+import itertools
 import json
 import pathlib
 import threading
@@ -10,6 +11,7 @@ import pytest
 
 from megatron_rl.model.seam_fields import DTYPES
 from megatron_rl.rollout.engines.embedded import TransformersEngine
+from megatron_rl.rollout.engines.engine import group_sizes
 from megatron_rl.rollout.vllm import build
 from tests.pairwise import quick
 from tests.patience import patient
@@ -41,13 +43,14 @@ class StragglingEngine(TransformersEngine):
     def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None):
         with self._one_at_a_time:
             rollouts = super().generate(prompts, samples_per_prompt, temperature=temperature, max_tokens=max_tokens)
+        ends = list(itertools.accumulate(group_sizes(prompts, samples_per_prompt)))
         late = [int(prompt.prompt_id.partition("@")[0]) % EVERY == 0 for prompt in prompts]
         for comes_late in (False, True):
             if comes_late and any(late):
                 time.sleep(LATE_S)
             for index in range(len(prompts)):
                 if late[index] == comes_late and on_finished is not None:
-                    on_finished(index, rollouts[index * samples_per_prompt : (index + 1) * samples_per_prompt])
+                    on_finished(index, rollouts[([0, *ends])[index] : ends[index]])
         return rollouts
 
 

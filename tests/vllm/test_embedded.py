@@ -162,7 +162,7 @@ def test_longest_first_draws_the_samples_of_drawn_order(bench):
             bench.engine, lambda rollouts: [Score(total=0.0, by_function=()) for _ in rollouts], ProducerConfig(),
             apart=False, share=(0, 1), deadline_s=REQUEST_S,
         )  # fmt: skip
-        job = RolloutJob(arranged, list(arranged), 4)
+        job = RolloutJob(arranged, list(arranged), dict.fromkeys(arranged, 4))
         worker.generate(job)
         assert job.error is None and job.lost is None and len(job.ended_s) == len(prompts)
         found.append([x for place in sorted(prompts) for x in job.rollouts[place]])

@@ -43,7 +43,7 @@ from megatron_rl.rollout.endpoint.recorder import Record
 from megatron_rl.rollout.endpoint.rendering import Rendering
 from megatron_rl.rollout.endpoint.requests import MOST_REWARD
 from megatron_rl.rollout.endpoint.session import Pending, Session, Tally
-from megatron_rl.rollout.engines.engine import Engine, EngineLost, OnFinished
+from megatron_rl.rollout.engines.engine import Engine, EngineLost, OnFinished, group_sizes
 from megatron_rl.rollout.engines.wrapper import EngineAround
 from megatron_rl.rollout.http_server import listening
 from megatron_rl.types import Prompt, Rollout
@@ -197,7 +197,7 @@ class AgentEngine(EngineAround):
     def generate(
         self,
         prompts: Sequence[Prompt],
-        samples_per_prompt: int,
+        samples_per_prompt: int | Sequence[int],
         *,
         temperature: float | None = None,
         max_tokens: Sequence[int] | None = None,
@@ -211,9 +211,9 @@ class AgentEngine(EngineAround):
         ``environment.on_error=fail``. If the inner engine itself is broken, its error is raised.
         """
         rooms = [self._max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
-        call = _Call()
+        call, sizes = _Call(), group_sizes(prompts, samples_per_prompt)
         groups = [
-            [self._begun(prompt, sample, rooms[index], call) for sample in range(samples_per_prompt)]
+            [self._begun(prompt, sample, rooms[index], call) for sample in range(sizes[index])]
             for index, prompt in enumerate(prompts)
         ]
         finished: dict[int, list[Rollout]] = {}

@@ -116,7 +116,7 @@ class BitwiseEngine(TransformersEngine):
 
         All rows have the same temperature and stop tokens.
         """
-        temperature, repeats = rows[0].temperature, len(rows) // len(prompts)
+        temperature, prompt_of_row = rows[0].temperature, [row.prompt for row in rows]
         limits = np.array([row.max_tokens for row in rows])
         max_steps = int(limits.max())
         uniforms = None if rows[0].greedy else torch.from_numpy(uniforms_of(rows, max_steps))
@@ -125,10 +125,10 @@ class BitwiseEngine(TransformersEngine):
             model, weight, vocab_size = self._open_model(), head_weight(self._open_model()), self._shape.vocab_size
             width = max(map(len, prompts)) + max_steps
             cache = Cache(num_rows=len(rows) * width)
-            hidden = run_prompts(model, cache, prompts, repeats, width)
+            hidden = run_prompts(model, cache, prompts, prompt_of_row, width)
             # Draw a token for each row that runs, drop the rows that end, and run the others on their tokens.
             running = np.arange(len(rows))  # numbers of the rows that are still decoded
-            prompt_lengths = np.repeat([len(prompt) for prompt in prompts], repeats)
+            prompt_lengths = [len(prompts[prompt]) for prompt in prompt_of_row]
             token_ids = np.zeros((max_steps, len(rows)), dtype=np.int64)
             logprobs = np.zeros((max_steps, len(rows)), dtype=np.float32)
             for step in range(max_steps):
@@ -142,7 +142,7 @@ class BitwiseEngine(TransformersEngine):
                 if not len(running):
                     break
                 parts = [
-                    (np.array([i]), int(prompt_lengths[row]) + step, row * width + np.arange(width))
+                    (np.array([i]), prompt_lengths[row] + step, row * width + np.arange(width))
                     for i, row in enumerate(running)
                 ]
                 hidden = run(model, cache, tokens[torch.from_numpy(goes_on)], parts)
@@ -164,24 +164,24 @@ def run(
 
 
 def run_prompts(
-    model: torch.nn.Module, cache: Cache, prompts: Sequence[tuple[int, ...]], repeats: int, width: int
+    model: torch.nn.Module, cache: Cache, prompts: Sequence[tuple[int, ...]], prompt_of_row: Sequence[int], width: int
 ) -> torch.Tensor:
     """Run the model on each prompt once, and copy the prompt's keys and values to all its samples.
 
-    repeats: the number of samples of each prompt.
+    prompt_of_row: for each sample the index of its prompt, ascending.
     width: the number of the cache's rows that each sample has, one per token. Sample r has the rows
         from r · width to (r + 1) · width − 1.
 
-    Returns [len(prompts) · repeats, H], the hidden state of each sample's last prompt token.
+    Returns [samples, H], the hidden state of each sample's last prompt token.
     """
-    starts = np.cumsum([0, *map(len, prompts)])
+    starts, first_row = np.cumsum([0, *map(len, prompts)]), np.searchsorted(prompt_of_row, np.arange(len(prompts)))
     parts = [
-        (np.arange(starts[i], starts[i + 1]), 0, i * repeats * width + np.arange(width)) for i in range(len(prompts))
+        (np.arange(starts[i], starts[i + 1]), 0, first_row[i] * width + np.arange(width)) for i in range(len(prompts))
     ]
     tokens = torch.tensor([token for prompt in prompts for token in prompt])
     hidden = run(model, cache, tokens, parts)
-    for i, prompt in enumerate(prompts):
-        own = i * repeats * width + np.arange(len(prompt))
-        for sample in range(1, repeats):
-            cache.copy(own, own + sample * width)
-    return hidden[torch.from_numpy(starts[1:] - 1)].repeat_interleave(repeats, dim=0)
+    for row, prompt in enumerate(prompt_of_row):
+        if row != first_row[prompt]:
+            place = np.arange(len(prompts[prompt]))
+            cache.copy(first_row[prompt] * width + place, row * width + place)
+    return hidden[torch.from_numpy(starts[1:] - 1)][torch.tensor(prompt_of_row)]

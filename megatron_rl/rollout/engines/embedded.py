@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -14,7 +15,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from megatron_rl.config import RolloutConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engines.decoding import Decoded, Row, decode_rows
-from megatron_rl.rollout.engines.engine import NO_WEIGHTS, OnFinished, SyncReport, sample_seed, token_bounds
+from megatron_rl.rollout.engines.engine import (
+    NO_WEIGHTS,
+    OnFinished,
+    SyncReport,
+    group_sizes,
+    sample_seed,
+    token_bounds,
+)
 from megatron_rl.rollout.engines.prefill import counts_pads, cut_batches
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weights.config_json import parse_hf_config, settle_tying, stop_ids, transformers_model
@@ -167,7 +175,7 @@ class TransformersEngine:
     def generate(
         self,
         prompts: Sequence[Prompt],
-        samples_per_prompt: int,
+        samples_per_prompt: int | Sequence[int],
         *,
         temperature: float | None = None,
         max_tokens: Sequence[int] | None = None,
@@ -178,37 +186,57 @@ class TransformersEngine:
         Their log-probs are taken at the temperature of the call. For greedy samples they are taken
         at ``rollout.temperature``.
         """
-        bounds = self._check(prompts, samples_per_prompt, max_tokens)
+        self._ready_model()
+        sizes = group_sizes(prompts, samples_per_prompt)
+        bounds = token_bounds(prompts, max_tokens, self._rollout.max_response_tokens, self._max_positions)
         greedy, logprob_temperature = temperature == 0.0, temperature or self._rollout.temperature
-        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))  # for the fewest pads
-        max_rows = self._rollout.max_batch_samples
         rollouts: list[list[Rollout]] = [[] for _ in prompts]
-        # A group larger than the batch limit is sampled in slices. Each slice runs the prompt again.
-        for first in range(0, samples_per_prompt, max_rows):
-            samples = range(first, min(first + max_rows, samples_per_prompt))
-            num_prompts = max_rows // len(samples)
-            for batch in cut_batches(order, lambda i: len(prompts[i].token_ids), num_prompts, alike=self._alike):
-                rows = [
-                    Row(
-                        prompt=number,
-                        seed=self._seed_of(prompts[index], sample),
-                        max_tokens=bounds[index],
-                        temperature=logprob_temperature,
-                        greedy=greedy,
-                        stop_ids=self._stop_ids,
-                    )
-                    for number, index in enumerate(batch)
-                    for sample in samples
-                ]
-                self.num_running = len(rows)
-                decoded = self._decode([prompts[index].token_ids for index in batch], rows)
-                self.num_running = 0
-                sampled = self._to_rollouts([(prompts[i], sample) for i in batch for sample in samples], decoded)
-                for position, index in enumerate(batch):
-                    rollouts[index] += sampled[position * len(samples) : (position + 1) * len(samples)]
-                    if on_finished is not None and len(rollouts[index]) == samples_per_prompt:
-                        on_finished(index, rollouts[index])
+        for batch in self._batches(prompts, sizes):
+            rows = [
+                Row(
+                    prompt=number,
+                    seed=self._seed_of(prompts[index], sample),
+                    max_tokens=bounds[index],
+                    temperature=logprob_temperature,
+                    greedy=greedy,
+                    stop_ids=self._stop_ids,
+                )
+                for number, (index, samples) in enumerate(batch)
+                for sample in samples
+            ]
+            self.num_running = len(rows)
+            decoded = self._decode([prompts[index].token_ids for index, _ in batch], rows)
+            self.num_running = 0
+            named = [(prompts[index], sample) for index, samples in batch for sample in samples]
+            sampled = iter(self._to_rollouts(named, rows, decoded))
+            for index, samples in batch:
+                rollouts[index] += itertools.islice(sampled, len(samples))
+                if on_finished is not None and len(rollouts[index]) == sizes[index]:
+                    on_finished(index, rollouts[index])
         return [rollout for group in rollouts for rollout in group]
+
+    def _batches(self, prompts: Sequence[Prompt], sizes: Sequence[int]) -> Iterator[Sequence[tuple[int, range]]]:
+        """Yield the batches of a call, each a list of (index of a prompt, its samples in the batch).
+
+        A group larger than the batch limit is sampled in slices. Each slice runs the prompt again.
+
+        sizes: the number of samples of each prompt.
+        """
+        most = self._rollout.max_batch_samples
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))  # for the fewest pads
+        slices = [
+            (index, range(first, min(first + most, sizes[index])))
+            for first in range(0, max(sizes, default=0), most)
+            for index in order
+            if first < sizes[index]
+        ]
+        return cut_batches(
+            slices,
+            lambda piece: len(prompts[piece[0]].token_ids),
+            most,
+            alike=self._alike,
+            rows_of=lambda piece: len(piece[1]),
+        )
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         from megatron_rl.rollout.engines.embedded_sampling import sample_requests
@@ -231,23 +259,19 @@ class TransformersEngine:
             raise RuntimeError("TransformersEngine: no complete set of weights was loaded; call load_weights first")
         return self._open_model()
 
-    def _check(self, prompts: Sequence[Prompt], samples_per_prompt: int, max_tokens: Sequence[int] | None) -> list[int]:
-        self._ready_model()
-        return token_bounds(
-            prompts, samples_per_prompt, max_tokens, self._rollout.max_response_tokens, self._max_positions
-        )
-
     def _seed_of(self, prompt: Prompt, sample: int) -> int:
         return sample_seed(self._seed, prompt.prompt_id, sample, self.weight_version, prompt.attempt)
 
     def _decode(self, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row]) -> Decoded:
         """Generate the samples (rows) of one batch, and return their tokens and log-probs.
 
-        Every prompt has the same number of rows, in the order of the prompts.
+        The rows are in the order of their prompts.
         """
         return decode_rows(self._open_model(), prompts, rows, self._tokenizer.decode, self._routers)
 
-    def _to_rollouts(self, samples: Sequence[tuple[Prompt, int]], decoded: Decoded) -> list[Rollout]:
+    def _to_rollouts(
+        self, samples: Sequence[tuple[Prompt, int]], rows: Sequence[Row], decoded: Decoded
+    ) -> list[Rollout]:
         """Return the rollouts of decoded samples. ``samples``: each row's prompt and sample index.
 
         Raises RuntimeError for a log-prob that is not finite.
@@ -264,7 +288,8 @@ class TransformersEngine:
             )
         experts: list[np.ndarray | None] = [None] * len(samples)
         if self._routers is not None:
-            experts = self._routers.of([len(prompt.token_ids) for prompt, _ in samples], lengths.tolist())
+            prompt_lengths = [len(prompt.token_ids) for prompt, _ in samples]
+            experts = self._routers.of([row.prompt for row in rows], prompt_lengths, lengths.tolist())
         # Cut each row at its length, and decode its text without the stop token.
         texts: dict[tuple[int, ...], str] = {}  # a cache: short answers repeat in a group, and decoding is slow
         rollouts = []

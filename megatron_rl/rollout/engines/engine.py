@@ -120,14 +120,15 @@ class Engine(Protocol):
     def generate(
         self,
         prompts: Sequence[Prompt],
-        samples_per_prompt: int,
+        samples_per_prompt: int | Sequence[int],
         *,
         temperature: float | None = None,
         max_tokens: Sequence[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Rollout]:
-        """Return [len(prompts) * samples_per_prompt] rollouts, prompt by prompt, sample_index 0, 1, ... within each.
+        """Return the rollouts of all prompts, prompt by prompt, sample_index 0, 1, ... within each.
 
+        samples_per_prompt: the number of samples of every prompt, or one number for each prompt.
         temperature: None for ``rollout.temperature``. 0 for greedy sampling; all samples of a
             prompt are then equal.
         max_tokens: for each prompt the maximum of tokens of a sample, from 1 to
@@ -183,9 +184,25 @@ def sample_seed(run_seed: int, prompt_id: str, sample_index: int, weight_version
     return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little")
 
 
+def group_sizes(prompts: Sequence[Prompt], samples_per_prompt: int | Sequence[int]) -> list[int]:
+    """Return [len(prompts)], the number of samples of each prompt.
+
+    samples_per_prompt: the number of samples of every prompt, or one number for each prompt.
+
+    Raises ConfigError for a number below 1, and ValueError for another count of numbers than prompts.
+    """
+    sizes = [samples_per_prompt] * len(prompts) if isinstance(samples_per_prompt, int) else list(samples_per_prompt)
+    if min(sizes, default=1) < 1:
+        raise ConfigError(f"samples_per_prompt={samples_per_prompt} must be at least 1")
+    if len(sizes) != len(prompts):
+        raise ValueError(
+            f"samples_per_prompt has {len(sizes)} numbers for {len(prompts)} prompts; give each one number"
+        )
+    return sizes
+
+
 def token_bounds(
     prompts: Sequence[Prompt],
-    samples_per_prompt: int,
     max_tokens: Sequence[int] | None,
     max_response_tokens: int,
     longest: int,
@@ -195,12 +212,10 @@ def token_bounds(
     max_tokens: the maximum for each prompt; None: ``rollout.max_response_tokens`` for all.
     longest: the maximum of tokens of a prompt and its response together, in the model or engine.
 
-    Raises ConfigError for ``samples_per_prompt`` below 1, for an empty prompt, and for a prompt that
-    exceeds ``longest`` with its response. Raises ValueError unless ``max_tokens`` has one number
+    Raises ConfigError for an empty prompt, and for a prompt that exceeds ``longest`` with its
+    response. Raises ValueError unless ``max_tokens`` has one number
     from 1 to ``rollout.max_response_tokens`` for each prompt.
     """
-    if samples_per_prompt < 1:
-        raise ConfigError(f"samples_per_prompt={samples_per_prompt} must be at least 1")
     bounds = [max_response_tokens] * len(prompts) if max_tokens is None else [int(bound) for bound in max_tokens]
     if len(bounds) != len(prompts) or not all(1 <= bound <= max_response_tokens for bound in bounds):
         raise ValueError(

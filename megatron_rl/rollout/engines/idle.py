@@ -36,7 +36,7 @@ class IdleEngine:
     def generate(
         self,
         prompts: Sequence[Prompt],
-        samples_per_prompt: int,
+        samples_per_prompt: int | Sequence[int],
         *,
         temperature: float | None = None,
         max_tokens: Sequence[int] | None = None,

@@ -36,7 +36,7 @@ from megatron_rl.environment import Environment, Step, environment_maker
 from megatron_rl.environment.protocol import fault_of
 from megatron_rl.environment.step_pool import Overdue, StepPool, Ticket
 from megatron_rl.errors import ConfigError, EpisodeError
-from megatron_rl.rollout.engines.engine import Engine, EngineLost, OnFinished
+from megatron_rl.rollout.engines.engine import Engine, EngineLost, OnFinished, group_sizes
 from megatron_rl.rollout.engines.wrapper import EngineAround
 from megatron_rl.types import Prompt, Rollout
 
@@ -160,7 +160,7 @@ class MultiTurnEngine(EngineAround):
     def generate(
         self,
         prompts: Sequence[Prompt],
-        samples_per_prompt: int,
+        samples_per_prompt: int | Sequence[int],
         *,
         temperature: float | None = None,
         max_tokens: Sequence[int] | None = None,
@@ -174,8 +174,9 @@ class MultiTurnEngine(EngineAround):
         EpisodeError with the sample's id and the turn.
         """
         rooms = [self._max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
+        sizes = group_sizes(prompts, samples_per_prompt)
         groups = [
-            [_Episode(prompt=prompt, sample_index=sample, room=rooms[index]) for sample in range(samples_per_prompt)]
+            [_Episode(prompt=prompt, sample_index=sample, room=rooms[index]) for sample in range(sizes[index])]
             for index, prompt in enumerate(prompts)
         ]
         finished: dict[int, list[Rollout]] = {}
@@ -183,7 +184,7 @@ class MultiTurnEngine(EngineAround):
             for episode in [member for group in groups for member in group]:
                 episode.said = self._pool.submit(lambda episode=episode: self._begin(episode), (episode, "reset"))
             # The first turn samples whole groups. Each later turn samples every unfinished episode by itself.
-            self._turn(groups, samples_per_prompt, temperature, max_tokens)
+            self._turn(groups, sizes, temperature, max_tokens)
             self._report(groups, finished, on_finished)
             while unfinished := [[member] for group in groups for member in group if member.finish_reason is None]:
                 self._turn(unfinished, 1, temperature, [member.room - len(member.ids) for [member] in unfinished])
@@ -201,14 +202,14 @@ class MultiTurnEngine(EngineAround):
     def _turn(
         self,
         groups: Sequence[Sequence[_Episode]],
-        samples: int,
+        samples: int | Sequence[int],
         temperature: float | None,
         max_tokens: Sequence[int] | None,
     ) -> None:
         """Run one turn of each unfinished episode. Environments step while other episodes are still being sampled.
 
         groups: lists of episodes that have the same tokens so far, and so one next prompt.
-        samples: the number of episodes of each group.
+        samples: the number of episodes of every group, or one number for each.
         max_tokens: for each group the maximum of tokens of the turn.
         """
 

@@ -48,22 +48,29 @@ def counts_pads(model: PreTrainedModel) -> bool:
 
 
 def cut_batches(
-    prompts: Sequence[T], length_of: Callable[[T], int], most: int, *, alike: bool
+    prompts: Sequence[T],
+    length_of: Callable[[T], int],
+    most: int,
+    *,
+    alike: bool,
+    rows_of: Callable[[T], int] = lambda prompt: 1,
 ) -> Iterator[Sequence[T]]:
-    """Yield batches of at most ``most`` prompts, in their order.
+    """Yield batches of prompts in their order, each of at most ``most`` rows or of one prompt.
 
     length_of: a callable that returns a prompt's number of tokens.
     alike: whether a batch has prompts of one length only.
+    rows_of: a callable that returns a prompt's number of rows (samples).
 
     Example: prompts a, b, c, d of lengths 2, 2, 2, 5, and ``most`` 2: [a, b], [c, d]. With
     ``alike``: [a, b], [c], [d].
     """
     start = 0
     while start < len(prompts):
-        stop = min(start + most, len(prompts))
-        if alike:
-            first = length_of(prompts[start])
-            stop = next((i for i in range(start, stop) if length_of(prompts[i]) != first), stop)
+        stop, rows, first = start + 1, rows_of(prompts[start]), length_of(prompts[start])
+        while stop < len(prompts) and (rows := rows + rows_of(prompts[stop])) <= most:
+            if alike and length_of(prompts[stop]) != first:
+                break
+            stop += 1
         yield prompts[start:stop]
         start = stop
 

@@ -78,17 +78,20 @@ class RouterRecords:
         """
         self._steps[step, rows] = self._pass(len(rows))[:, 0]
 
-    def of(self, prompt_lengths: Sequence[int], lengths: Sequence[int]) -> list[np.ndarray]:
+    def of(
+        self, prompt_of_row: Sequence[int], prompt_lengths: Sequence[int], lengths: Sequence[int]
+    ) -> list[np.ndarray]:
         """Return the experts of each row (sample), int16 [prompt + response, layers, top_k]; −1 for the last token.
 
+        prompt_of_row: the index of each row's prompt in the batch.
         prompt_lengths: the number of tokens of each row's prompt, without padding.
         lengths: the number of tokens of each row's response.
         """
         prompts, steps = self._prompts.cpu().numpy(), self._steps.cpu().numpy()
         self._prompts = self._steps = None
-        repeats, unknown = len(lengths) // len(prompts), np.full((1, *prompts.shape[2:]), -1, dtype=np.int16)
+        unknown = np.full((1, *prompts.shape[2:]), -1, dtype=np.int16)
         experts = []
-        for row, (prompt_length, length) in enumerate(zip(prompt_lengths, lengths, strict=True)):
-            own = prompts[row // repeats, prompts.shape[1] - prompt_length :]
+        for row, (prompt, prompt_length, length) in enumerate(zip(prompt_of_row, prompt_lengths, lengths, strict=True)):
+            own = prompts[prompt, prompts.shape[1] - prompt_length :]
             experts.append(np.concatenate([own, steps[: length - 1, row], unknown]))
         return experts

@@ -8,13 +8,15 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from megatron_rl.config import DynamicSamplingConfig, ReplayConfig, RerollConfig, TrainConfig
+from megatron_rl.config import ReplayConfig, RerollConfig, RolloutConfig, TrainConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.observability.timer import StepTimer
 from megatron_rl.rollout.groups.parts import (
     AsDrawn,
+    FixedSizes,
     GroupFilter,
     GroupParts,
+    GroupSizes,
     HandOut,
     NoReplay,
     NoReroll,
@@ -31,17 +33,15 @@ from megatron_rl.rollout.scored_batch import GroupScorer
 class GroupSettings:
     """Holds the settings from which ``build_parts`` builds a run's ``GroupParts``.
 
-    start_order: the order in which a rollout starts its groups: "drawn" or "longest_first".
     num_stragglers: the number of groups that each rollout leaves unfinished for the next rollout
         (``rollout.producer.straggler_share``).
     seed: the run's seed.
     """
 
-    dynamic_sampling: DynamicSamplingConfig
+    rollout: RolloutConfig
     replay: ReplayConfig
     reroll: RerollConfig
     train: TrainConfig
-    start_order: str
     num_stragglers: int
     seed: int
 
@@ -53,15 +53,15 @@ def build_parts(
 
     The field ``filters`` holds dynamic sampling, then replay, each only if it is configured.
     """
-    order, reroll = _start_order(settings.start_order), _reroll(settings.reroll)
+    order, reroll = _start_order(settings.rollout.start_order), _reroll(settings.reroll)
     filters: list[GroupFilter] = []
-    if settings.dynamic_sampling.max_rounds:
+    if settings.rollout.dynamic_sampling.max_rounds:
         from megatron_rl.rollout.groups.refill import FurtherPrompts, Refill
 
         further = FurtherPrompts(
             prompts=prompts, epochs=settings.train.epochs, manager=manager, order=order, reroll=reroll
         )
-        filters.append(Refill(settings.dynamic_sampling, further, scorer, timer))
+        filters.append(Refill(settings.rollout.dynamic_sampling, further, scorer, timer))
     replay: Replay = NoReplay()
     if settings.replay.capacity_groups:
         from megatron_rl.rollout.groups.replay import GroupReplay
@@ -71,7 +71,14 @@ def build_parts(
     hand_out: HandOut = WholeRollouts(settings.train.prompts_per_rollout)
     if settings.num_stragglers:
         hand_out = _stragglers(manager, timer, settings.train.prompts_per_rollout, settings.num_stragglers)
-    return GroupParts(order=order, reroll=reroll, replay=replay, hand_out=hand_out, filters=filters)
+    return GroupParts(
+        order=order,
+        sizes=_group_sizes(settings.rollout),
+        reroll=reroll,
+        replay=replay,
+        hand_out=hand_out,
+        filters=filters,
+    )
 
 
 def _start_order(name: str) -> StartOrder:
@@ -82,6 +89,16 @@ def _start_order(name: str) -> StartOrder:
             return LongestFirst()
         case _:
             return AsDrawn()
+
+
+def _group_sizes(rollout: RolloutConfig) -> GroupSizes:
+    match rollout.group_sizes:
+        case "adaptive":
+            from megatron_rl.rollout.groups.adaptive_sizes import AdaptiveSizes
+
+            return AdaptiveSizes(rollout)
+        case _:
+            return FixedSizes(rollout.samples_per_prompt)
 
 
 def _reroll(settings: RerollConfig) -> Reroll:

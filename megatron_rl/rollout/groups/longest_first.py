@@ -46,7 +46,7 @@ class LongestFirst:
         return {place: prompts[place] for place in places}
 
     def _key(self, prompt: Prompt) -> tuple[bool, int]:
-        length = self.lengths.get(_row(prompt))
+        length = self.lengths.get(prompt.row)
         return (False, -len(prompt.token_ids)) if length is None else (True, -length)
 
     def note(self, prompts: Mapping[int, Prompt], facts: BatchFacts) -> None:
@@ -57,15 +57,10 @@ class LongestFirst:
         """
         for place in np.unique(facts.groups).tolist():
             longest = facts.response_tokens[facts.groups == place].max()
-            self.lengths[_row(prompts[place])] = int(longest)
+            self.lengths[prompts[place].row] = int(longest)
 
     def state(self) -> dict[str, int]:
         return dict(self.lengths)
 
     def load_state(self, lengths: Mapping[str, int]) -> None:
         self.lengths = dict(lengths)
-
-
-def _row(prompt: Prompt) -> str:
-    """Return the name of the prompt's data row: its id without the epoch."""
-    return prompt.prompt_id.partition("@")[0]

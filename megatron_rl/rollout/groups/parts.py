@@ -50,6 +50,31 @@ class StartOrder(Protocol):
     def load_state(self, lengths: Mapping[str, int]) -> None: ...
 
 
+class GroupSizes(Protocol):
+    """Decides how many samples each prompt of a rollout gets. Its methods are not collectives."""
+
+    def deal(self, prompts: Mapping[int, Prompt]) -> dict[int, int]:
+        """Return a group's number in the rollout → its number of samples.
+
+        The decision may use earlier groups alone, never a sample of the groups that it is for.
+
+        prompts: a group's number in the rollout → its prompt, for the groups of all ranks.
+        """
+        ...
+
+    def note(self, prompts: Mapping[int, Prompt], scored: ScoredBatch) -> None:
+        """Record the rewards of a rollout's scored groups. The arguments are as in ``Reroll.note``."""
+        ...
+
+    def metrics(self, facts: BatchFacts) -> dict[str, float]:
+        """Return metric name → value for the groups of a rollout."""
+        ...
+
+    def state(self) -> dict: ...
+
+    def load_state(self, state: Mapping) -> None: ...
+
+
 class Reroll(Protocol):
     """Chooses prompts that a later rollout samples again. Its methods are not collectives."""
 
@@ -150,6 +175,7 @@ class GroupParts:
     """Holds the objects that choose the groups of a run's rollouts. ``filters`` are applied in their order."""
 
     order: StartOrder
+    sizes: GroupSizes
     reroll: Reroll
     replay: Replay
     hand_out: HandOut
@@ -168,6 +194,26 @@ class AsDrawn:
         return {}
 
     def load_state(self, lengths: Mapping[str, int]) -> None: ...
+
+
+class FixedSizes:
+    """Gives every prompt ``samples_per_prompt`` samples, the setting ``rollout.group_sizes=fixed``."""
+
+    def __init__(self, samples_per_prompt: int) -> None:
+        self._samples_per_prompt = samples_per_prompt
+
+    def deal(self, prompts: Mapping[int, Prompt]) -> dict[int, int]:
+        return dict.fromkeys(prompts, self._samples_per_prompt)
+
+    def note(self, prompts: Mapping[int, Prompt], scored: ScoredBatch) -> None: ...
+
+    def metrics(self, facts: BatchFacts) -> dict[str, float]:
+        return {}
+
+    def state(self) -> dict:
+        return {}
+
+    def load_state(self, state: Mapping) -> None: ...
 
 
 class NoReroll:

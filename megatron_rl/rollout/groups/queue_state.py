@@ -43,6 +43,7 @@ def save(queue: RolloutQueue) -> tuple[dict, bytes]:
         "jobs": {str(number): _identities(job) for number, job in queue.jobs.items()},
         "left": _identities(left) if left else [],
         "lengths": parts.order.state(),
+        "sizes": parts.sizes.state(),
         "replay": parts.replay.state(),
         "reroll": parts.reroll.state(),
     }
@@ -50,11 +51,11 @@ def save(queue: RolloutQueue) -> tuple[dict, bytes]:
 
 
 def _identities(job: RolloutJob) -> list[list]:
-    """Return [number, prompt id, attempt] for each group of a job, groups of other ranks included.
+    """Return [number, prompt id, attempt, samples] for each group of a job, groups of other ranks included.
 
     The number is the group's in the rollout. The attempt counts earlier answers to the prompt.
     """
-    return [[place, prompt.prompt_id, prompt.attempt] for place, prompt in job.prompts.items()]
+    return [[place, prompt.prompt_id, prompt.attempt, job.sizes[place]] for place, prompt in job.prompts.items()]
 
 
 def restore(queue: RolloutQueue, state: Mapping, rows: Sequence[bytes]) -> None:
@@ -67,7 +68,8 @@ def restore(queue: RolloutQueue, state: Mapping, rows: Sequence[bytes]) -> None:
     """
     queue.next_rollout, queue.resend_weights = state["next_rollout"], True
     queue.parts.reroll.load_state(state["reroll"])
-    queue.parts.order.load_state(state.get("lengths", {}))  # older checkpoints have neither lengths nor stragglers
+    queue.parts.order.load_state(state.get("lengths", {}))  # older checkpoints have no lengths, sizes or stragglers
+    queue.parts.sizes.load_state(state.get("sizes", {}))
     groups = {key: group for data in rows for key, group in unpack_groups(data, queue.prompts.recall).items()}
     if identities := state.get("left"):
         per_rollout = queue.settings.train.prompts_per_rollout
@@ -92,8 +94,9 @@ def _restored_job(
     identities: the list that ``_identities`` returned for the job.
     groups: name in the checkpoint → finished group, for the groups that this rank reads.
     """
-    prompts = {place: queue.prompts.recall(*identity) for place, *identity in identities}
-    job = RolloutJob(prompts, (), queue.settings.samples_per_prompt)
+    prompts = {place: queue.prompts.recall(*identity[:2]) for place, *identity in identities}
+    sizes = {place: identity[2] for place, *identity in identities if len(identity) > 2}  # none in older checkpoints
+    job = RolloutJob(prompts, (), sizes or queue.parts.sizes.deal(prompts))
     for key, group in groups.items():
         kind, _, suffix = key.rpartition("/")
         if kind == f"job/{number}":

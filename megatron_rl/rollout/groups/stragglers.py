@@ -170,7 +170,7 @@ def hand_out(job: RolloutJob, left: RolloutJob | None, places: Collection[int]) 
 
     places: the numbers, in the rollout, of the groups of ``job`` to move.
     """
-    whole = RolloutJob({}, (), job.samples_per_prompt)
+    whole = RolloutJob({}, (), {})
     whole.made_at = job.made_at
     for source, chosen in ((left, () if left is None else sorted(left.prompts)), (job, sorted(places))):
         if source is not None:
@@ -183,7 +183,7 @@ def _move(source: RolloutJob, whole: RolloutJob, places: Collection[int]) -> Non
     mine, shift = set(source.mine), source.made_at - whole.made_at
     for old in places:
         new = len(whole.prompts)
-        whole.prompts[new] = source.prompts.pop(old)
+        whole.prompts[new], whole.sizes[new] = source.prompts.pop(old), source.sizes.pop(old)
         if old in mine:
             whole.put(new, source.rollouts.pop(old), source.scores.pop(old))
             if old in source.ended_s:  # at least 0, so that a group that ended before this rollout began adds no tail

@@ -23,7 +23,15 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.errors import ConfigError, EngineError
-from megatron_rl.rollout.engines.engine import NO_WEIGHTS, EngineLost, OnFinished, SyncReport, sample_seed, token_bounds
+from megatron_rl.rollout.engines.engine import (
+    NO_WEIGHTS,
+    EngineLost,
+    OnFinished,
+    SyncReport,
+    group_sizes,
+    sample_seed,
+    token_bounds,
+)
 from megatron_rl.rollout.engines.replica import (
     UPDATING,
     Completion,
@@ -298,7 +306,7 @@ class VllmEngine:
     def generate(
         self,
         prompts: Sequence[Prompt],
-        samples_per_prompt: int,
+        samples_per_prompt: int | Sequence[int],
         *,
         temperature: float | None = None,
         max_tokens: Sequence[int] | None = None,
@@ -308,11 +316,12 @@ class VllmEngine:
 
         Raises EngineLost, with the finished groups, if no replica is left for the others.
         """
-        bounds = token_bounds(prompts, samples_per_prompt, max_tokens, self._rollout.max_response_tokens, self._longest)
+        sizes = group_sizes(prompts, samples_per_prompt)
+        bounds = token_bounds(prompts, max_tokens, self._rollout.max_response_tokens, self._longest)
         call = self._begin(bool(prompts))
         used_temperature = self._rollout.temperature if temperature is None else temperature
         requests = [
-            self._request(f"{call.number}-{i}", prompt, samples_per_prompt, call.version, used_temperature, bounds[i])
+            self._request(f"{call.number}-{i}", prompt, sizes[i], call.version, used_temperature, bounds[i])
             for i, prompt in enumerate(prompts)
         ]
         prompt_indices = {request.request_id: index for index, request in enumerate(requests)}
@@ -320,7 +329,7 @@ class VllmEngine:
 
         def finish(request_id: str, completions: Sequence[Completion]) -> None:
             index = prompt_indices[request_id]
-            rollouts[index] = self._answers.rollouts(prompts[index], completions, samples_per_prompt, self._stop_ids)
+            rollouts[index] = self._answers.rollouts(prompts[index], completions, sizes[index], self._stop_ids)
             if on_finished is not None:
                 on_finished(index, rollouts[index])
 

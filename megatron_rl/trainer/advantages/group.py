@@ -33,6 +33,8 @@ class GroupAdvantages:
     noise:     adds noise to the advantages in a run's first steps; None for no noise.
     enter_own: a function that returns a context, called with the name "advantage". The context is
                open during the computation, which may call a user's function.
+    group_size: the mean number of samples of a group where groups may be unequal; None: groups are
+               equal.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class GroupAdvantages:
         kl: KLInReward | None = None,
         noise: AdvantageNoise | None = None,
         enter_own: EnterOwn = contextlib.nullcontext,
+        group_size: int | None = None,
     ) -> None:
+        self.group_size = group_size
         self.settings, self.kl, self.noise, self.enter_own = settings, kl, noise, enter_own
         self.is_own = is_own(settings.estimator)
 
@@ -81,5 +85,6 @@ class GroupAdvantages:
             estimator=settings.estimator,
             epsilon=settings.epsilon,
             whiten=settings.whiten,
+            group_size=self.group_size,
             **(own if self.is_own else {}),
         )

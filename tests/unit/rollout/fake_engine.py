@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from megatron_rl.config import ProducerConfig, load_config
-from megatron_rl.rollout.engines.engine import NO_WEIGHTS, EngineLost, SyncReport
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS, EngineLost, SyncReport, group_sizes
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.rollout_metrics import RolloutMetrics
 from megatron_rl.rollout.weight_source import AdapterWeights, PolicyWeights
@@ -71,7 +71,8 @@ class WillingEngine:
 
     def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None):
         self.calls.append([prompt.name for prompt in prompts])
-        groups = [self.group(prompt, samples_per_prompt) for prompt in prompts]
+        sizes = group_sizes(prompts, samples_per_prompt)
+        groups = [self.group(prompt, size) for prompt, size in zip(prompts, sizes, strict=True)]
         for index, group in enumerate(groups):
             on_finished(index, group)
         return [rollout for group in groups for rollout in group]
@@ -147,7 +148,7 @@ class FakeEngine(WillingEngine):
         self.on_finished = None
 
     def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None):
-        assert samples_per_prompt == SAMPLES
+        assert group_sizes(prompts, samples_per_prompt) == [SAMPLES] * len(prompts)
         self.calls.append([prompt.name for prompt in prompts])
         self.on_finished = on_finished
         order = self.random.sample(range(len(prompts)), len(prompts)) if self.holds is None else range(len(prompts))
@@ -196,7 +197,8 @@ def producer_of(engine, score, mode: str, *, apart, min_groups=1, share=(0, 1), 
 
 
 def job_of(producer: RolloutWorker, numbers: Sequence[int]) -> RolloutJob:
-    return RolloutJob(prompts_of(numbers), producer.places(len(numbers)), SAMPLES)
+    prompts = prompts_of(numbers)
+    return RolloutJob(prompts, producer.places(len(numbers)), dict.fromkeys(prompts, SAMPLES))
 
 
 def end(producer: RolloutWorker) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from megatron_rl.config import EnvironmentConfig
 from megatron_rl.data.chat import Observations
 from megatron_rl.environment import Step, environment_maker
-from megatron_rl.rollout.engines.engine import EngineLost
+from megatron_rl.rollout.engines.engine import EngineLost, group_sizes
 from megatron_rl.rollout.engines.multi_turn import MultiTurnEngine
 from megatron_rl.types import Prompt, Rollout
 from tests.patience import HANG_S, patient
@@ -57,12 +57,12 @@ class LetterEngine(WillingEngine):
         rooms = [self.room] * len(prompts) if max_tokens is None else max_tokens
         assert len(rooms) == len(prompts) and all(1 <= room <= self.room for room in rooms)
         version = self.weight_version + (len(self.calls) // self.newer_every if self.newer_every else 0)
-        limit = self.losses.pop(0) if self.losses else None
+        limit, sizes = self.losses.pop(0) if self.losses else None, group_sizes(prompts, samples_per_prompt)
         found: dict[int, list[Rollout]] = {}
         for k in self.random.sample(range(len(prompts)), len(prompts)):
             if len(found) == limit:
                 raise EngineLost("it was killed", finished=found)
-            found[k] = [turn_of(prompts[k], sample, rooms[k], version) for sample in range(samples_per_prompt)]
+            found[k] = [turn_of(prompts[k], sample, rooms[k], version) for sample in range(sizes[k])]
             if on_finished is not None:
                 on_finished(k, found[k])
         return [rollout for k in range(len(prompts)) for rollout in found[k]]

@@ -59,7 +59,7 @@ class LossyEngine(WillingEngine):
             raise self.refusal
         # an engine finishes in any order: here the last prompts
         done = range(len(prompts) - self.answers.pop(0), len(prompts))
-        finished = {k: self.group(prompts[k], samples_per_prompt) for k in done}
+        finished = {k: self.group(prompts[k], samples_per_prompt[k]) for k in done}
         for k in done:
             on_finished(k, finished[k])
         self.lost, self.weight_version = ["the engine"], NO_WEIGHTS
@@ -102,7 +102,7 @@ def test_the_truncated_share_is_that_of_all_samples_since_the_metrics_were_taken
     generation = generation_of(LossyEngine())
     whole = {place: group_of(prompt, SAMPLES) for place, prompt in NAMED.items()}
     for first in ("length", "stop"):
-        job = generation.job(NAMED, SAMPLES)
+        job = generation.job(NAMED, dict.fromkeys(NAMED, SAMPLES))
         for place, rollouts in whole.items():
             job.put(place, [dataclasses.replace(rollouts[0], finish_reason=first), *rollouts[1:]], None)
         generation.finish(job)

@@ -162,7 +162,7 @@ def test_lengths_count_masked_cut_and_excluded_responses_whole(alone, masks: boo
     ]
     assert scored.facts.loss_tokens.tolist() == expected
 
-    job = manager.job({place: group.prompt for place, group in groups.items()}, 3)
+    job = manager.job({place: group.prompt for place, group in groups.items()}, dict.fromkeys(groups, 3))
     for place, group in groups.items():
         job.put(place, group.rollouts, group.scores)
     manager.finish(job)

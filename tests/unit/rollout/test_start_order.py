@@ -105,7 +105,7 @@ def test_longest_first_equals_drawn_order_bit_for_bit(ranks):
             engine = SeededEngine()
             worker = producer_of(engine, scored_by(value_of), "sync", apart=False, share=(rank, ranks))
             mine = [list(arranged)[k] for k in worker.places(len(arranged))]
-            job = RolloutJob(arranged, mine, SAMPLES)
+            job = RolloutJob(arranged, mine, dict.fromkeys(arranged, SAMPLES))
             worker.generate(job)
             groups |= job.rollouts
             asked += engine.calls

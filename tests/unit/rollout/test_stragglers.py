@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.groups.stragglers import choose, collect_most, hand_out, num_to_start, num_to_train
+from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.worker import RolloutJob
+from megatron_rl.types import Prompt
 from megatron_rl.validate import rollouts, validate_config
 from tests.patience import until
 from tests.unit.rollout.fake_engine import SAMPLES, FakeEngine, FakeReward, group_of, manager_of, prompt_of, prompts_of
@@ -17,6 +19,10 @@ ON = (
     "train.prompts_per_rollout=8", "rollout.producer.straggler_share=0.25",
 )
 OTHERS = {"rollout.producer.mode": "sync", "environment.name": "calculator", "rollout.producer.max_staleness_steps": 0}
+
+
+def job_of(manager: RolloutManager, prompts: dict[int, Prompt]) -> RolloutJob:
+    return manager.job(prompts, dict.fromkeys(prompts, SAMPLES))
 
 
 @settings(max_examples=100, deadline=None)
@@ -67,9 +73,9 @@ def rows_of(job: RolloutJob) -> list[int]:
 
 def test_handed_out_groups_and_those_that_stay_equal_the_job():
     """The new job has the groups of the old one and of its predecessor, numbered anew; the rest keeps its places."""
-    left, job = RolloutJob({1: prompt_of(7), 5: prompt_of(8)}, (5,), SAMPLES), None
+    left, job = RolloutJob({1: prompt_of(7), 5: prompt_of(8)}, (5,), {1: SAMPLES, 5: SAMPLES}), None
     left.put(5, group_of(prompt_of(8)), ["b"])
-    job = RolloutJob({place: prompt_of(place) for place in (2, 0, 1, 3)}, (2, 0), SAMPLES)
+    job = RolloutJob({place: prompt_of(place) for place in (2, 0, 1, 3)}, (2, 0), dict.fromkeys(range(4), SAMPLES))
     job.rollouts[0], job.scores[0], job.ended_s[0] = group_of(prompt_of(0)), ["c"], 2.5
     whole = hand_out(job, left, [0, 3])
     assert rows_of(whole) == [7, 8, 0, 3]
@@ -84,7 +90,7 @@ def test_a_rollout_is_handed_out_while_its_stragglers_go_on(alone, apart):
     engine, reward = FakeEngine(last={"1@0", "4@0"}), FakeReward()
     manager = manager_of(engine, *ON, score=reward, apart=apart)
     manager.sync_weights()
-    first, second = (manager.job(prompts_of(numbers), SAMPLES) for numbers in (range(10), range(10, 18)))
+    first, second = (job_of(manager, prompts_of(numbers)) for numbers in (range(10), range(10, 18)))
     manager.start(first)
     manager.start(second)
     whole, _ = collect_most(manager, first, None, 8)
@@ -99,7 +105,7 @@ def test_a_rollout_is_handed_out_while_its_stragglers_go_on(alone, apart):
     assert all(len(whole.scores[place]) == SAMPLES for place in range(8))
     assert sorted(second.prompts) == [6, 7] and manager.jobs == [second]
     manager.settle()
-    whole, _ = collect_most(manager, manager.job({}, SAMPLES), second, 2)
+    whole, _ = collect_most(manager, job_of(manager, {}), second, 2)
     assert rows_of(whole) == [16, 17]
     scored = [name for _, names in reward.calls for name in names]
     assert len(scored) == len(set(scored)) == 18 * SAMPLES
@@ -111,11 +117,11 @@ def test_a_straggler_whose_engine_is_lost_is_asked_again(alone):
     engine = FakeEngine(losses=[3], holds=10**9)
     manager = manager_of(engine, *ON, "train.prompts_per_rollout=4", score=FakeReward())
     manager.sync_weights()
-    first = manager.job(prompts_of(range(4)), SAMPLES)
+    first = job_of(manager, prompts_of(range(4)))
     manager.start(first)
     whole, _ = collect_most(manager, first, None, 3)
     assert sorted(whole.rollouts) == [0, 1, 2] and sorted(first.prompts) == [3]
-    second = manager.job(prompts_of([9]), SAMPLES)
+    second = job_of(manager, prompts_of([9]))
     manager.start(second)
     whole, _ = collect_most(manager, second, first, 2)
     assert sorted(engine.finished) == ["0@0", "1@0", "2@0", "3@0", "9@0"] and not second.prompts

@@ -161,7 +161,7 @@ class FakeGeneration:
 
     def produce(self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float) -> RolloutJob:
         self.asked = ([prompt.prompt_id for prompt in prompts.values()], samples_per_prompt, temperature)
-        job = RolloutJob(prompts, list(prompts), samples_per_prompt)
+        job = RolloutJob(prompts, list(prompts), dict.fromkeys(prompts, samples_per_prompt))
         for place, prompt in prompts.items():
             rollouts = []
             for index in range(samples_per_prompt):
