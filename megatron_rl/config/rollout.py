@@ -112,7 +112,7 @@ class RolloutConfig:
     samples_per_prompt: Annotated[int, Range(1, 10**5)] = 8
     """Number of samples of each prompt; together they are the prompt's group."""
     group_sizes: str = "fixed"
-    """`fixed`: every group has `rollout.samples_per_prompt` samples; `adaptive`: see `rollout.adaptive_groups`."""
+    """`fixed`: every group has `rollout.samples_per_prompt` samples; `adaptive`: see docs/rollout-time.md."""
     max_response_tokens: Annotated[int, Range(1, 10**8)] = 256
     """Largest number of tokens of a response, over all turns, observations included."""
     start_order: str = "drawn"

@@ -15,8 +15,6 @@ def adaptive_sizes(rollout: RolloutConfig, train: TrainConfig, estimator: str, d
 
     estimator, denominator: ``advantage.estimator`` and ``loss.denominator``.
     """
-    if rollout.group_sizes == "fixed":
-        return None
     key, mean = "rollout.group_sizes=adaptive", rollout.samples_per_prompt
     least, most = rollout.adaptive_groups.min_samples, rollout.largest_group
     if estimator not in UNBIASED:

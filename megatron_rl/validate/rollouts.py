@@ -384,3 +384,15 @@ def evaluation(evaluation: EvalConfig) -> str | None:
         f"eval.every_rollouts={evaluation.every_rollouts} and eval.path is null, eval.sets empty; name a data "
         "set, or set eval.every_rollouts=null"
     )
+
+
+def group_sizes(rollout: RolloutConfig, train: TrainConfig, estimator: str, denominator: str) -> str | None:
+    """Return an error message if adaptive group sizes would bias the gradient, or do not fit, else None.
+
+    estimator, denominator: ``advantage.estimator`` and ``loss.denominator``.
+    """
+    if rollout.group_sizes == "fixed":
+        return None
+    from megatron_rl.validate.groups import adaptive_sizes
+
+    return adaptive_sizes(rollout, train, estimator, denominator)

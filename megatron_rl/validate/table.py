@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
-from megatron_rl.validate import groups, models, objective, rollouts
+from megatron_rl.validate import models, objective, rollouts
 
 WHOLE = ("",)  # a row that reads the whole configuration
 Reason = Callable[..., str | None]
@@ -84,7 +84,7 @@ TABLE = (
     Row(
         "unequal groups that would change the expected gradient, or that do not fit",
         ("rollout", "train", "advantage.estimator", "loss.denominator"),
-        groups.adaptive_sizes,
+        rollouts.group_sizes,
     ),
     Row("a learning rate that decays upwards or too early", ("optimizer",), objective.schedule),
     Row("a temperature near 0", ("eval.temperature",), rollouts.evaluation_temperature),

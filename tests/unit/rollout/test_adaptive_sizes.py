@@ -12,7 +12,7 @@ from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.groups.adaptive_sizes import PRIOR_GROUPS, PRIOR_SAMPLES, AdaptiveSizes, dealt
 from megatron_rl.rollout.scored_batch import ScoredBatch
-from megatron_rl.validate import groups, validate_config
+from megatron_rl.validate import rollouts, validate_config
 from tests.unit.algorithm.facts import make_facts
 from tests.unit.rollout.fake_engine import prompt_of
 
