@@ -97,4 +97,39 @@ SERVED = (
     ),
 )
 
-NEWER_ROLLOUTS = (*CHANGES, *SESSIONS, *BUFFERS, *SERVED)
+SIZES = (
+    Mutant(
+        name="large-groups-weigh-more",
+        file="megatron_rl/algorithm/advantage.py",
+        line="return group_size / sizes[index.reshape(-1)]",
+        becomes="return np.ones(len(groups))",
+        fault="under adaptive sizes a prompt with many samples weighs more, so the gradient is biased",
+        tests=("tests/unit/algorithm/test_unequal_groups.py",),
+    ),
+    Mutant(
+        name="dr-grpo-by-its-own-size",
+        file="megatron_rl/algorithm/advantage.py",
+        line="return dr_grpo(total_rewards) if group_size is None else rloo(total_rewards) * (1 - 1 / group_size)",
+        becomes="return dr_grpo(total_rewards)",
+        fault="under adaptive sizes `dr_grpo` weighs small groups less than it would equal ones",
+        tests=("tests/unit/algorithm/test_unequal_groups.py",),
+    ),
+    Mutant(
+        name="mini-batches-cut-groups",
+        file="megatron_rl/planning/plan.py",
+        line="return [samples[mini_batch == index] for index in range(int(mini_batch.max()) + 1)]",
+        becomes="pass",
+        fault="under adaptive sizes mini-batches cut groups, and their number changes from rollout to rollout",
+        tests=("tests/unit/algorithm/test_unequal_groups.py",),
+    ),
+    Mutant(
+        name="sizes-forget-their-memory",
+        file="megatron_rl/rollout/groups/queue_state.py",
+        line='"sizes": parts.sizes.state(),',
+        becomes='"sizes": {},',
+        fault="a run that goes on from a checkpoint deals equal groups anew",
+        tests=("tests/runs/test_group_sizes.py::test_sizes_go_on_from_a_checkpoint",),
+    ),
+)
+
+NEWER_ROLLOUTS = (*CHANGES, *SESSIONS, *BUFFERS, *SERVED, *SIZES)

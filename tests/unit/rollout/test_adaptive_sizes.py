@@ -124,7 +124,7 @@ def test_the_memory_equals_a_naive_one_and_goes_on_from_its_state():
 def test_what_would_bias_the_gradient_or_does_not_fit_is_refused(overrides, words):
     with pytest.raises(ConfigError) as refused:
         validate_config(
-            load_config(None, [*ADAPTIVE, "rollout.samples_per_prompt=8", *overrides]), groups.adaptive_sizes
+            load_config(None, [*ADAPTIVE, "rollout.samples_per_prompt=8", *overrides]), rollouts.group_sizes
         )
     assert all(word in str(refused.value) for word in words), refused.value
 
@@ -132,5 +132,5 @@ def test_what_would_bias_the_gradient_or_does_not_fit_is_refused(overrides, word
 def test_the_settings_that_are_named_are_taken():
     for overrides in ((), ("advantage.estimator=dr_grpo",), ("train.samples_per_mini_batch=16",)):
         validate_config(
-            load_config(None, [*ADAPTIVE, "rollout.samples_per_prompt=8", *overrides]), groups.adaptive_sizes
+            load_config(None, [*ADAPTIVE, "rollout.samples_per_prompt=8", *overrides]), rollouts.group_sizes
         )
