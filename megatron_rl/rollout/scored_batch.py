@@ -25,6 +25,7 @@ class Scoring:
 
     samples_per_prompt: the number of samples of a group, under adaptive sizes their mean.
     largest_group: the most samples that a group may have.
+    group_size: ``samples_per_prompt`` where groups may be unequal, else None.
     max_response_tokens: the limit of a response in tokens. The overlong penalty begins
         ``reward.overlong_buffer_tokens`` before it.
     mask_truncated: whether samples that were cut off at the limit carry no loss.
@@ -34,6 +35,7 @@ class Scoring:
     advantage: AdvantageConfig
     samples_per_prompt: int
     largest_group: int
+    group_size: int | None
     max_response_tokens: int
     mask_truncated: bool
 
@@ -44,6 +46,7 @@ class Scoring:
             advantage=advantage,
             samples_per_prompt=rollout.samples_per_prompt,
             largest_group=rollout.largest_group,
+            group_size=rollout.unequal_group_size,
             max_response_tokens=rollout.max_response_tokens,
             mask_truncated=loss.mask_truncated,
         )

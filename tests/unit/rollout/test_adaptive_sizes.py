@@ -1,6 +1,8 @@
 """Adaptive group sizes: the deal against a search over all deals, the memory against a naive one, refused settings."""
 
+import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from megatron_rl.algorithm.estimators import GroupRewards
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.groups.adaptive_sizes import PRIOR_GROUPS, PRIOR_SAMPLES, AdaptiveSizes, dealt
-from megatron_rl.rollout.scored_batch import ScoredBatch
+from megatron_rl.rollout.reward_errors import RewardErrors
+from megatron_rl.rollout.reward_metrics import reward_metrics
+from megatron_rl.rollout.scored_batch import ScoredBatch, Scoring
 from megatron_rl.validate import rollouts, validate_config
 from tests.unit.algorithm.facts import make_facts
 from tests.unit.rollout.fake_engine import prompt_of
@@ -134,3 +138,18 @@ def test_the_settings_that_are_named_are_taken():
         validate_config(
             load_config(None, [*ADAPTIVE, "rollout.samples_per_prompt=8", *overrides]), rollouts.group_sizes
         )
+
+
+def test_mean_rewards_count_every_group_the_same():
+    """A group of 1 and 0s in thirds beside one of 1s: the mean of their means, with an excluded sample left out."""
+    scored = scored_of({0: [1.0, 0.0, 0.0, 0.0, 1.0, 0.5], 1: [1.0, 1.0]}, (5,))
+    scoring = Scoring.of(
+        *(getattr(load_config(None, ADAPTIVE), name) for name in ("reward", "advantage", "rollout", "loss"))
+    )
+    facts = dataclasses.replace(scored.facts, weight_versions=np.zeros(8, dtype=np.int64))
+    column = np.array([2.0, 0.0, 0.0, 0.0, 2.0, np.nan, 4.0, 4.0])
+    scored = dataclasses.replace(scored, batch=SimpleNamespace(facts=facts), by_function=column[:, None])
+    found = reward_metrics(scoring, scored, RewardErrors())
+    weights = np.array([1 / 6] * 5 + [0.5] * 2)
+    assert found["reward/mean"] == pytest.approx(weights @ [1, 0, 0, 0, 1, 1, 1] / weights.sum())
+    assert found["reward/m:f"] == pytest.approx(weights @ [2, 0, 0, 0, 2, 4, 4] / weights.sum())
