@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_rl.config import WeightSyncConfig
 from megatron_rl.distributed import collectives
@@ -24,6 +25,9 @@ from megatron_rl.rollout.rollout_metrics import RolloutMetrics
 from megatron_rl.rollout.weight_source import WeightSource
 from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
 from megatron_rl.types import Prompt
+
+if TYPE_CHECKING:
+    from megatron_rl.rollout.retry import SampleRetry
 
 log = logging.getLogger(__name__)
 PARTS = 4  # parts of run.deadline_s; ranks that wait for engines meet after each part
@@ -52,6 +56,7 @@ class RolloutManager:
     metrics: adds up the metrics of jobs and of weight syncs.
     models: the trainer's models on the device that the engine shares. Empty if the engine has its
         own device.
+    retry: samples failed samples again; None: none is sampled again.
     """
 
     def __init__(
@@ -62,9 +67,10 @@ class RolloutManager:
         weights: WeightSource,
         metrics: RolloutMetrics,
         models: Sequence[DeviceShare] = (),
+        retry: SampleRetry | None = None,
     ):
         self.worker, self.engine, self.weights, self.metrics = worker, worker.engine, weights, metrics
-        self.weight_sync, self.in_background = weight_sync, worker.in_background
+        self.weight_sync, self.in_background, self.retry = weight_sync, worker.in_background, retry
         self.jobs: list[RolloutJob] = []  # started, and not yet collected whole
         self.sent_version = NO_WEIGHTS  # of the last sync; the same on every rank, even after an engine was lost
         self.device = ColocatedDevice(worker.engine, models, self._together, self._note_memory)
@@ -183,11 +189,12 @@ class RolloutManager:
         places: positions in the rollout, among the groups of all ranks.
 
         If an engine is lost, the samples that it had not finished are requested again after the
-        engine has new weights. An error of one rank is raised on every rank.
+        engine has new weights. An error of one rank is raised on every rank. If configured, failed
+        samples are sampled again, except those of an evaluation.
         """
         mine = [place for place in places if place in job.mine]
         try:
-            return self._timed(lambda: self._collect(job, mine))
+            return self._timed(lambda: self._collect_whole(job, mine))
         except Exception:
             self.release(job)  # a caller that catches the error and goes on need not collect the job
             raise
@@ -240,6 +247,24 @@ class RolloutManager:
             if not any(lost):
                 return
             self._mend(lost)
+
+    def _collect_whole(self, job: RolloutJob, mine: Sequence[int]) -> None:
+        self._collect(job, mine)
+        if self.retry is not None and job.temperature is None:
+            self.retry.complete(job, mine, self._sample_again)
+
+    def _sample_again(self, job: RolloutJob) -> None:
+        """Generate and score a job of retries, with the weights that the engines have.
+
+        An engine that slept since it generated has none, and gets the trainer's first.
+        """
+        if not self.in_background and any(collectives.gather_json(self.engine.weight_version == NO_WEIGHTS)):
+            self.sync_weights()
+        self.start(job)
+        try:
+            self._collect(job, job.mine)
+        finally:
+            self.release(job)
 
     def finish(self, job: RolloutJob) -> None:
         """Release a job whose groups were all collected, and add its counts to the run's metrics.
@@ -321,7 +346,7 @@ class RolloutManager:
 
     def take_metrics(self) -> dict[str, float]:
         """Return metric name → value since the last call, and reset the metrics. Not a collective."""
-        return self.metrics.take()
+        return self.metrics.take() | ({} if self.retry is None else self.retry.take_metrics())
 
     def _note_memory(self, ended: DeviceOwner) -> None:
         phase = {DeviceOwner.TRAINER: "update", DeviceOwner.WEIGHTS: "weight_sync", DeviceOwner.ENGINE: "rollout"}[
