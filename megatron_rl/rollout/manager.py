@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_rl.config import WeightSyncConfig
 from megatron_rl.distributed import collectives
@@ -26,12 +25,10 @@ from megatron_rl.rollout.weight_source import WeightSource
 from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
 from megatron_rl.types import Prompt
 
-if TYPE_CHECKING:
-    from megatron_rl.rollout.retry import SampleRetry
-
 log = logging.getLogger(__name__)
 PARTS = 4  # parts of run.deadline_s; ranks that wait for engines meet after each part
 MEET_S = 0.1  # seconds between two meetings of ranks that wait for most of a rollout
+Retry = Callable[[RolloutJob, Sequence[int], Callable[[RolloutJob], None]], None]  # SampleRetry.complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +53,7 @@ class RolloutManager:
     metrics: adds up the metrics of jobs and of weight syncs.
     models: the trainer's models on the device that the engine shares. Empty if the engine has its
         own device.
-    retry: samples failed samples again; None: none is sampled again.
+    retry: samples failed samples again (retry.py); None: none is sampled again.
     """
 
     def __init__(
@@ -67,7 +64,7 @@ class RolloutManager:
         weights: WeightSource,
         metrics: RolloutMetrics,
         models: Sequence[DeviceShare] = (),
-        retry: SampleRetry | None = None,
+        retry: Retry | None = None,
     ):
         self.worker, self.engine, self.weights, self.metrics = worker, worker.engine, weights, metrics
         self.weight_sync, self.in_background, self.retry = weight_sync, worker.in_background, retry
@@ -194,7 +191,7 @@ class RolloutManager:
         """
         mine = [place for place in places if place in job.mine]
         try:
-            return self._timed(lambda: self._collect_whole(job, mine))
+            return self._timed(lambda: self._collect_and_retry(job, mine))
         except Exception:
             self.release(job)  # a caller that catches the error and goes on need not collect the job
             raise
@@ -248,16 +245,13 @@ class RolloutManager:
                 return
             self._mend(lost)
 
-    def _collect_whole(self, job: RolloutJob, mine: Sequence[int]) -> None:
+    def _collect_and_retry(self, job: RolloutJob, mine: Sequence[int]) -> None:
         self._collect(job, mine)
         if self.retry is not None and job.temperature is None:
-            self.retry.complete(job, mine, self._sample_again)
+            self.retry(job, mine, self._sample_again)
 
     def _sample_again(self, job: RolloutJob) -> None:
-        """Generate and score a job of retries, with the weights that the engines have.
-
-        An engine that slept since it generated has none, and gets the trainer's first.
-        """
+        """Generate and score a job of retries. Engines that have slept, and so have no weights, get them first."""
         if not self.in_background and any(collectives.gather_json(self.engine.weight_version == NO_WEIGHTS)):
             self.sync_weights()
         self.start(job)
@@ -346,7 +340,7 @@ class RolloutManager:
 
     def take_metrics(self) -> dict[str, float]:
         """Return metric name → value since the last call, and reset the metrics. Not a collective."""
-        return self.metrics.take() | ({} if self.retry is None else self.retry.take_metrics())
+        return self.metrics.take()
 
     def _note_memory(self, ended: DeviceOwner) -> None:
         phase = {DeviceOwner.TRAINER: "update", DeviceOwner.WEIGHTS: "weight_sync", DeviceOwner.ENGINE: "rollout"}[

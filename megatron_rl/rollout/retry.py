@@ -53,16 +53,15 @@ class SampleRetry:
         for number in itertools.count(1):
             failed = self._failed(job, places)
             again = [slot for slot, most in failed.items() if number <= most]
-            num_again, num_failed = map(sum, zip(*collectives.gather_json([len(again), len(failed)]), strict=True))
-            if not num_again:
+            if not any(collectives.gather_json(len(again))):
                 break
-            self._num_retried += num_again
+            self._num_retried += len(again)
             if again:
                 log.info("%d samples failed and are sampled again, retry %d: %s", len(again), number, _say(job, again))
             part = retry_job(job, again, number, beside=self._beside)
             sample(part)
             _put_back(part, job, again)
-        self._num_failed += num_failed
+        self._num_failed += len(failed)
         if failed:
             log.warning(
                 "%d samples failed in their last retry too, and are dropped: %s", len(failed), _say(job, failed)
@@ -82,11 +81,11 @@ class SampleRetry:
             return self._environment
         return 0 if score.error is None else self._reward
 
-    def take_metrics(self) -> dict[str, float]:
-        """Return metric name → count over all ranks since the last call."""
-        metrics = {"reward/retried": float(self._num_retried), "reward/retry_failed": float(self._num_failed)}
+    def take_counts(self) -> dict[str, int]:
+        """Return metric name → count on this rank since the last call."""
+        counts = {"reward/retried": self._num_retried, "reward/retry_failed": self._num_failed}
         self._num_retried = self._num_failed = 0
-        return metrics
+        return counts
 
 
 def retry_job(job: RolloutJob, slots: Sequence[Slot], number: int, *, beside: bool) -> RolloutJob:

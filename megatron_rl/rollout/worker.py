@@ -3,11 +3,10 @@
 Every rank knows all prompts of a rollout by their position in it. With n ranks that sample prompts,
 each takes every n-th prompt. All samples of a prompt (a group) stay on one rank. A job is one
 rank's groups of one rollout. One thread generates, job after job. Under
-``rollout.producer.straggler_share`` the next job begins beside the last groups of the job before.
-Retries of failed samples may be generated beside other jobs (``RolloutJob.beside``).
-With reward workers a second thread scores. If configured, it scores finished groups while others
-are still generated. Reward functions of the rank's own process are called in its main thread, where
-signals work.
+``rollout.producer.straggler_share`` the next job begins beside the last groups of the job before. A
+job of retries may be generated beside others. With reward workers a second thread scores. If
+configured, it scores finished groups while others are still generated. Reward functions of the
+rank's own process are called in its main thread, where signals work.
 
 1. Every group of a job is stored once in ``rollouts`` and then once in ``scores``, even if engines
    are lost in between. A retry (retry.py) later replaces single samples of groups that are in both.
@@ -175,9 +174,7 @@ class RolloutJob:
 
     def num_tokens(self) -> int:
         """Return the number of tokens that the engine sampled."""
-        return self.num_replaced_tokens + sum(
-            rollout.num_sampled for group in self.rollouts.values() for rollout in group
-        )
+        return self.num_replaced_tokens + sum(x.num_sampled for group in self.rollouts.values() for x in group)
 
     def num_turns(self) -> int:
         """Return the number of the policy's turns, added over all samples."""
@@ -239,16 +236,17 @@ class RolloutWorker:
             job.lost = None
             job.generating = bool(job.missing)
         if job.generating and job.beside:
-            self._generate_beside(job)
+            self._begin(lambda: self.generate(job), "rollouts")
         elif job.generating:
             self._jobs.put(job)
         elif self._apart:
             self._to_score.put(job)
 
-    def _begin(self, loop: Callable[[], None], name: str) -> None:
-        thread = threading.Thread(target=loop, daemon=True, name=name)
-        self._threads.append(thread)
-        thread.start()
+    def _begin(self, act: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=act, daemon=True, name=name)
+        with self._thread_change:
+            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+            thread.start()
 
     def _generate_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -262,17 +260,11 @@ class RolloutWorker:
 
         The limit is the fraction ``straggler_share`` of the job's groups, but at least one group.
         """
-        self._generate_beside(job)
+        self._begin(lambda: self.generate(job), "rollouts")
         with job.change:
             most = max(1, int(self.config.straggler_share * len(job.mine)))
             while job.generating and len(job.missing) > most:
                 job.change.wait(LOOK_S)
-
-    def _generate_beside(self, job: RolloutJob) -> None:
-        thread = threading.Thread(target=self.generate, args=(job,), daemon=True, name="rollouts")
-        with self._thread_change:
-            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
-            thread.start()
 
     def generate(self, job: RolloutJob) -> None:
         """Generate the missing groups of a job in the caller's thread. Errors are recorded in the job, not raised."""

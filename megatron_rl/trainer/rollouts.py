@@ -109,6 +109,7 @@ def build_manager(
     engine, take_counts = _with_episodes(
         engine, config.rollout, config.environment, config.data, backend, tokenizer, watchdog
     )
+    retry = _retry_of(config, is_elsewhere=engine.is_elsewhere)
     # The worker that drives it, and the manager over all ranks.
     worker = RolloutWorker(
         engine,
@@ -125,11 +126,11 @@ def build_manager(
         metrics=RolloutMetrics(
             has_turns=config.plays_episodes,
             has_delta=config.weight_sync.delta,
-            take_counts=take_counts,
+            take_counts=take_counts if retry is None else lambda: {**take_counts(), **retry.take_counts()},
             read_engines=None if config.metrics.prometheus_port is None else engine.readings,
         ),
         models=models if shared else (),
-        retry=_retry_of(config, is_elsewhere=engine.is_elsewhere),
+        retry=None if retry is None else retry.complete,
     )
 
 
