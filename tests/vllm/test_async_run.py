@@ -35,8 +35,9 @@ def test_streaming_without_staleness_is_the_synchronous_run(run, tmp_path, layou
 @pytest.mark.long
 def test_retries_in_parts_are_those_of_the_synchronous_run(run, tmp_path):
     """A third of the completions fails. Engines sample these again beside the other groups of the rollout."""
-    failing = ("reward.functions=[tests.reward_functions:picky]", "reward.on_error=retry_sample", "reward.max_retries=9")
-    base, out = (*AHEAD, *failing, "rollout.producer.max_staleness_steps=0"), (tmp_path / "sync", tmp_path / "streaming")
+    failing = ("reward.functions=[tests.reward_functions:picky]", "reward.on_error=retry_sample")
+    base = (*AHEAD, *failing, "reward.max_retries=9", "rollout.producer.max_staleness_steps=0")
+    out = (tmp_path / "sync", tmp_path / "streaming")
     for folder, mode in zip(out, ((), STREAMING), strict=True):
         run(*mode, base=base, out=folder)
     one, two = ([exact(row) for row in rows_of(folder)] for folder in out)
