@@ -85,7 +85,7 @@ class Rollout:
     environment_reward: the sum of the environment's rewards; None without an environment, or if it
                     failed.
     excluded:       the environment's error, because of which the completion does not count in its group
-                    (``environment.on_error=drop``); None without an error.
+                    (``environment.on_error``: drop or retry_sample); None without an error.
     routed_experts: [prompt + T, layers, top_k] int16, as in Sample; None if they are not recorded.
     context_ids:    the tokens before the response, if an agent made them (docs/agents.md); None: the
                     prompt's tokens.
@@ -137,7 +137,7 @@ class Score:
     """Holds the rewards of one sample.
 
     total:       the weighted sum over the functions that applied. None if none applied, or if one
-                 failed under ``reward.on_error=drop``.
+                 failed under ``reward.on_error`` drop or retry_sample.
     by_function: one value per configured function; None for a function that did not apply.
     error:       the last line of the error of a function that failed on the sample; None if none
                  failed.

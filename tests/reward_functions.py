@@ -51,3 +51,11 @@ def unsteady(prompts, completions, completion_ids, **columns):
 def graded(prompts, completions, completion_ids, **columns):
     """Return the share of odd token ids: any policy earns some, and another one for nearly every completion."""
     return [sum(token % 2 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def picky(prompts, completions, completion_ids, **columns):
+    """Raise if the token ids of a completion add up to a multiple of 3; reward the others as ``parity`` does."""
+    for ids in completion_ids:
+        if sum(ids) % 3 == 0:
+            raise ConnectionError(f"the judge of {sum(ids)} is away")
+    return parity(prompts, completions, completion_ids)

@@ -25,11 +25,18 @@ class EnvironmentConfig:
     deadline_s: Annotated[float, Range(0.1, 10**6)] = 30.0
     """Seconds that each environment step may take."""
     on_error: str = "fail"
-    """If a step or an agent's session fails or is late: `fail`: end the run; `drop`: drop its sample."""
+    """If a step or an agent's session fails: `fail`: end the run; `drop`: drop its sample; `retry_sample`."""
+    max_retries: Annotated[int, Range(1, 100)] = 2
+    """With `on_error: retry_sample`: how often a failed sample begins again, before it is dropped."""
 
     def __post_init__(self) -> None:
         choose("environment.role", self.role, ("tool", "user", "system"))
-        choose("environment.on_error", self.on_error, ("fail", "drop"))
+        choose("environment.on_error", self.on_error, ("fail", "drop", "retry_sample"))
+
+    @property
+    def num_retries(self) -> int:
+        """Return how often a sample begins again whose environment or agent failed; 0: never."""
+        return self.max_retries if self.on_error == "retry_sample" else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,8 @@ class RewardConfig:
     The total falls linearly by `reward.overlong_penalty` over the last
     `reward.overlong_buffer_tokens` tokens before `rollout.max_response_tokens` (DAPO, eq. 13;
     docs/semantics.md#overlong-responses). If `reward.on_error: drop` takes a sample out of its
-    group, the group's statistics do not count it.
+    group, the group's statistics do not count it. Under `retry_sample` a failed sample is sampled
+    again instead, so that the group keeps its size (docs/semantics.md#failed-samples).
     """
 
     functions: tuple[str, ...] = ()
@@ -30,7 +31,9 @@ class RewardConfig:
     weights: tuple[Annotated[float, Range(-(10**6), 10**6)], ...] = ()
     """Weight of each function in the total; `[]`: 1 each."""
     on_error: str = "fail"
-    """If a reward function raises: `fail`: end the run; `drop`: take the sample out of its group; `zero`: reward 0."""
+    """If a reward function fails: `fail`: end the run; `drop`: drop the sample; `zero`: reward 0; `retry_sample`."""
+    max_retries: Annotated[int, Range(1, 100)] = 2
+    """With `on_error: retry_sample`: how often a failed sample is sampled again, before it is dropped."""
     error_warning_share: Annotated[float, Range(0, 1)] = 0.05
     """Fraction of a rollout's rewards that must fail for a warning; 0: one is enough. If all fail, the run ends."""
     num_workers: Annotated[int, Range(0, 1000)] = 0
@@ -47,7 +50,7 @@ class RewardConfig:
     """Reward that is subtracted from a response of `rollout.max_response_tokens` tokens."""
 
     def __post_init__(self) -> None:
-        choose("reward.on_error", self.on_error, ("fail", "drop", "zero"))
+        choose("reward.on_error", self.on_error, ("fail", "drop", "zero", "retry_sample"))
         choose("reward.completions", self.completions, ("text", "messages"))
         if self.weights and len(self.weights) != len(self.functions):
             raise ConfigError(
@@ -72,6 +75,11 @@ class RewardConfig:
                 "reward.in_process names every one of reward.functions, which leaves nothing for "
                 f"reward.num_workers={self.num_workers}; set reward.num_workers=0, or leave a function to the workers"
             )
+
+    @property
+    def num_retries(self) -> int:
+        """Return how often a sample is sampled again on which a reward function failed; 0: never."""
+        return self.max_retries if self.on_error == "retry_sample" else 0
 
     @property
     def resolved_weights(self) -> tuple[float, ...]:

@@ -174,8 +174,8 @@ class Reward:
         """Return [S], one Score per rollout, in order.
 
         ``total`` is the weighted sum over the functions that applied; None if none did. For a
-        sample on which a function failed, ``reward.on_error`` decides: ``drop`` gives a total of
-        None, ``zero`` a total of 0.0. ``fail`` raises RewardError with the sample's id and the
+        sample on which a function failed, ``reward.on_error`` decides: ``drop`` and ``retry_sample``
+        give a total of None, ``zero`` a total of 0.0. ``fail`` raises RewardError with the sample's id and the
         traceback, without waiting for the other samples.
 
         Raises ConfigError if a function cannot take the dataset's columns.
@@ -267,7 +267,7 @@ class Reward:
             raise RewardError(
                 f"reward function {name!r} failed on sample {first.sample_id} "
                 f"({len(failures)} of {len(rollouts)} samples had failed by then); "
-                f"mend it, or set reward.on_error to drop or zero:\n{first.message}"
+                f"mend it, or set reward.on_error to drop, zero or retry_sample:\n{first.message}"
             )
         return failures
 

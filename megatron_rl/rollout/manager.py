@@ -28,6 +28,7 @@ from megatron_rl.types import Prompt
 log = logging.getLogger(__name__)
 PARTS = 4  # parts of run.deadline_s; ranks that wait for engines meet after each part
 MEET_S = 0.1  # seconds between two meetings of ranks that wait for most of a rollout
+Retry = Callable[[RolloutJob, Sequence[int], Callable[[RolloutJob], None]], None]  # SampleRetry.complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,7 @@ class RolloutManager:
     metrics: adds up the metrics of jobs and of weight syncs.
     models: the trainer's models on the device that the engine shares. Empty if the engine has its
         own device.
+    retry: samples failed samples again (retry.py); None: none is sampled again.
     """
 
     def __init__(
@@ -62,9 +64,10 @@ class RolloutManager:
         weights: WeightSource,
         metrics: RolloutMetrics,
         models: Sequence[DeviceShare] = (),
+        retry: Retry | None = None,
     ):
         self.worker, self.engine, self.weights, self.metrics = worker, worker.engine, weights, metrics
-        self.weight_sync, self.in_background = weight_sync, worker.in_background
+        self.weight_sync, self.in_background, self.retry = weight_sync, worker.in_background, retry
         self.jobs: list[RolloutJob] = []  # started, and not yet collected whole
         self.sent_version = NO_WEIGHTS  # of the last sync; the same on every rank, even after an engine was lost
         self.device = ColocatedDevice(worker.engine, models, self._together, self._note_memory)
@@ -154,19 +157,20 @@ class RolloutManager:
     # ---- rollouts --------------------------------------------------------------------------------------------------
 
     def job(
-        self, prompts: Mapping[int, Prompt], sizes: Mapping[int, int], *, temperature: float | None = None
+        self, prompts: Mapping[int, Prompt], sizes: int | Mapping[int, int], *, temperature: float | None = None
     ) -> RolloutJob:
         """Return a job that holds this rank's prompts of one rollout. Not a collective.
 
         prompts: position in the rollout → prompt, for all ranks. Prompts are dealt to the ranks,
             and started, in this mapping's order.
-        sizes: position → the number of samples of its prompt.
+        sizes: position → the number of samples of its prompt; or one number for all.
         temperature: the temperature of sampling (0: greedy). None: ``rollout.temperature``.
 
         Nothing is generated before ``start``.
         """
         places = list(prompts)
         mine = [places[k] for k in self.worker.places(len(places))]
+        sizes = dict.fromkeys(prompts, sizes) if isinstance(sizes, int) else sizes
         return RolloutJob(prompts, mine, sizes, temperature=temperature)
 
     def start(self, job: RolloutJob) -> None:
@@ -184,11 +188,12 @@ class RolloutManager:
         places: positions in the rollout, among the groups of all ranks.
 
         If an engine is lost, the samples that it had not finished are requested again after the
-        engine has new weights. An error of one rank is raised on every rank.
+        engine has new weights. An error of one rank is raised on every rank. If configured, failed
+        samples are sampled again, except those of an evaluation.
         """
         mine = [place for place in places if place in job.mine]
         try:
-            return self._timed(lambda: self._collect(job, mine))
+            return self._timed(lambda: self._collect_and_retry(job, mine))
         except Exception:
             self.release(job)  # a caller that catches the error and goes on need not collect the job
             raise
@@ -241,6 +246,21 @@ class RolloutManager:
             if not any(lost):
                 return
             self._mend(lost)
+
+    def _collect_and_retry(self, job: RolloutJob, mine: Sequence[int]) -> None:
+        self._collect(job, mine)
+        if self.retry is not None and job.temperature is None:
+            self.retry(job, mine, self._sample_again)
+
+    def _sample_again(self, job: RolloutJob) -> None:
+        """Generate and score a job of retries. Engines that have slept, and so have no weights, get them first."""
+        if not self.in_background and any(collectives.gather_json(self.engine.weight_version == NO_WEIGHTS)):
+            self.sync_weights()
+        self.start(job)
+        try:
+            self._collect(job, job.mine)
+        finally:
+            self.release(job)
 
     def finish(self, job: RolloutJob) -> None:
         """Release a job whose groups were all collected, and add its counts to the run's metrics.
@@ -310,7 +330,7 @@ class RolloutManager:
         waited_s = self.metrics.waited_s
         self.settle()
         self.sync_weights()
-        job = self.job(prompts, dict.fromkeys(prompts, samples_per_prompt), temperature=temperature)
+        job = self.job(prompts, samples_per_prompt, temperature=temperature)
         self.start(job)
         self.collect(job, sorted(prompts))
         if temperature is not None:

@@ -1,6 +1,6 @@
 """Counts of the samples whose reward failed, a warning if they are many, and the run's end if all failed.
 
-Under ``reward.on_error`` drop or zero, a failed sample does not end the run. If the reward fails on
+Under ``reward.on_error`` drop, zero or retry_sample, a failed sample does not end the run. If the reward fails on
 every sample of a rollout, the run ends, because it can learn nothing.
 """
 

@@ -3,13 +3,13 @@
 Every rank knows all prompts of a rollout by their position in it. With n ranks that sample prompts,
 each takes every n-th prompt. All samples of a prompt (a group) stay on one rank. A job is one
 rank's groups of one rollout. One thread generates, job after job. Under
-``rollout.producer.straggler_share`` the next job begins beside the last groups of the job before.
-With reward workers a second thread scores. If configured, it scores finished groups while others
-are still generated. Reward functions of the rank's own process are called in its main thread, where
-signals work.
+``rollout.producer.straggler_share`` the next job begins beside the last groups of the job before. A
+job of retries may be generated beside others. With reward workers a second thread scores. If
+configured, it scores finished groups while others are still generated. Reward functions of the
+rank's own process are called in its main thread, where signals work.
 
 1. Every group of a job is stored once in ``rollouts`` and then once in ``scores``, even if engines
-   are lost in between.
+   are lost in between. A retry (retry.py) later replaces single samples of groups that are in both.
 2. A call of a reward function has groups of one job only. Each call but a job's last has at least
    ``min_groups`` / n groups.
 3. ``wait`` raises EngineError after ``run.deadline_s`` without progress: no group was generated or
@@ -103,6 +103,8 @@ class RolloutJob:
     ended_s: position → seconds from the job's creation until its group was generated. Groups that
         came from a checkpoint are absent.
     temperature: the temperature of sampling (0: greedy). None: ``rollout.temperature``.
+    beside: whether the job is generated at once, beside the jobs that were started before it.
+    num_replaced_tokens: the number of sampled tokens of samples that retries replaced.
     """
 
     def __init__(
@@ -112,9 +114,10 @@ class RolloutJob:
         sizes: Mapping[int, int],
         *,
         temperature: float | None = None,
+        beside: bool = False,
     ) -> None:
         self.prompts, self.mine, self.sizes = dict(prompts), tuple(mine), dict(sizes)
-        self.temperature = temperature
+        self.temperature, self.beside, self.num_replaced_tokens = temperature, beside, 0
         self.change = threading.Condition()
         self.rollouts: dict[int, list[Rollout]] = {}
         self.scores: dict[int, list[Score]] = {}
@@ -172,7 +175,7 @@ class RolloutJob:
 
     def num_tokens(self) -> int:
         """Return the number of tokens that the engine sampled."""
-        return sum(rollout.num_sampled for group in self.rollouts.values() for rollout in group)
+        return self.num_replaced_tokens + sum(x.num_sampled for group in self.rollouts.values() for x in group)
 
     def num_turns(self) -> int:
         """Return the number of the policy's turns, added over all samples."""
@@ -215,6 +218,7 @@ class RolloutWorker:
         self._jobs: queue.SimpleQueue[RolloutJob | None] = queue.SimpleQueue()
         self._to_score: queue.SimpleQueue[RolloutJob | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._thread_change = threading.Lock()
         self._closed = False
         self._progressed_at = time.monotonic()  # when a group was last generated or scored
         self.scored_here_s = 0.0  # total seconds of scoring in the main thread
@@ -232,15 +236,18 @@ class RolloutWorker:
         with job.change:
             job.lost = None
             job.generating = bool(job.missing)
-        if job.generating:
+        if job.generating and job.beside:
+            self._begin(lambda: self.generate(job), "rollouts")
+        elif job.generating:
             self._jobs.put(job)
         elif self._apart:
             self._to_score.put(job)
 
-    def _begin(self, loop: Callable[[], None], name: str) -> None:
-        thread = threading.Thread(target=loop, daemon=True, name=name)
-        self._threads.append(thread)
-        thread.start()
+    def _begin(self, act: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=act, daemon=True, name=name)
+        with self._thread_change:
+            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+            thread.start()
 
     def _generate_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -254,9 +261,7 @@ class RolloutWorker:
 
         The limit is the fraction ``straggler_share`` of the job's groups, but at least one group.
         """
-        thread = threading.Thread(target=self.generate, args=(job,), daemon=True, name="rollouts")
-        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
-        thread.start()
+        self._begin(lambda: self.generate(job), "rollouts")
         with job.change:
             most = max(1, int(self.config.straggler_share * len(job.mine)))
             while job.generating and len(job.missing) > most:

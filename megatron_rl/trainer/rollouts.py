@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.config import Config, DataConfig, EnvironmentConfig, RolloutConfig, WeightSyncConfig
@@ -28,6 +29,9 @@ from megatron_rl.rollout.scored_batch import GroupScorer, Scoring
 from megatron_rl.rollout.weight_source import AdapterWeights, PolicyWeights, WeightSource
 from megatron_rl.rollout.worker import RolloutWorker
 from megatron_rl.types import Rollout, Score
+
+if TYPE_CHECKING:
+    from megatron_rl.rollout.retry import SampleRetry
 
 TakeCounts = Callable[[], Mapping[str, int]]
 
@@ -103,6 +107,7 @@ def build_manager(
     engine, take_counts = _with_episodes(
         engine, config.rollout, config.environment, config.data, backend, tokenizer, watchdog
     )
+    retry = _retry_of(config, is_elsewhere=engine.is_elsewhere)
     # The worker that drives it, and the manager over all ranks.
     worker = RolloutWorker(
         engine,
@@ -119,11 +124,24 @@ def build_manager(
         metrics=RolloutMetrics(
             has_turns=config.plays_episodes,
             has_delta=config.weight_sync.delta,
-            take_counts=take_counts,
+            take_counts=take_counts if retry is None else lambda: {**take_counts(), **retry.take_counts()},
             read_engines=None if config.metrics.prometheus_port is None else engine.readings,
         ),
         models=models if shared else (),
+        retry=None if retry is None else retry.complete,
     )
+
+
+def _retry_of(config: Config, *, is_elsewhere: bool) -> SampleRetry | None:
+    """Return what samples failed samples again (``retry_sample``); None if that is not configured."""
+    reward, environment = config.reward.num_retries, config.environment.num_retries
+    if not reward and not environment:
+        return None
+    from megatron_rl.rollout.retry import SampleRetry
+
+    # An environment's engine runs one call at a time.
+    beside = is_elsewhere and config.environment.name is None
+    return SampleRetry(reward=reward, environment=environment, beside=beside)
 
 
 def _weight_source(settings: WeightSyncConfig, backend: MegatronBackend) -> WeightSource:

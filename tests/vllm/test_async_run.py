@@ -33,6 +33,19 @@ def test_streaming_without_staleness_is_the_synchronous_run(run, tmp_path, layou
 
 
 @pytest.mark.long
+def test_retries_in_parts_are_those_of_the_synchronous_run(run, tmp_path):
+    """A third of the completions fails. Engines sample these again beside the other groups of the rollout."""
+    failing = ("reward.functions=[tests.reward_functions:picky]", "reward.on_error=retry_sample")
+    base = (*AHEAD, *failing, "reward.max_retries=9", "rollout.producer.max_staleness_steps=0")
+    out = (tmp_path / "sync", tmp_path / "streaming")
+    for folder, mode in zip(out, ((), STREAMING), strict=True):
+        run(*mode, base=base, out=folder)
+    one, two = ([exact(row) for row in rows_of(folder)] for folder in out)
+    assert one == two and max(row.get("reward/retried", 0.0) for row in one) > 4
+    assert all(torch.equal(value, weights_of(out[1])[name]) for name, value in weights_of(out[0]).items())
+
+
+@pytest.mark.long
 def test_an_engine_that_dies_twice_while_it_works_ahead(run, tmp_path):
     """It is killed under a request by the second and by the third weights: what it owed is asked again."""
     given = (*STREAMING, "train.num_rollouts=5", "rollout.max_response_tokens=24")

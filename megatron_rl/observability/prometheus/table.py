@@ -99,6 +99,8 @@ TABLE = (
     Served("reward/excluded", "samples_excluded", "Samples that were taken out of their groups.", Kind.SUM),
     Served("reward/errors", "reward_errors", "Samples on which a reward function failed.", Kind.SUM),
     Served("reward/error_share", "reward_error_ratio", "Share of the last rollout's samples whose reward failed."),
+    Served("reward/retried", "samples_retried", "Failed samples that were sampled again.", Kind.SUM),
+    Served("reward/retry_failed", "samples_retry_failed", "Samples that failed in their last retry.", Kind.SUM),
     Served("reward/kl_penalty", "reward_kl_penalty", "Mean KL penalty in the last rollout's rewards."),
     Served("reward/overlong_penalty", "reward_overlong_penalty", "Mean overlong penalty of the last rollout."),
     Served("distillation/reverse_kl", "distillation_reverse_kl_nats", "Mean log-ratio of policy and teacher."),

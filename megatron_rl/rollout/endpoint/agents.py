@@ -336,9 +336,9 @@ class AgentEngine(EngineAround):
         if reason is not None:
             message = f"agent {self._config.agent!r} failed on sample {session.name}"
             if self._on_error == "fail":
-                raise EpisodeError(f"{message}; mend it, or set environment.on_error=drop:\n{reason}")
+                raise EpisodeError(f"{message}; mend it, or set environment.on_error=drop or retry_sample:\n{reason}")
             last = (reason.strip().splitlines() or ["?"])[-1]
-            log.warning("%s, which is taken out of its group: %s", message, last)
+            log.warning("%s, and environment.on_error=%s goes on: %s", message, self._on_error, last)
             message = f"{message}: {reason}"
         episode.rollout = session.rollout(
             self._rendering, message, version=self.engine.weight_version, filler=self._filler

@@ -62,8 +62,9 @@ class Engine(Protocol):
     """Samples completions from the trainer's weights. One owner calls it, with one call at a time.
 
     There are two exceptions. Under ``weight_sync.in_flight`` one thread may generate while another
-    thread makes the other calls. With ``rollout.producer.straggler_share`` several threads may
-    generate, each in its own call.
+    thread makes the other calls. With ``rollout.producer.straggler_share``, or under
+    ``reward.on_error=retry_sample`` if ``is_elsewhere``, several threads may generate, each in its
+    own call.
 
     Tokens that were sampled before a ``load_weights`` keep their version. Later tokens of the same
     sample carry the new version. Before the first of these, the sample's keys and values are

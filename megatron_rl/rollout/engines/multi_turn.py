@@ -275,10 +275,11 @@ class MultiTurnEngine(EngineAround):
             return result
         message = f"environment {self._config.name!r} failed on sample {episode.name}, {call}"
         if self._config.on_error == "fail":
-            raise EpisodeError(f"{message}; mend it, or set environment.on_error=drop:\n{reason}")
+            raise EpisodeError(f"{message}; mend it, or set environment.on_error=drop or retry_sample:\n{reason}")
         log.warning(
-            "%s, which is taken out of its group: %s",
+            "%s, and environment.on_error=%s goes on: %s",
             message,
+            self._config.on_error,
             reason.strip().splitlines()[-1] if reason.strip() else reason,
         )
         episode.finish_reason, episode.why_excluded = "stop", f"{message}: {reason}"
