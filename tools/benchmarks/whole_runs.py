@@ -1,10 +1,12 @@
 """Runs an example several ways and seeds, and compares what each needs to the same held-out score.
 
     python tools/benchmarks/whole_runs.py --example smollm2 --ways today rloo adaptive --seeds 0 1 2 --out runs/whole
+    PREPARE="--test-rows 40" python tools/benchmarks/whole_runs.py --out runs/quick eval.every_rollouts=10 \\
+        eval.path={run_dir}/inputs/test.jsonl eval.samples_per_prompt=8 eval.temperature=1
 
 A way is a set of settings; the ways of a seed run one after the other, each as a user starts it. For each run: rollout
 tokens, seconds of rollouts and weights, seconds of steps, the last held-out score, and the same to the first evaluation
-whose score is at least --target. Evaluations are not counted. A run whose folder in --out is whole is not run again, so
+whose score is at least --target. Evaluations are not counted. The example's own variables, such as PREPARE, go along. A run whose folder in --out is whole is not run again, so
 a call that was ended goes on. Ratios are of the first way named to each other, seed by seed, then their median.
 
 ways: `today` is the example as it is; `rloo` has the unbiased estimator alone; `adaptive` adds adaptive group sizes to
@@ -50,7 +52,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", type=float, help="held-out score; default: the lowest last score of all runs")
     parser.add_argument("--timeout", type=float, default=7200, metavar="S", help="of one run")
     parser.add_argument("--json", type=pathlib.Path, help="also write what is printed there")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings of every way")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="of every way; {run_dir} is the run's"
+    )
     return parser.parse_args(arguments)
 
 
@@ -62,7 +66,8 @@ def run(given: argparse.Namespace, way: str, seed: int) -> pathlib.Path:
     """Return the folder of a run, which is made unless it is whole."""
     folder = given.out / f"{way}-{seed}"
     if not (folder / "whole").exists():
-        command = ["bash", f"examples/{given.example}/run.sh", f"run.seed={seed}", *given.overrides, *WAYS[way]]
+        own = [setting.replace("{run_dir}", str(folder.resolve())) for setting in given.overrides]
+        command = ["bash", f"examples/{given.example}/run.sh", f"run.seed={seed}", *own, *WAYS[way]]
         environment = os.environ | {"RUN_DIR": str(folder.resolve())}
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "output.txt").open("w") as output:
