@@ -6,8 +6,9 @@
 
 A way is a set of settings; the ways of a seed run one after the other, each as a user starts it. For each run: rollout
 tokens, seconds of rollouts and weights, seconds of steps, the last held-out score, and the same to the first evaluation
-whose score is at least --target. Evaluations are not counted. The example's own variables, such as PREPARE, go along. A run whose folder in --out is whole is not run again, so
-a call that was ended goes on. Ratios are of the first way named to each other, seed by seed, then their median.
+whose score is at least --target. Evaluations are not counted. The example's own variables, such as PREPARE, go along.
+A run whose folder in --out is whole is not run again, so a call that was ended goes on. Ratios are of the first way
+named to each other, seed by seed, then their median.
 
 ways: `today` is the example as it is; `rloo` has the unbiased estimator alone; `adaptive` adds adaptive group sizes to
 it; `speculation` adds drafts from earlier answers to `today`; `both` is adaptive and speculation.
