@@ -18,7 +18,8 @@ class RewardConfig:
     The total falls linearly by `reward.overlong_penalty` over the last
     `reward.overlong_buffer_tokens` tokens before `rollout.max_response_tokens` (DAPO, eq. 13;
     docs/semantics.md#overlong-responses). If `reward.on_error: drop` takes a sample out of its
-    group, the group's statistics do not count it.
+    group, the group's statistics do not count it. `reward.decided` ends samples early
+    (docs/semantics.md#early-ends).
     """
 
     functions: tuple[str, ...] = ()
@@ -45,10 +46,19 @@ class RewardConfig:
     """Number of tokens before `rollout.max_response_tokens` over which the total reward falls linearly; 0: none."""
     overlong_penalty: Annotated[float, Range(0, 10**6)] = 1.0
     """Reward that is subtracted from a response of `rollout.max_response_tokens` tokens."""
+    decided: str | None = None
+    """Your `module:function` that ends a sample once its reward is fixed (docs/your-own.md#early-ends); null: none."""
+    decided_every_tokens: Annotated[int, Range(1, 10**6)] = 16
+    """After every this many tokens of a sample `reward.decided` is asked."""
 
     def __post_init__(self) -> None:
         choose("reward.on_error", self.on_error, ("fail", "drop", "zero"))
         choose("reward.completions", self.completions, ("text", "messages"))
+        if self.decided is not None and not self.functions:
+            raise ConfigError(
+                f"reward.decided={quoted(self.decided, 300)} says when the reward is fixed, and reward.functions is "
+                "empty; name a reward function, or set reward.decided=null"
+            )
         if self.weights and len(self.weights) != len(self.functions):
             raise ConfigError(
                 f"reward.weights has {len(self.weights)} numbers and reward.functions {len(self.functions)} names; "

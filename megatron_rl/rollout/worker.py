@@ -176,9 +176,9 @@ class RolloutJob:
         """Return the number of the policy's turns, added over all samples."""
         return sum(rollout.num_turns for group in self.rollouts.values() for rollout in group)
 
-    def num_truncated(self) -> int:
-        """Return the number of samples that were cut off at their maximum of tokens."""
-        return sum(rollout.finish_reason == "length" for group in self.rollouts.values() for rollout in group)
+    def num_ended_by(self, reason: str) -> int:
+        """Return the number of samples of a ``Rollout.finish_reason``, such as "length" for those cut off."""
+        return sum(rollout.finish_reason == reason for group in self.rollouts.values() for rollout in group)
 
     def num_samples(self) -> int:
         return sum(len(group) for group in self.rollouts.values())

@@ -34,7 +34,7 @@ import numpy as np
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.engines.replica import UPDATING, Completion, GenerateRequest, Replica, ReplicaLost
 
-FINISHED = ("stop", "length")  # with any other finish_reason the engine aborted the sample
+FINISHED = ("stop", "length", "decided")  # with any other finish_reason the engine aborted the sample
 DEFECTS_ALLOWED = 1  # wrong answers to a request: one may be chance, but two end the run
 
 

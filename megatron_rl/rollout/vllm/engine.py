@@ -8,6 +8,8 @@ Transformers engine gives them at ``rollout.temperature``. Nothing trains on gre
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import logging
 import math
@@ -41,6 +43,8 @@ from megatron_rl.types import Prompt, Rollout
 
 if TYPE_CHECKING:
     from megatron_rl.observability.prometheus.live import EngineReading
+    from megatron_rl.rollout.engines.early_end import EarlyEnd
+    from megatron_rl.rollout.vllm.early_ends import EarlyEnds
 
 log = logging.getLogger(__name__)
 PROBE_S = 0.6  # seconds to try a lost server, while other servers do its work
@@ -81,6 +85,7 @@ class VllmEngine:
     """
 
     is_elsewhere = True
+    early_end: EarlyEnd | None = None
 
     def __init__(
         self,
@@ -317,15 +322,30 @@ class VllmEngine:
         ]
         prompt_indices = {request.request_id: index for index, request in enumerate(requests)}
         rollouts: dict[int, list[Rollout]] = {}
+        ends = None if temperature is not None else self._early_ends(requests, prompts)
 
         def finish(request_id: str, completions: Sequence[Completion]) -> None:
             index = prompt_indices[request_id]
+            if ends is not None:
+                completions = ends.cut(request_id, completions)
             rollouts[index] = self._answers.rollouts(prompts[index], completions, samples_per_prompt, self._stop_ids)
             if on_finished is not None:
                 on_finished(index, rollouts[index])
 
-        self._run(call, requests, finish, rollouts)
+        if ends is None:
+            self._run(call, requests, finish, rollouts)
+        else:
+            with contextlib.closing(ends):
+                self._run(call, [dataclasses.replace(x, watch=ends) for x in requests], finish, rollouts)
         return [rollout for index in range(len(prompts)) for rollout in rollouts[index]]
+
+    def _early_ends(self, requests: Sequence[GenerateRequest], prompts: Sequence[Prompt]) -> EarlyEnds | None:
+        """Return the object that ends the samples of a call early; None if they end by themselves."""
+        if self.early_end is None or not prompts:
+            return None
+        from megatron_rl.rollout.vllm.early_ends import EarlyEnds
+
+        return EarlyEnds(self.early_end, {x.request_id: y for x, y in zip(requests, prompts, strict=True)})
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         call = self._begin(bool(requests))
