@@ -178,7 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run", type=pathlib.Path, help="the folder of the run whose rollouts are replayed")
     parser.add_argument("--last", type=int, metavar="N", help="replay the N latest saved rollouts alone")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="replace settings of RUN/config.yaml")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
         if options.last is not None and options.last < 1:
             raise ConfigError(f"--last={options.last} must be at least 1")

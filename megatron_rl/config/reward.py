@@ -54,11 +54,6 @@ class RewardConfig:
     def __post_init__(self) -> None:
         choose("reward.on_error", self.on_error, ("fail", "drop", "zero"))
         choose("reward.completions", self.completions, ("text", "messages"))
-        if self.decided is not None and not self.functions:
-            raise ConfigError(
-                f"reward.decided={quoted(self.decided, 300)} says when the reward is fixed, and reward.functions is "
-                "empty; name a reward function, or set reward.decided=null"
-            )
         if self.weights and len(self.weights) != len(self.functions):
             raise ConfigError(
                 f"reward.weights has {len(self.weights)} numbers and reward.functions {len(self.functions)} names; "

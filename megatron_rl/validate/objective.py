@@ -259,6 +259,7 @@ def early_ends(reward: RewardConfig, rollout: RolloutConfig, mask_truncated: boo
     by_length = "depends on a sample's whole length, so that no beginning of it decides that"
     # (the setting, whether it rules early ends out, the reason, the way out)
     ruled_out = (
+        ("reward.functions=[]", not reward.functions, "there is no reward to be fixed", "name a reward function"),
         (
             f"reward.overlong_buffer_tokens={reward.overlong_buffer_tokens}",
             reward.overlong_buffer_tokens > 0,

@@ -8,6 +8,7 @@ depend on the threads' speed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import queue
 import threading
@@ -63,12 +64,14 @@ class EarlyEnds:
     def _look_on(self) -> None:
         while (message := self._told.get()) is not None:
             engine, request_id, sample, start, token_ids = message
+            error: BaseException | None = None
             try:
-                if self._look(engine, request_id, sample, start, token_ids):
-                    engine.end_sample(request_id, sample)
-            except ReplicaLost:
-                continue  # the dispatcher sends the request again
-            except BaseException as error:  # noqa: BLE001 (the call of generate raises it)
+                with contextlib.suppress(ReplicaLost):  # the dispatcher sends the request again
+                    if self._look(engine, request_id, sample, start, token_ids):
+                        engine.end_sample(request_id, sample)
+            except BaseException as caught:  # noqa: BLE001 (the call of generate raises it)
+                error = caught
+            if error is not None:
                 engine.fail(request_id, error)
 
     def _look(self, engine: Watched, request_id: str, sample: int, start: int, token_ids: list[int]) -> bool:

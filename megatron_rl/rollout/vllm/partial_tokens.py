@@ -7,8 +7,14 @@ every unfinished sample's tokens so far. Nothing is told of a sample that has en
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from vllm import LLMEngine
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 Send = Callable[[Mapping[str, object], Mapping[str, np.ndarray]], None]
 
@@ -16,11 +22,11 @@ Send = Callable[[Mapping[str, object], Mapping[str, np.ndarray]], None]
 class PartialTokens:
     """Tells a rank the tokens of the samples that it watches, a whole number of ``every`` tokens at a time.
 
-    engine: vLLM's LLMEngine.
+    engine: the process's engine.
     send: sends a message, a header and arrays, to the rank.
     """
 
-    def __init__(self, engine, send: Send) -> None:
+    def __init__(self, engine: LLMEngine, send: Send) -> None:
         self._engine, self._send = engine, send
         self._every: dict[str, int] = {}  # request → after how many further tokens its samples are told
         self._told: dict[str, int] = {}  # a sample's id in the engine → how many of its tokens were told
@@ -39,38 +45,56 @@ class PartialTokens:
         if not self._every:
             return
         told, self._told = self._told, {}
-        for state in self._running():
-            if (every := self._every.get(request := _request_of(state))) is None:
-                continue
-            start, token_ids = told.get(state.request_id, 0), state.detokenizer.output_token_ids
-            end = max(start, len(token_ids) // every * every)
-            self._told[state.request_id] = end
-            if end > start:
-                header = {"kind": "tokens", "request_id": request, "sample": state.request_index, "start": start}
-                self._send(header, {"token_ids": np.asarray(token_ids[start:end], dtype=np.int64)})
+        for state in _running(self._engine.output_processor):
+            if (every := self._every.get(request := _request_of(state))) is not None:
+                self._told[state.request_id] = self._tell(state, request, every, told.get(state.request_id, 0))
 
-    def end(self, request_id: str, sample: int):
+    def _tell(self, state: RequestState, request: str, every: int, start: int) -> int:
+        """Send a sample's tokens from ``start`` on, if they are enough; return how many were sent in all."""
+        token_ids = state.detokenizer.output_token_ids
+        end = max(start, len(token_ids) // every * every)
+        if end > start:
+            header = {"kind": "tokens", "request_id": request, "sample": state.request_index, "start": start}
+            self._send(header, {"token_ids": np.asarray(token_ids[start:end], dtype=np.int64)})
+        return end
+
+    def end(self, request_id: str, sample: int) -> RequestOutput | None:
         """End one running sample of a request. Do nothing if the sample or the request has ended already.
 
         Returns vLLM's output of the request if this was its last running sample, else None.
         """
-        from vllm.v1.engine import FinishReason
-
-        for state in self._running():
+        for state in _running(self._engine.output_processor):
             if _request_of(state) == request_id and state.request_index == sample:
                 self._ended[request_id].add(sample)
-                # The state must give its output before the abort, which drops it and counts no child as done.
-                output = state.make_request_output([], None, FinishReason.ABORT, None)
+                output = _last_output(state)
                 self._engine.abort_request([state.request_id], internal=True)
                 if output is not None and state.parent_req is not None:
-                    self._engine.output_processor.parent_requests.pop(state.parent_req.request_id, None)
+                    _drop_parent(self._engine.output_processor, state)
                 return output
         return None
 
-    def _running(self) -> list:
-        return list(self._engine.output_processor.request_states.values())
+
+def _running(processor: OutputProcessor) -> list[RequestState]:
+    return list(processor.request_states.values())
 
 
-def _request_of(state) -> str:
+def _request_of(state: RequestState) -> str:
     """Return the id that the rank gave the request of a sample's state."""
-    return (state.parent_req or state).external_req_id
+    return state.external_req_id if state.parent_req is None else state.parent_req.external_req_id
+
+
+def _last_output(state: RequestState) -> RequestOutput | None:
+    """Count a sample as ended; return the output of its request if no other sample of it runs.
+
+    It comes before the abort, which drops the sample's state and does not count it as ended.
+    """
+    from vllm.v1.engine import FinishReason
+
+    return state.make_request_output(
+        new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
+    )
+
+
+def _drop_parent(processor: OutputProcessor, state: RequestState) -> None:
+    """Forget a request of several samples, all of which have ended. The abort of its last sample leaves it."""
+    processor.parent_requests.pop(state.parent_req.request_id, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pathlib
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -171,6 +172,23 @@ def test_a_parameter_without_default_is_a_column_of_every_row() -> None:
     assert "is asked after every 16 tokens" in reward.recognised[-1]
 
 
+def test_the_pages_example_keeps_the_contract() -> None:
+    """Every beginning that docs/your-own.md's function calls decided has the score of the whole text."""
+    page = (pathlib.Path(__file__).parents[3] / "docs" / "your-own.md").read_text(encoding="utf-8")
+    own: dict = {}
+    exec(re.findall(r"```python\n(.*?)```", page.partition("## Early ends")[2], re.DOTALL)[0], own)
+    parts, decided, scores = ("Answer:", " 7", " 42", "\n", "\nAnswer: 7", "so"), 0, set()
+    for chosen in itertools.chain(*(itertools.product(parts, repeat=n) for n in range(1, 6))):
+        texts = ["".join(chosen[:n]) for n in range(1, len(chosen) + 1)]
+        *beginnings, whole = own["score"](None, texts, None, ["7"] * len(texts))
+        scores.add(whole)
+        for text, score in zip(texts, beginnings, strict=False):
+            if own["decided"]("", text, [], answer="7"):
+                assert score == whole, (text, texts[-1])
+                decided += 1
+    assert decided > 1000 and scores == {0.0, 1.0}
+
+
 # ---- what early ends cannot be combined with, and what they change -----------------------------------------------
 
 GIVEN = ["reward.functions=[arithmetic]", f"reward.decided={HERE}:if_even", "loss.reduction=token_sum"]
@@ -178,7 +196,7 @@ GIVEN = ["reward.functions=[arithmetic]", f"reward.decided={HERE}:if_even", "los
 
 @pytest.mark.parametrize("setting", [
     "reward.overlong_buffer_tokens=8", "loss.mask_truncated=true", "rollout.servers=[http://a:1]",
-    "environment.name=calculator", "rollout.bitwise=true",
+    "environment.name=calculator", "rollout.bitwise=true", "reward.functions=[]",
 ])
 def test_what_early_ends_cannot_be_combined_with_is_refused_by_name(setting: str) -> None:
     validate_config(load_config(None, GIVEN), objective.early_ends)
