@@ -10,7 +10,10 @@ import pytest
 from megatron_rl.errors import RewardError
 from megatron_rl.rollout.vllm import early_ends
 from megatron_rl.types import Prompt
-from tests.vllm.rig import LOGPROB_TOLERANCE, Bench, make_prompts
+from tests.runs.command import rows_of
+from tests.vllm.calls import LONG, Call, lengths_of, spans
+from tests.vllm.rig import LOGPROB_TOLERANCE, Bench, make_prompts, running
+from tests.vllm.served import GAP
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
 
@@ -80,3 +83,45 @@ def test_an_error_of_the_function_ends_the_call_and_the_engine_serves_on(long: B
         long.engine.generate(PROMPTS, SAMPLES)
     long.engine.early_end = None
     assert long.engine.lost == [] and {len(x.response_ids) for x in long.engine.generate(PROMPTS, 1)} == {MOST}
+
+
+class SecondsEndAt48:
+    """Ends the second sample of each prompt after 48 tokens."""
+
+    every_tokens = 16
+
+    def ends(self, prompt: Prompt, sample_index: int, token_ids) -> bool:
+        return sample_index == 1 and len(token_ids) == 48
+
+
+@pytest.mark.long(seconds=60)
+def test_tokens_before_an_end_are_of_the_weights_that_their_span_names(inputs, tmp_path) -> None:
+    """The weights change twice while samples run and end early; nothing is lost, and the others have their lengths."""
+    with running(inputs, tmp_path, "qwen2", *LONG, "rollout.vllm={max_num_seqs: 4}") as bench:
+        bench.engine._stop_ids, bench.engine.early_end = (), SecondsEndAt48()
+        versions, call = {bench.load(1): 1}, Call(bench)
+        for seed in (2, 3):
+            call.wait_for_the_middle()
+            versions[bench.load(seed)] = seed
+        rollouts = call.result()
+        wanted = [(n, "length") if first else (48, "decided") for n in lengths_of(call.prompts) for first in (1, 0)]
+        assert [(len(x.response_ids), x.finish_reason) for x in rollouts] == wanted
+        mixed = [x for x in rollouts if x.finish_reason == "decided" and len(x.weight_versions) > 1]
+        assert mixed and {version for x in rollouts for version, _ in x.weight_versions} == set(versions)
+        for version, seed in versions.items():
+            bench.weights(seed)
+            for rollout in [*mixed, *rollouts[1::4]]:
+                gap = bench.gap(rollout)
+                assert len(gap) == sum(count for _, count in rollout.weight_versions) == 48
+                found = [gap[tokens].max() for named, tokens in spans(rollout) if named == version]
+                assert max(found, default=0.0) < LOGPROB_TOLERANCE
+
+
+@pytest.mark.long(seconds=60)
+def test_a_runs_gap_is_that_of_whole_samples(run, tmp_path) -> None:
+    decided = ("reward.functions=[tests.decided_functions:has_three]", "reward.decided_every_tokens=1",
+               "reward.decided=tests.decided_functions:three_is_there")  # fmt: skip
+    run(*decided)
+    first = [row for row in rows_of(tmp_path) if "rollout/decided_share" in row]
+    assert len(first) == 2 and all(0 < row["rollout/decided_share"] < 1 for row in first)
+    assert max(row["train/logprob_gap_max"] for row in first) < GAP
