@@ -75,8 +75,8 @@ class Rollout:
     logprobs:       [T] float32, log-probs under the engine's policy at the sampling temperature;
                     0.0 at tokens that the policy did not sample.
     text:           the whole response as text, without special tokens.
-    finish_reason:  "stop" (a stop token or the episode's own end) or "length"
-                    (``rollout.max_response_tokens``).
+    finish_reason:  "stop" (a stop token or the episode's own end), "length"
+                    (``rollout.max_response_tokens``) or "decided" (``reward.decided``).
     weight_versions: pairs (version of the trainer's weights, number of consecutive tokens that they
         sampled), in the order of the tokens. An environment's tokens count with the turn before
         them.

@@ -53,6 +53,9 @@ VERBS = {
         does="Try a loss or an estimator of your own against its contract.",
         module="megatron_rl.commands.check_own_parts",
     ),
+    "check-decided": Verb(
+        does="Replay a run's rollouts to check reward.decided.", module="megatron_rl.commands.check_decided"
+    ),
     "simulate": Verb(does="Predict times, memory and gain on N nodes.", module="megatron_rl.simulator"),
     "doctor": Verb(does="Find faults of this installation and their mends.", module="megatron_rl.doctor"),
 }

@@ -20,6 +20,7 @@ class RewardConfig:
     docs/semantics.md#overlong-responses). If `reward.on_error: drop` takes a sample out of its
     group, the group's statistics do not count it. Under `retry_sample` a failed sample is sampled
     again instead, so that the group keeps its size (docs/semantics.md#failed-samples).
+    `reward.decided` ends samples early (docs/semantics.md#early-ends).
     """
 
     functions: tuple[str, ...] = ()
@@ -48,6 +49,10 @@ class RewardConfig:
     """Number of tokens before `rollout.max_response_tokens` over which the total reward falls linearly; 0: none."""
     overlong_penalty: Annotated[float, Range(0, 10**6)] = 1.0
     """Reward that is subtracted from a response of `rollout.max_response_tokens` tokens."""
+    decided: str | None = None
+    """Your `module:function` that ends a sample once its reward is fixed (docs/your-own.md#early-ends); null: none."""
+    decided_every_tokens: Annotated[int, Range(1, 10**6)] = 16
+    """After every this many tokens of a sample `reward.decided` is asked."""
 
     def __post_init__(self) -> None:
         choose("reward.on_error", self.on_error, ("fail", "drop", "zero", "retry_sample"))

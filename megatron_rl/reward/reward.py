@@ -159,6 +159,24 @@ class Reward:
         parameters = {name: needed_parameters(function) for name, function in self._functions.items()}
         parameters |= self.pool.needed_parameters if self.pool else {}
         self.required_columns = required_columns({name: parameters[name] for name in called})
+        if config.decided is not None:
+            self._check_decided(config, import_s)
+
+    def _check_decided(self, config: RewardConfig, import_s: float | None) -> None:
+        """Resolve ``reward.decided``, and require its columns. If it cannot be called, end the workers and raise."""
+        from megatron_rl.reward.decided import resolve_decided
+
+        try:
+            with time_limit("the import of reward.decided", import_s):
+                _, needed = resolve_decided(config.decided)
+        except ConfigError:
+            self.close()
+            raise
+        known = {column.name for column in self.required_columns}
+        self.required_columns += [column for column in needed if column.name not in known]
+        self.recognised += [
+            f"reward.decided={config.decided!r} is asked after every {config.decided_every_tokens} tokens of a sample"
+        ]
 
     @property
     def runs_apart(self) -> bool:

@@ -20,9 +20,10 @@ from megatron_rl.distributed.platform import HOST
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.colocation import ColocatedDevice, DeviceOwner, DeviceShare
 from megatron_rl.rollout.engines.engine import NO_WEIGHTS
+from megatron_rl.rollout.job import RolloutJob
 from megatron_rl.rollout.rollout_metrics import RolloutMetrics
 from megatron_rl.rollout.weight_source import WeightSource
-from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
+from megatron_rl.rollout.worker import RolloutWorker
 from megatron_rl.types import Prompt
 
 log = logging.getLogger(__name__)

@@ -27,13 +27,12 @@ from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.observability.timer import StepTimer
 from megatron_rl.rollout.groups.parts import GroupParts
 from megatron_rl.rollout.groups.selection import Selection
+from megatron_rl.rollout.job import RolloutJob
 from megatron_rl.rollout.manager import RolloutManager
-from megatron_rl.rollout.reward_errors import count_errors, gather_errors, judge_errors
-from megatron_rl.rollout.reward_metrics import reward_metrics
+from megatron_rl.rollout.reward_metrics import count_errors, gather_errors, judge_errors, reward_metrics
 from megatron_rl.rollout.scored_batch import GroupScorer, ScoredBatch
 from megatron_rl.rollout.staleness import Start, may_start
 from megatron_rl.rollout.training_batch import LogProbPass, TrainingBatch, merge_passes
-from megatron_rl.rollout.worker import RolloutJob
 from megatron_rl.types import Prompt
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 
 from megatron_rl.distributed import collectives
-from megatron_rl.rollout.worker import RolloutJob
+from megatron_rl.rollout.job import RolloutJob
 from megatron_rl.types import Rollout, Score
 
 log = logging.getLogger(__name__)

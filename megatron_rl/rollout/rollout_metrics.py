@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_rl.rollout.worker import RolloutJob
+from megatron_rl.rollout.job import RolloutJob
 
 if TYPE_CHECKING:
     from megatron_rl.observability.prometheus.live import EngineReading
@@ -20,6 +20,7 @@ class RolloutMetrics:
     """Adds up counts, bytes and seconds of rollouts and of weight syncs.
 
     has_turns: whether samples may have several turns, so that turns are counted.
+    ends_early: whether samples may end early (``reward.decided``), so that these are counted.
     has_delta: whether a sync may send only the weights that changed.
     take_counts: a callable that returns metric name → count on this rank since its last call. The
         counts are added up over ranks and jobs.
@@ -32,14 +33,16 @@ class RolloutMetrics:
         *,
         has_turns: bool,
         has_delta: bool,
+        ends_early: bool = False,
         take_counts: Callable[[], Mapping[str, int]] = dict,
         read_engines: Callable[[], Sequence[EngineReading]] | None = None,
     ) -> None:
         self._has_turns, self._has_delta, self._take_counts = has_turns, has_delta, take_counts
+        self._ends_early = ends_early
         self._read_engines = read_engines
         self.engines: Sequence[Sequence[Mapping[str, object]]] = ()  # readings [rank][engine], at the last job's end
         self._values: dict[str, float] = {}
-        self._turns = self._samples = self._truncated = 0  # of the jobs noted since ``take``
+        self._turns = self._samples = self._truncated = self._decided = 0  # of the jobs noted since ``take``
         self.waited_s = 0.0  # seconds of waiting for weights and rollouts since ``take``
         self._last_end = time.perf_counter()  # when ``take`` was last called
         self.totals = {
@@ -83,7 +86,8 @@ class RolloutMetrics:
             "generation_s": job.generation_s,
             "turns": job.num_turns(),
             "samples": job.num_samples(),
-            "truncated": job.num_truncated(),
+            "truncated": job.num_ended_by("length"),
+            "decided": job.num_ended_by("decided"),
             "ended_s": list(job.ended_s.values()),
             "further": dict(self._take_counts()),
             "engines": [] if self._read_engines is None else [dataclasses.asdict(x) for x in self._read_engines()],
@@ -101,8 +105,11 @@ class RolloutMetrics:
         self._turns += sum(rank["turns"] for rank in ranks)
         self._samples += sum(rank["samples"] for rank in ranks)
         self._truncated += sum(rank["truncated"] for rank in ranks)
+        self._decided += sum(rank["decided"] for rank in ranks)
         if self._has_turns:
             self._values["rollout/turns_mean"] = self._turns / max(1, self._samples)
+        if self._ends_early:
+            self._values["rollout/decided_share"] = self._decided / max(1, self._samples)
         self._values |= {
             "rollout/truncated_share": self._truncated / max(1, self._samples),
             "perf/rollout_tokens_per_second": tokens / max(seconds, 1e-9),
@@ -116,7 +123,7 @@ class RolloutMetrics:
     def take(self) -> dict[str, float]:
         """Return metric name → value since the last call, and reset the metrics."""
         values, self._values = self._values, {}
-        self._turns = self._samples = self._truncated = 0
+        self._turns = self._samples = self._truncated = self._decided = 0
         self.totals["tokens"] += values.get("rollout/tokens", 0.0)
         self.totals["generation_s"] += values.get("perf/rollout_generation_s", 0.0)
         self.waited_s, self._last_end = 0.0, time.perf_counter()

@@ -13,7 +13,7 @@ from megatron_rl.backend import batch_exchange
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.backend.batch import Batch
 from megatron_rl.config import AdvantageConfig, LossConfig, RewardConfig, RolloutConfig
-from megatron_rl.rollout.worker import Group
+from megatron_rl.rollout.job import Group
 from megatron_rl.types import BatchFacts
 
 

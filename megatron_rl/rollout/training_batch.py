@@ -10,8 +10,8 @@ import numpy as np
 from megatron_rl.backend.backend import LogProbs
 from megatron_rl.backend.batch import Batch
 from megatron_rl.observability.metrics import add_sums
+from megatron_rl.rollout.job import Group
 from megatron_rl.rollout.scored_batch import ScoredBatch
-from megatron_rl.rollout.worker import Group
 from megatron_rl.types import BatchFacts, Prompt
 
 

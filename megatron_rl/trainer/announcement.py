@@ -54,8 +54,7 @@ def announce(
         log.info("layers of each pipeline stage: %s (%s)", ", ".join(map(str, shape.stage_layers)), chosen)
     # Settings whose effects may surprise.
     announce_gpu(config.model.dtype)
-    for sentence in reward.recognised if reward is not None else ():
-        log.info("%s", sentence)
+    _announce_rewards(config, reward)
     refusal = sharing_refusal(config.parallel, config.megatron, shape.layer_spec)
     if config.plan.share_prompts is None and refusal:
         log.info("plan.share_prompts=null: prompts are not shared, since %s", refusal)
@@ -81,6 +80,17 @@ def announce(
         )
     if config.advantage.whiten == "center_and_scale" and config.advantage.estimator in ("reinforce_plus_plus", "gdpo"):
         log.warning("advantage.whiten=center_and_scale moves every group off zero: nothing will be dropped")
+
+
+def _announce_rewards(config: Config, reward: Reward | None) -> None:
+    """Log how the user's functions are called; warn of settings under which early ends change the expected gradient."""
+    for sentence in reward.recognised if reward is not None else ():
+        log.info("%s", sentence)
+    if config.reward.decided is not None:
+        from megatron_rl.algorithm.early_ends import changed_terms
+
+        for term in changed_terms(config):
+            log.warning("reward.decided ends samples early, which changes the expected gradient under %s", term)
 
 
 def _announce_asked_again(train: TrainConfig, num_prompts: int) -> None:

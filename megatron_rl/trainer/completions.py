@@ -14,8 +14,8 @@ import numpy as np
 
 from megatron_rl.config import MetricsConfig
 from megatron_rl.observability.completions import TRAIN, Completion, best_to_worst, of_rollout, share_of_groups
+from megatron_rl.rollout.job import Group
 from megatron_rl.rollout.training_batch import TrainingBatch
-from megatron_rl.rollout.worker import Group
 from megatron_rl.trainer.advantages.source import AdvantageResult
 from megatron_rl.trainer.records import Record
 

@@ -26,9 +26,9 @@ from megatron_rl.data.rows import load_rows
 from megatron_rl.distributed import collectives
 from megatron_rl.errors import ConfigError
 from megatron_rl.observability.completions import Completion
+from megatron_rl.rollout.job import Group, RolloutJob
 from megatron_rl.rollout.manager import RolloutManager
-from megatron_rl.rollout.reward_errors import RewardErrors, count_errors, gather_errors, judge_errors
-from megatron_rl.rollout.worker import Group, RolloutJob
+from megatron_rl.rollout.reward_metrics import RewardErrors, count_errors, gather_errors, judge_errors
 from megatron_rl.trainer.completions import completion_rules, of_evaluation
 from megatron_rl.types import Prompt
 

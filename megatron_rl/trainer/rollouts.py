@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_rl.backend.backend import MegatronBackend
-from megatron_rl.config import Config, DataConfig, EnvironmentConfig, RolloutConfig, WeightSyncConfig
+from megatron_rl.config import Config, DataConfig, EnvironmentConfig, RewardConfig, RolloutConfig, WeightSyncConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
@@ -31,6 +31,7 @@ from megatron_rl.rollout.worker import RolloutWorker
 from megatron_rl.types import Rollout, Score
 
 if TYPE_CHECKING:
+    from megatron_rl.rollout.engines.early_end import EarlyEnd
     from megatron_rl.rollout.retry import SampleRetry
 
 TakeCounts = Callable[[], Mapping[str, int]]
@@ -107,6 +108,8 @@ def build_manager(
     engine, take_counts = _with_episodes(
         engine, config.rollout, config.environment, config.data, backend, tokenizer, watchdog
     )
+    if config.reward.decided is not None:
+        engine.early_end = _early_end(config.reward, tokenizer, watchdog)
     retry = _retry_of(config, is_elsewhere=engine.is_elsewhere)
     # The worker that drives it, and the manager over all ranks.
     worker = RolloutWorker(
@@ -124,6 +127,7 @@ def build_manager(
         metrics=RolloutMetrics(
             has_turns=config.plays_episodes,
             has_delta=config.weight_sync.delta,
+            ends_early=config.reward.decided is not None,
             take_counts=take_counts if retry is None else lambda: {**take_counts(), **retry.take_counts()},
             read_engines=None if config.metrics.prometheus_port is None else engine.readings,
         ),
@@ -194,6 +198,13 @@ def _with_episodes(
             )
         take_counts = engine.take_counts
     return engine, take_counts
+
+
+def _early_end(reward: RewardConfig, tokenizer, watchdog: Watchdog) -> EarlyEnd:
+    """Return the object by which an engine asks the user's function ``reward.decided`` about running samples."""
+    from megatron_rl.reward.decided import Decided
+
+    return Decided(reward, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), watchdog.own_call)
 
 
 def _location(num_critic: int, topology: Topology) -> RankLocation:

@@ -28,7 +28,7 @@ from megatron_rl.observability.throughput import performance, step_times
 from megatron_rl.observability.timer import StepTimer
 from megatron_rl.planning.plan import plan_steps
 from megatron_rl.planning.tokens import tokens_of
-from megatron_rl.rollout.worker import to_sample
+from megatron_rl.rollout.job import to_sample
 from megatron_rl.trainer.run import Run
 from megatron_rl.trainer.training_data import response_columns
 from megatron_rl.types import LossInputs, Rollout, StepPlan, StepResult

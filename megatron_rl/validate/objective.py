@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import AdvantageConfig, Config, LossConfig
+from megatron_rl.errors import quoted
 from megatron_rl.users_code import is_own
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
         PreferenceConfig,
         ReferenceConfig,
         ReplayConfig,
+        RewardConfig,
+        RolloutConfig,
         SftConfig,
     )
 
@@ -243,3 +246,61 @@ def overlong(buffer: int, limit: int) -> str | None:
         f"reward.overlong_buffer_tokens={buffer} tokens must fit in rollout.max_response_tokens={limit}; lower "
         "reward.overlong_buffer_tokens"
     )
+
+
+def early_ends(reward: RewardConfig, rollout: RolloutConfig, mask_truncated: bool, plays_episodes: bool) -> str | None:
+    """Return an error message if ``reward.decided`` cannot end samples early, or its contract cannot hold, else None.
+
+    mask_truncated: ``loss.mask_truncated``.
+    plays_episodes: whether an environment or an agent makes the samples.
+    """
+    if reward.decided is None:
+        return None
+    by_length = "depends on a sample's whole length, so that no beginning of it decides that"
+    # (the setting, whether it rules early ends out, the reason, the way out)
+    ruled_out = (
+        ("reward.functions=[]", not reward.functions, "there is no reward to be fixed", "name a reward function"),
+        (
+            f"reward.overlong_buffer_tokens={reward.overlong_buffer_tokens}",
+            reward.overlong_buffer_tokens > 0,
+            f"the penalty {by_length}",
+            "set reward.overlong_buffer_tokens=0",
+        ),
+        (
+            "loss.mask_truncated=true",
+            mask_truncated,
+            f"whether a sample is trained {by_length}",
+            "set loss.mask_truncated=false",
+        ),
+        (
+            "an environment or an agent",
+            plays_episodes,
+            "a response of several turns is not looked at",
+            "set environment.name=null and rollout.endpoint.agent=null",
+        ),
+        (
+            f"rollout.servers={quoted(list(rollout.servers))}",
+            bool(rollout.servers),
+            "a server answers with whole samples",
+            "let the run start its engines (rollout.servers=[])",
+        ),
+        (
+            "rollout.routing_replay=rollout",
+            rollout.routing_replay == "rollout" and rollout.engine == "vllm",
+            "vLLM gives the experts of whole samples alone",
+            "set rollout.routing_replay=old_logprobs or off",
+        ),
+        (
+            "rollout.bitwise=true",
+            rollout.bitwise,
+            "its engine looks at no running sample",
+            "set rollout.bitwise=false",
+        ),
+    )
+    for setting, rules_out, reason, way_out in ruled_out:
+        if rules_out:
+            return (
+                f"reward.decided={quoted(reward.decided, 300)} ends samples early, which {setting} rules out: "
+                f"{reason}; {way_out}, or set reward.decided=null"
+            )
+    return None

@@ -196,7 +196,8 @@ def reward_workers(reward: RewardConfig, deadline_s: float) -> str | None:
             f"reward.worker_environment={quoted(list(reward.worker_environment))} is for workers, and "
             "reward.num_workers=0 starts none; start some, or leave it out: the rank's own process has its environment"
         )
-    return _late("reward.deadline_s", reward.deadline_s, deadline_s) if reward.num_workers else None
+    bounds_calls = reward.num_workers or reward.decided is not None
+    return _late("reward.deadline_s", reward.deadline_s, deadline_s) if bounds_calls else None
 
 
 def bitwise(

@@ -140,6 +140,11 @@ TABLE = (
         objective.overlong,
     ),
     Row(
+        "early ends of samples whose reward their end decides, or that nothing looks at",
+        ("reward", "rollout", "loss.mask_truncated", "plays_episodes"),
+        objective.early_ends,
+    ),
+    Row(
         "an environment that is missing or too slow",
         ("environment", "reward.functions", "plays_episodes", "run.deadline_s"),
         rollouts.environment,

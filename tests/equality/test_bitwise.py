@@ -10,7 +10,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.model.invariant.visible_keys import KEY_BLOCK
 from megatron_rl.model.settings import ModelSettings
 from megatron_rl.rollout.engines.bitwise import BitwiseEngine
-from megatron_rl.rollout.worker import to_sample
+from megatron_rl.rollout.job import to_sample
 from megatron_rl.types import Prompt, Sample
 from tests.equality.rig import Rig, open_rig, ragged_advantages
 from tests.equality.rows import measured

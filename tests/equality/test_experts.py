@@ -6,7 +6,7 @@ import torch
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.engines.embedded import TransformersEngine
-from megatron_rl.rollout.worker import to_sample
+from megatron_rl.rollout.job import to_sample
 from megatron_rl.types import Prompt
 from tests.equality.layouts import EP2, TOLERANCE
 from tests.equality.matrix import NUM_SAMPLES, Cell, measure, wanted

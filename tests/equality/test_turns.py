@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.config import CorrectionConfig
-from megatron_rl.rollout.worker import to_sample
+from megatron_rl.rollout.job import to_sample
 from megatron_rl.trainer.corrections import apply_corrections
 from megatron_rl.types import Advantages, Prompt, Rollout, Sample
 from tests.equality.layouts import REDUCTIONS, TOLERANCE

@@ -12,7 +12,7 @@ MOST_READ, MOST_LINES_READ = 24, 6300
 # Features, by the files that hold them; a plain run has none of them but their sections of the configuration.
 OF_FEATURES = re.compile(
     r"rollout/(endpoint|vllm|weight_sync)/|serve/|simulator/|critic/|model/(bridge|lora|invariant)/|commands/|integrations/"
-    r"|(?!config/).*(distillation|preference|replay|reroll|straggler|routing|routed|delta|adapter|bitwise|teacher|gae|multi_turn|profile)"
+    r"|(?!config/).*(distillation|preference|replay|reroll|straggler|routing|routed|delta|adapter|bitwise|teacher|gae|multi_turn|profile|adaptive|speculation|decided|early_end|retry)"
 )
 
 

@@ -10,7 +10,8 @@ import pytest
 from megatron_rl.config import ProducerConfig
 from megatron_rl.rollout.engines.engine import NO_WEIGHTS
 from megatron_rl.rollout.groups.longest_first import LongestFirst
-from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
+from megatron_rl.rollout.job import RolloutJob
+from megatron_rl.rollout.worker import RolloutWorker
 from megatron_rl.types import Score
 from tests.patience import until
 from tests.vllm.rig import BLOCK_TOKENS, LOGPROB_TOLERANCE, REQUEST_S, gap_of, make_prompts, running, sender_of, told

@@ -136,6 +136,7 @@ TABLE = (
     Served("perf/weight_sync_changed_share", "weight_sync_changed_ratio", "Share of the elements that had changed."),
     Served("rollout/tokens", "rollout_tokens", "Tokens that were sampled.", Kind.SUM),
     Served("rollout/truncated_share", "rollout_truncated_ratio", "Share of the last rollout's samples cut off."),
+    Served("rollout/decided_share", "rollout_decided_ratio", "Share of the last rollout's samples that ended early."),
     Served("rollout/turns_mean", "rollout_turns_mean", "Mean turns of the last rollout's samples."),
     Served("rollout/response_tokens_mean", "rollout_response_tokens_mean", "Mean response of the last rollout."),
     Served("rollout/weight_version_min", "rollout_weight_version_min", "Oldest weights of a token trained last."),

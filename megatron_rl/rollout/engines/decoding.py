@@ -7,7 +7,7 @@ requests to a server may differ in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -43,6 +43,9 @@ class Row:
     top: how many of the most likely tokens are reported at each step.
     stop_ids, stop_texts: tokens and texts that end the sample before ``max_tokens``, and are part
         of it.
+    ends_early: a function of the sample's tokens so far that says whether the sample ends there
+        (early_end.py). None: the sample ends by itself alone.
+    look_every_tokens: after every this many tokens ``ends_early`` is called.
     """
 
     prompt: int
@@ -55,6 +58,8 @@ class Row:
     top: int = 0
     stop_ids: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()
+    ends_early: Callable[[list[int]], bool] | None = None
+    look_every_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,6 +72,7 @@ class Decoded:
     stopped: [rows], whether a stop token or text ended the row.
     top_ids, top_logprobs: [steps, rows, most], the most likely tokens, where most is the largest
         ``Row.top``. The log-prob is −inf for a token that top_k or top_p excludes.
+    ended_early: the rows that ``Row.ends_early`` ended.
     """
 
     token_ids: np.ndarray
@@ -75,6 +81,7 @@ class Decoded:
     stopped: np.ndarray
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    ended_early: Collection[int] = ()
 
 
 def uniforms_of(rows: Sequence[Row], num_positions: int) -> np.ndarray:
@@ -88,16 +95,20 @@ def uniforms_of(rows: Sequence[Row], num_positions: int) -> np.ndarray:
 
 
 def ends_of(
-    token_ids: np.ndarray, rows: Sequence[Row], text_ends: Mapping[int, int] = MappingProxyType({})
+    token_ids: np.ndarray,
+    rows: Sequence[Row],
+    text_ends: Mapping[int, int] = MappingProxyType({}),
+    early_ends: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the length [rows] of each row (sample), and whether a stop token or text ended the row [rows].
 
     token_ids: [steps, rows].
     text_ends: row → the row's length at the end of its stop text. If a stop token comes earlier,
         the row ends there.
+    early_ends: row → the row's length, for rows that ``Row.ends_early`` ended.
     """
     num_steps = len(token_ids)
-    limits = np.array([row.max_tokens for row in rows])
+    limits = np.array([early_ends.get(number, row.max_tokens) for number, row in enumerate(rows)])
     if len({row.stop_ids for row in rows}) == 1:
         is_stop = np.isin(token_ids, rows[0].stop_ids)
     else:
@@ -154,7 +165,7 @@ def decode_rows(
         logits, position = output.logits[:, -1], position + 1
         if routers is not None:
             routers.note(step, running)
-    return draws.decoded(step + 1, ends.text_ends)
+    return draws.decoded(step + 1, ends.text_ends, ends.early_ends)
 
 
 def _run_rows(
@@ -221,16 +232,17 @@ class _Draws:
             self._top_ids[step, running], self._top_logprobs[step, running] = top.indices, top.values
         return tokens
 
-    def decoded(self, num_steps: int, text_ends: Mapping[int, int]) -> Decoded:
+    def decoded(self, num_steps: int, text_ends: Mapping[int, int], early_ends: Mapping[int, int]) -> Decoded:
         """Return the tokens, log-probs and lengths of all rows after ``num_steps`` steps.
 
-        text_ends: row → its length, for each row that a stop text ended.
+        text_ends, early_ends: row → its length, for each row that a stop text, or
+            ``Row.ends_early``, ended.
         """
         token_ids, logprobs, top_ids, top_logprobs = (
             values[:num_steps].cpu().numpy()
             for values in (self.token_ids, self._logprobs, self._top_ids, self._top_logprobs)
         )
-        lengths, stopped = ends_of(token_ids, self._rows, text_ends)
+        lengths, stopped = ends_of(token_ids, self._rows, text_ends, early_ends)
         return Decoded(
             token_ids=token_ids,
             logprobs=logprobs,
@@ -238,11 +250,15 @@ class _Draws:
             stopped=stopped,
             top_ids=top_ids,
             top_logprobs=top_logprobs,
+            ended_early=early_ends,
         )
 
 
 class _Ends:
-    """Finds the rows (samples) that end with their latest token: by a stop token, a stop text, or ``max_tokens``."""
+    """Finds the rows (samples) that end with their latest token.
+
+    A row ends by a stop token, a stop text, ``max_tokens``, or ``Row.ends_early``.
+    """
 
     def __init__(self, rows: Sequence[Row], decode: Decode, device: torch.device) -> None:
         self._rows, self._decode = rows, decode
@@ -256,7 +272,9 @@ class _Ends:
             self._stop_ids = torch.tensor(padded, dtype=torch.long, device=device)
         self._by_text = [number for number, row in enumerate(rows) if row.stop_texts]
         self.text_ends: dict[int, int] = {}  # row → its length, for rows that a stop text ended
-        self.come_early = bool(most or self._uneven or self._by_text)
+        self._looked_at = [number for number, row in enumerate(rows) if row.ends_early is not None]
+        self.early_ends: dict[int, int] = {}  # row → its length, for rows that ``Row.ends_early`` ended
+        self.come_early = bool(most or self._uneven or self._by_text or self._looked_at)
 
     def after(
         self, done: torch.Tensor, tokens: torch.Tensor, step: int, running: torch.Tensor, token_ids: torch.Tensor
@@ -276,7 +294,10 @@ class _Ends:
                 done = done | (tokens == stop_id)
         if self._uneven:
             done = done | (self._limits[running] <= step + 1)
-        return done | self._ended_by_text(step, running, token_ids) if self._by_text else done
+        if self._by_text:
+            done = done | self._ended_by_text(step, running, token_ids)
+        due = [number for number in self._looked_at if (step + 1) % self._rows[number].look_every_tokens == 0]
+        return self._ended_early(due, done, step, running, token_ids) if due else done
 
     def _ended_by_text(self, step: int, running: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Return which running rows a stop text has ended, bool [R]. Only each row's last tokens are searched.
@@ -293,3 +314,21 @@ class _Ends:
                     self.text_ends[number] = step + 1
         ended = [number in self.text_ends for number in running.tolist()]
         return torch.tensor(ended, device=running.device)
+
+    def _ended_early(
+        self, due: Sequence[int], done: torch.Tensor, step: int, running: torch.Tensor, token_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Return ``done`` with the rows that ``Row.ends_early`` ends after this step, bool [R].
+
+        due: the rows that may be asked. A row that ends by itself at this step is not asked.
+        The other arguments are those of ``after``.
+        """
+        asked, tokens, is_done = set(due), token_ids[: step + 1].cpu(), done.tolist()
+        for place, number in enumerate(running.tolist()):
+            row = self._rows[number]
+            if number not in asked or is_done[place] or row.max_tokens <= step + 1:
+                continue
+            if row.ends_early(tokens[:, number].tolist()):
+                self.early_ends[number] = step + 1
+                is_done[place] = True
+        return torch.tensor(is_done, device=done.device)

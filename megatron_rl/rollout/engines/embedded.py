@@ -30,6 +30,7 @@ from megatron_rl.weights.fused import file_tensors
 
 if TYPE_CHECKING:
     from megatron_rl.observability.prometheus.live import EngineReading
+    from megatron_rl.rollout.engines.early_end import EarlyEnd
     from megatron_rl.rollout.engines.sampling import SampleRequest, SampleResult
 
 MAX_EMBEDDED_PARAMETERS = 1_000_000_000
@@ -95,6 +96,7 @@ class TransformersEngine:
     lacks_weights = True  # so every sync sends the weights, never adapters alone
     is_elsewhere, progressed_at, _alike = False, -math.inf, False
     num_running = 0  # samples that are being decoded
+    early_end: EarlyEnd | None = None
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
         """Do nothing: the engine is part of this process, and is lost only with the process."""
@@ -200,6 +202,7 @@ class TransformersEngine:
                     temperature=logprob_temperature,
                     greedy=greedy,
                     stop_ids=self._stop_ids,
+                    **self._looks(prompts[index], sample, temperature),
                 )
                 for number, (index, samples) in enumerate(batch)
                 for sample in samples
@@ -262,6 +265,16 @@ class TransformersEngine:
     def _seed_of(self, prompt: Prompt, sample: int) -> int:
         return sample_seed(self._seed, prompt.prompt_id, sample, self.weight_version, prompt.attempt)
 
+    def _looks(self, prompt: Prompt, sample: int, temperature: float | None) -> dict[str, object]:
+        """Return the fields of a sample's ``Row`` by which it may end early; none at a call's own temperature."""
+        early_end = self.early_end
+        if early_end is None or temperature is not None:
+            return {}
+        return {
+            "ends_early": lambda token_ids: early_end.ends(prompt, sample, token_ids),
+            "look_every_tokens": early_end.every_tokens,
+        }
+
     def _decode(self, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row]) -> Decoded:
         """Generate the samples (rows) of one batch, and return their tokens and log-probs.
 
@@ -293,8 +306,9 @@ class TransformersEngine:
         # Cut each row at its length, and decode its text without the stop token.
         texts: dict[tuple[int, ...], str] = {}  # a cache: short answers repeat in a group, and decoding is slow
         rollouts = []
-        parts = token_ids.T.tolist(), logprobs.T.tolist(), lengths.tolist(), decoded.stopped.tolist(), experts
-        for (prompt, sample), row_ids, row_logprobs, length, stop, routed in zip(samples, *parts, strict=True):
+        early = ["decided" if number in decoded.ended_early else "length" for number in range(len(samples))]
+        parts = token_ids.T.tolist(), logprobs.T.tolist(), lengths.tolist(), decoded.stopped.tolist(), early, experts
+        for (prompt, sample), row_ids, row_logprobs, length, stop, end, routed in zip(samples, *parts, strict=True):
             body = tuple(row_ids[: length - stop])
             if body not in texts:
                 texts[body] = self._tokenizer.decode(list(body), skip_special_tokens=True)
@@ -305,7 +319,7 @@ class TransformersEngine:
                     response_ids=tuple(row_ids[:length]),
                     logprobs=tuple(row_logprobs[:length]),
                     text=texts[body],
-                    finish_reason="stop" if stop else "length",
+                    finish_reason="stop" if stop else end,
                     weight_versions=((self.weight_version, length),),
                     routed_experts=routed,
                 )

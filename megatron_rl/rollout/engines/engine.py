@@ -76,6 +76,8 @@ class Engine(Protocol):
     lost: names of this rank's engines that are known to be gone.
     is_elsewhere: whether the samples are computed in other processes.
     progressed_at: time.monotonic() when an engine last reported that it computes; −inf: never.
+    early_end: ends the samples of training early (early_end.py). Only an engine that the run itself
+        starts has this field. None: all samples end by themselves.
     """
 
     weight_version: int
@@ -131,7 +133,7 @@ class Engine(Protocol):
 
         samples_per_prompt: the number of samples of every prompt, or one number for each prompt.
         temperature: None for ``rollout.temperature``. 0 for greedy sampling; all samples of a
-            prompt are then equal.
+            prompt are then equal. Only a call with None, for training, obeys ``early_end``.
         max_tokens: for each prompt the maximum of tokens of a sample, from 1 to
             ``rollout.max_response_tokens``. None: ``rollout.max_response_tokens`` for all. The
             tokens before the maximum do not depend on it.

@@ -34,6 +34,8 @@ class GenerateRequest:
     top_k: only the top_k most likely tokens are drawn; 0: all.
     top_p: only the most likely tokens with this total probability are drawn; 1: all.
     prompt_logprobs: whether the first completion carries the log-probs of the prompt's tokens.
+    watch: takes the tokens of the running samples; None: only whole samples are answered. An engine
+        in a process of this rank can tell them, a server cannot.
     """
 
     request_id: str
@@ -46,6 +48,7 @@ class GenerateRequest:
     top_k: int = 0
     top_p: float = 1.0
     prompt_logprobs: bool = False
+    watch: Watch | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,7 +58,8 @@ class Completion:
     token_ids: int64 [T], with the stop token.
     logprobs: float32, of the sampled tokens at the sampling temperature (at 1 for greedy). Its
         length is T unless the engine made an error.
-    finish_reason: "stop", "length", or the engine's word for an aborted sample ("abort", "error").
+    finish_reason: "stop", "length", "decided" (ended early), or the engine's word for an aborted
+        sample ("abort", "error").
     weight_versions: (version, number of tokens) pairs in the order of the tokens. () if the engine
         reports no versions.
     prompt_logprobs: float32 [prompt tokens], NaN at the first. None if not requested.
@@ -146,6 +150,34 @@ class RequestRefused(RuntimeError):
 
     Causes are a prompt that is too long, a token outside the vocabulary, or a wrong key.
     """
+
+
+class Watched(Protocol):
+    """An engine as a ``Watch`` sees it. Raises ReplicaLost if the engine is gone."""
+
+    def end_sample(self, request_id: str, sample: int) -> None:
+        """Have the engine end a sample of a request under way. Its finish_reason becomes "decided"."""
+        ...
+
+    def fail(self, request_id: str, error: BaseException) -> None:
+        """End a request under way with an error, which its future raises."""
+        ...
+
+
+class Watch(Protocol):
+    """Takes the tokens of a request's running samples while the engine computes.
+
+    every_tokens: the engine tells a sample's tokens whenever it has this many more, or a multiple.
+    """
+
+    every_tokens: int
+
+    def told(self, engine: Watched, request_id: str, sample: int, start: int, token_ids: np.ndarray) -> None:
+        """Take a sample's tokens from place ``start`` of its response on, without waiting.
+
+        After a restart of the request the tokens begin at ``start`` = 0 again.
+        """
+        ...
 
 
 class Replica(Protocol):

@@ -12,9 +12,9 @@ from typing import Protocol
 import numpy as np
 
 from megatron_rl.rollout.groups.selection import Selection
+from megatron_rl.rollout.job import Group, RolloutJob
 from megatron_rl.rollout.scored_batch import ScoredBatch
 from megatron_rl.rollout.training_batch import TrainingBatch
-from megatron_rl.rollout.worker import Group, RolloutJob
 from megatron_rl.types import BatchFacts, Prompt
 
 

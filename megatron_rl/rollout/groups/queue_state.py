@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from megatron_rl.rollout.groups.build import with_stragglers
 from megatron_rl.rollout.groups.serialization import SavedGroup, pack_groups, unpack_groups
+from megatron_rl.rollout.job import Group, RolloutJob
 from megatron_rl.rollout.queue import RolloutQueue
-from megatron_rl.rollout.worker import Group, RolloutJob
 
 LEFT = "left"  # stands instead of a rollout's index for the stragglers of the latest taken rollout
 

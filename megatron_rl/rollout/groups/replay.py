@@ -11,9 +11,9 @@ from megatron_rl.config import ReplayConfig
 from megatron_rl.observability.timer import StepTimer
 from megatron_rl.rollout.groups.replay_buffer import Entry, ReplayBuffer, group_scores
 from megatron_rl.rollout.groups.selection import Selection
+from megatron_rl.rollout.job import Group
 from megatron_rl.rollout.scored_batch import GroupScorer
 from megatron_rl.rollout.training_batch import TrainingBatch
-from megatron_rl.rollout.worker import Group
 
 
 class GroupReplay:

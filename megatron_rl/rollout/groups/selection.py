@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+from megatron_rl.rollout.job import Group, RolloutJob
 from megatron_rl.rollout.scored_batch import ScoredBatch
-from megatron_rl.rollout.worker import Group, RolloutJob
 from megatron_rl.types import Prompt
 
 

@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megatron_rl.observability.timer import StepTimer
+from megatron_rl.rollout.job import RolloutJob
 from megatron_rl.rollout.manager import CollectDurations, RolloutManager
-from megatron_rl.rollout.worker import RolloutJob
 
 
 class Stragglers:

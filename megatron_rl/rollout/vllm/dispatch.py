@@ -34,8 +34,11 @@ import numpy as np
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.engines.replica import UPDATING, Completion, GenerateRequest, Replica, ReplicaLost
 
-FINISHED = ("stop", "length")  # with any other finish_reason the engine aborted the sample
+FINISHED = ("stop", "length", "decided")  # with any other finish_reason the engine aborted the sample
 DEFECTS_ALLOWED = 1  # wrong answers to a request: one may be chance, but two end the run
+MEMORY_WORDS = ("out of memory", "allocate memory", "exit code -9", "bad_alloc", "MemoryError") + (
+    "could not create a primitive",  # from oneDNN on a CPU, if a kernel gets no memory
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -297,3 +300,13 @@ def defect_of(request: GenerateRequest, completions: Sequence[Completion]) -> st
         if finite != logprobs:
             return f"sample {index}: {logprobs - finite} of {logprobs} log-probs are not finite"
     return None
+
+
+def with_memory_advice(why: str) -> str:
+    """Return the error text ``why``. If it is about memory, advice on settings that need less memory is added."""
+    if any(word in why for word in MEMORY_WORDS):
+        return (
+            f"{why}\nThis looks like too little memory: lower rollout.gpu_memory_utilization, "
+            "rollout.max_requests or rollout.vllm.max_num_seqs"
+        )
+    return why

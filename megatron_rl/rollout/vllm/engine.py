@@ -8,6 +8,8 @@ Transformers engine gives them at ``rollout.temperature``. Nothing trains on gre
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import logging
 import math
@@ -43,18 +45,17 @@ from megatron_rl.rollout.engines.replica import (
 )
 from megatron_rl.rollout.engines.sampling import SEED_BITS, SampleRequest, SampleResult
 from megatron_rl.rollout.vllm.answers import Answers, generate_request
-from megatron_rl.rollout.vllm.dispatch import dispatch
+from megatron_rl.rollout.vllm.dispatch import dispatch, with_memory_advice
 from megatron_rl.rollout.weight_sync.sender import WeightSender
 from megatron_rl.types import Prompt, Rollout
 
 if TYPE_CHECKING:
     from megatron_rl.observability.prometheus.live import EngineReading
+    from megatron_rl.rollout.engines.early_end import EarlyEnd
+    from megatron_rl.rollout.vllm.early_ends import EarlyEnds
 
 log = logging.getLogger(__name__)
 PROBE_S = 0.6  # seconds to try a lost server, while other servers do its work
-MEMORY_WORDS = ("out of memory", "allocate memory", "exit code -9", "bad_alloc", "MemoryError") + (
-    "could not create a primitive",  # from oneDNN on a CPU, if a kernel gets no memory
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,6 +90,7 @@ class VllmEngine:
     """
 
     is_elsewhere = True
+    early_end: EarlyEnd | None = None
 
     def __init__(
         self,
@@ -326,15 +328,30 @@ class VllmEngine:
         ]
         prompt_indices = {request.request_id: index for index, request in enumerate(requests)}
         rollouts: dict[int, list[Rollout]] = {}
+        ends = None if temperature is not None else self._early_ends(requests, prompts)
 
         def finish(request_id: str, completions: Sequence[Completion]) -> None:
             index = prompt_indices[request_id]
+            if ends is not None:
+                completions = ends.cut(request_id, completions)
             rollouts[index] = self._answers.rollouts(prompts[index], completions, sizes[index], self._stop_ids)
             if on_finished is not None:
                 on_finished(index, rollouts[index])
 
-        self._run(call, requests, finish, rollouts)
+        if ends is None:
+            self._run(call, requests, finish, rollouts)
+        else:
+            with contextlib.closing(ends):
+                self._run(call, [dataclasses.replace(x, watch=ends) for x in requests], finish, rollouts)
         return [rollout for index in range(len(prompts)) for rollout in rollouts[index]]
+
+    def _early_ends(self, requests: Sequence[GenerateRequest], prompts: Sequence[Prompt]) -> EarlyEnds | None:
+        """Return the object that ends the samples of a call early; None if they end by themselves."""
+        if self.early_end is None or not prompts:
+            return None
+        from megatron_rl.rollout.vllm.early_ends import EarlyEnds
+
+        return EarlyEnds(self.early_end, {x.request_id: y for x, y in zip(requests, prompts, strict=True)})
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         call = self._begin(bool(requests))
@@ -473,13 +490,3 @@ class VllmEngine:
             self._sync.forget(replica)
             replica.close()
         self._sync.free()
-
-
-def with_memory_advice(why: str) -> str:
-    """Return the error text ``why``. If it is about memory, advice on settings that need less memory is added."""
-    if any(word in why for word in MEMORY_WORDS):
-        return (
-            f"{why}\nThis looks like too little memory: lower rollout.gpu_memory_utilization, "
-            "rollout.max_requests or rollout.vllm.max_num_seqs"
-        )
-    return why

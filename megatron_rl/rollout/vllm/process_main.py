@@ -23,6 +23,7 @@ import numpy as np
 from megatron_rl.distributed import frames
 from megatron_rl.distributed.child_process import end_with_parent
 from megatron_rl.rollout.vllm import routed_experts
+from megatron_rl.rollout.vllm.partial_tokens import PartialTokens
 
 PROGRESS_S = 1.0  # seconds between two messages of progress
 
@@ -38,6 +39,7 @@ class EngineProcess:
         register_text_models(arguments["model"])
         self.connection = connection
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self.partial = PartialTokens(self.engine, lambda *message: frames.send(self.connection, *message))
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.lora = None
         if arguments.get("enable_lora"):
@@ -63,6 +65,7 @@ class EngineProcess:
             for output in self.engine.step():
                 if output.finished:
                     self._send_output(output)
+            self.partial.tell()
             self._tell_progress()
 
     def _tell_progress(self) -> None:
@@ -115,6 +118,10 @@ class EngineProcess:
                 self._add(header, arrays["token_ids"])
             case "abort":
                 self.engine.abort_request([header["request_id"]])
+                self.partial.forget(header["request_id"])
+            case "end_sample":
+                if (output := self.partial.end(header["request_id"], header["sample"])) is not None:
+                    self._send_output(output)
             case "control":
                 self._control(header)
             case "close":
@@ -129,6 +136,8 @@ class EngineProcess:
             sampling = SamplingParams(**header["sampling"], output_kind=RequestOutputKind.FINAL_ONLY)
             prompt = {"prompt_token_ids": token_ids.tolist()}
             self.engine.add_request(header["request_id"], prompt, sampling, lora_request=self.lora)
+            if every := header.get("look_every_tokens"):
+                self.partial.watch(header["request_id"], every)
         except (ValueError, TypeError) as error:
             frames.send(self.connection, {"kind": "refused", "request_id": header["request_id"], "error": str(error)})
 
@@ -154,7 +163,9 @@ class EngineProcess:
         versions = [
             [[span.version, span.end - span.start] for span in sample.weight_versions or []] for sample in samples
         ]
-        header = {"reasons": [sample.finish_reason for sample in samples], "weight_versions": versions}
+        decided = self.partial.forget(output.request_id)
+        reasons = ["decided" if sample.index in decided else sample.finish_reason for sample in samples]
+        header = {"reasons": reasons, "weight_versions": versions}
         frames.send(self.connection, {"kind": "output", "request_id": output.request_id, **header}, arrays)
 
     def _control(self, header: dict) -> None:

@@ -24,7 +24,14 @@ import numpy as np
 from megatron_rl.distributed import child_process, frames
 from megatron_rl.distributed.cuda_environment import added_variables
 from megatron_rl.rollout.engines.engine import NO_WEIGHTS
-from megatron_rl.rollout.engines.replica import Completion, GenerateRequest, ReplicaFacts, ReplicaLost, RequestRefused
+from megatron_rl.rollout.engines.replica import (
+    Completion,
+    GenerateRequest,
+    ReplicaFacts,
+    ReplicaLost,
+    RequestRefused,
+    Watch,
+)
 from megatron_rl.rollout.vllm import routed_experts
 from megatron_rl.rollout.vllm.sampling_params import parse_version, sampling_parameters
 
@@ -93,6 +100,7 @@ class ProcessReplica:
         self._connection: socket.socket | None = None
         self._ready: Future[ReplicaFacts] = Future()
         self._requests: dict[str, Future] = {}
+        self._watches: dict[str, Watch] = {}
         self._answers: dict[int, Future] = {}
         self._ids = itertools.count()
         self._lock = threading.Lock()
@@ -125,7 +133,7 @@ class ProcessReplica:
         self._ready = Future()
 
         def connect() -> None:
-            self._connection, self._requests, self._answers = ours, {}, {}
+            self._connection, self._requests, self._answers, self._watches = ours, {}, {}, {}
 
         threading.Thread(
             target=self._read, args=(ours, self._process, self._ready), daemon=True, name="vllm-frames"
@@ -148,22 +156,33 @@ class ProcessReplica:
     def submit(self, request: GenerateRequest) -> Future[list[Completion]]:
         future: Future[list[Completion]] = Future()
         header = {"kind": "generate", "request_id": request.request_id, "sampling": sampling_parameters(request)}
+        if request.watch is not None:
+            header["look_every_tokens"] = request.watch.every_tokens
         token_ids = np.array(request.token_ids, dtype=np.int64)
         try:
-            self._send(header, {"token_ids": token_ids}, first=lambda: self._note(request.request_id, future))
+            self._send(header, {"token_ids": token_ids}, first=lambda: self._note(request, future))
         except ReplicaLost as error:
             _settle(future, error)
         return future
 
-    def _note(self, request_id: str, future: Future) -> None:
+    def _note(self, request: GenerateRequest, future: Future) -> None:
         if not self._requests:
             self.peak = EngineLoad()
-        self._requests[request_id] = future
+        self._requests[request.request_id] = future
+        if request.watch is not None:
+            self._watches[request.request_id] = request.watch
 
     def abort(self, request_id: str) -> None:
-        with self._lock:
-            self._requests.pop(request_id, None)
+        self._taken({"request_id": request_id})
         self._send({"kind": "abort", "request_id": request_id})
+
+    def end_sample(self, request_id: str, sample: int) -> None:
+        """Have the engine end a running sample (see ``Watched``)."""
+        self._send({"kind": "end_sample", "request_id": request_id, "sample": sample})
+
+    def fail(self, request_id: str, error: BaseException) -> None:
+        """End a request with an error (see ``Watched``). The engine still computes it until it is aborted."""
+        _settle(self._taken({"request_id": request_id}), error)
 
     def control(self, method: str, arguments: Mapping[str, object], timeout_s: float) -> object:
         future: Future = Future()
@@ -177,7 +196,7 @@ class ProcessReplica:
 
     def give_up(self, cause: str) -> None:
         with self._lock:
-            requests, self._requests = self._requests, {}
+            requests, self._requests, self._watches = self._requests, {}, {}
         for request_id, future in requests.items():
             _settle(future, ReplicaLost(f"{self.name}: {cause}"))
             with contextlib.suppress(ReplicaLost):  # an engine that is gone generates nothing
@@ -210,7 +229,7 @@ class ProcessReplica:
         with self._lock:
             connection, self._connection = self._connection, None
             waiting = [*self._requests.values(), *self._answers.values()]
-            self._requests, self._answers = {}, {}
+            self._requests, self._answers, self._watches = {}, {}, {}
         if connection is not None:
             connection.close()
         self.weight_version = NO_WEIGHTS
@@ -274,7 +293,7 @@ class ProcessReplica:
                     [ready, *self._requests.values(), *self._answers.values()] if self._process is process else [ready]
                 )
                 if self._process is process:
-                    self._connection, self._requests, self._answers = None, {}, {}
+                    self._connection, self._requests, self._answers, self._watches = None, {}, {}, {}
                     self.weight_version = NO_WEIGHTS
             for future in waiting:
                 _settle(future, lost)
@@ -298,6 +317,11 @@ class ProcessReplica:
                 self.progressed_at = time.monotonic()
                 self.load = EngineLoad(header["running"], header["waiting"], header["kv_cache_usage"])
                 self.peak = EngineLoad(*map(max, self.peak, self.load))
+            case "tokens":
+                with self._lock:
+                    watch = self._watches.get(header["request_id"])
+                if watch is not None:
+                    watch.told(self, header["request_id"], header["sample"], header["start"], arrays["token_ids"])
             case "output":
                 _settle(self._taken(header), _completions(header, arrays))
             case "refused":
@@ -316,6 +340,7 @@ class ProcessReplica:
 
     def _taken(self, header: dict) -> Future | None:
         with self._lock:
+            self._watches.pop(header["request_id"], None)
             return self._requests.pop(header["request_id"], None)
 
 
@@ -324,7 +349,7 @@ def _settle(future: Future | None, result: object) -> None:
     if future is None:
         return
     try:
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             future.set_exception(result)
         else:
             future.set_result(result)

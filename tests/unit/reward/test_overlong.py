@@ -16,10 +16,9 @@ from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.groups.refill import kept_places
-from megatron_rl.rollout.reward_errors import RewardErrors
-from megatron_rl.rollout.reward_metrics import reward_metrics
+from megatron_rl.rollout.job import Group
+from megatron_rl.rollout.reward_metrics import RewardErrors, reward_metrics
 from megatron_rl.rollout.scored_batch import ScoredBatch, Scoring, overlong_shape, scored_batch
-from megatron_rl.rollout.worker import Group
 from megatron_rl.trainer.advantages.group import GroupAdvantages
 from megatron_rl.trainer.passes.passes import Passes
 from megatron_rl.types import BatchFacts, Prompt, Score

@@ -9,10 +9,11 @@ import numpy as np
 
 from megatron_rl.config import ProducerConfig, load_config
 from megatron_rl.rollout.engines.engine import NO_WEIGHTS, EngineLost, SyncReport, group_sizes
+from megatron_rl.rollout.job import RolloutJob
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.rollout_metrics import RolloutMetrics
 from megatron_rl.rollout.weight_source import AdapterWeights, PolicyWeights
-from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
+from megatron_rl.rollout.worker import RolloutWorker
 from megatron_rl.types import BatchFacts, Prompt, Rollout, Score
 from tests.patience import HANG_S, patient, until
 

@@ -13,8 +13,7 @@ from megatron_rl.algorithm.estimators import GroupRewards
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.groups.adaptive_sizes import PRIOR_GROUPS, PRIOR_SAMPLES, AdaptiveSizes, dealt
-from megatron_rl.rollout.reward_errors import RewardErrors
-from megatron_rl.rollout.reward_metrics import reward_metrics
+from megatron_rl.rollout.reward_metrics import RewardErrors, reward_metrics
 from megatron_rl.rollout.scored_batch import ScoredBatch, Scoring
 from megatron_rl.validate import rollouts, validate_config
 from tests.unit.algorithm.facts import make_facts

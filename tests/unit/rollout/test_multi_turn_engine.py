@@ -11,7 +11,7 @@ from megatron_rl.environment import Step
 from megatron_rl.rollout.engines.embedded import TransformersEngine
 from megatron_rl.rollout.engines.multi_turn import MultiTurnEngine
 from megatron_rl.rollout.groups.serialization import SavedGroup, pack_groups, unpack_groups
-from megatron_rl.rollout.worker import Group, to_sample
+from megatron_rl.rollout.job import Group, to_sample
 from megatron_rl.types import Prompt, Score
 from tests.unit.rollout import letter_episodes
 from tests.unit.rollout.tiny_model import (

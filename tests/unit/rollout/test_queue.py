@@ -17,12 +17,11 @@ from megatron_rl.config import load_config
 from megatron_rl.observability.timer import StepTimer
 from megatron_rl.rollout.groups.replay_buffer import Entry
 from megatron_rl.rollout.groups.selection import Selection
+from megatron_rl.rollout.job import Group
 from megatron_rl.rollout.queue import RolloutQueue
-from megatron_rl.rollout.reward_errors import RewardErrors
-from megatron_rl.rollout.reward_metrics import reward_metrics, spread
+from megatron_rl.rollout.reward_metrics import RewardErrors, reward_metrics, spread
 from megatron_rl.rollout.scored_batch import ScoredBatch
 from megatron_rl.rollout.training_batch import KnownLogProbs, LogProbPass, TrainingBatch, merge_passes
-from megatron_rl.rollout.worker import Group
 from megatron_rl.trainer.advantages.group import GroupAdvantages
 from megatron_rl.trainer.passes.passes import Passes
 from megatron_rl.trainer.rollouts import build_queue

@@ -13,9 +13,9 @@ from megatron_rl.environment import Step
 from megatron_rl.errors import EpisodeError, RewardError
 from megatron_rl.reward import Reward
 from megatron_rl.rollout.engines.engine import NO_WEIGHTS, Engine, EngineLost
+from megatron_rl.rollout.job import RolloutJob
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.retry import SampleRetry
-from megatron_rl.rollout.worker import RolloutJob
 from megatron_rl.trainer.rollouts import unscored
 from megatron_rl.types import Prompt, Rollout, Score
 from tests.patience import HANG_S, patient

@@ -1,10 +1,10 @@
-"""rollout/reward_errors.py: failed rewards are counted (over ranks: tests/runs), and all of them end the run."""
+"""rollout/reward_metrics.py: failed rewards are counted (over ranks: tests/runs), and all of them end the run."""
 
 import pytest
 
 from megatron_rl.config import RewardConfig
 from megatron_rl.errors import RewardError
-from megatron_rl.rollout.reward_errors import RewardErrors, count_errors, judge_errors
+from megatron_rl.rollout.reward_metrics import RewardErrors, count_errors, judge_errors
 from megatron_rl.types import Score
 from tests.unit.reward.rig import groups_of, with_environment
 

@@ -16,10 +16,10 @@ from megatron_rl.distributed import frames
 from megatron_rl.errors import ConfigError, EngineError
 from megatron_rl.rollout.engines.replica import Completion, ReplicaFacts, check_facts
 from megatron_rl.rollout.groups.serialization import SavedGroup, check_packed, pack_groups, unpack_groups
+from megatron_rl.rollout.job import to_sample
 from megatron_rl.rollout.vllm import routed_experts
 from megatron_rl.rollout.vllm.answers import Answers
 from megatron_rl.rollout.vllm.arguments import engine_arguments
-from megatron_rl.rollout.worker import to_sample
 from megatron_rl.types import Rollout
 from megatron_rl.validate import validate_config
 from megatron_rl.weights.fused import file_tensors

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from megatron_rl.rollout.engines.engine import sample_seed
 from megatron_rl.rollout.groups.longest_first import LongestFirst
 from megatron_rl.rollout.groups.parts import AsDrawn
+from megatron_rl.rollout.job import RolloutJob
 from megatron_rl.rollout.rollout_metrics import tail_s
-from megatron_rl.rollout.worker import RolloutJob
 from megatron_rl.types import BatchFacts, Prompt, Rollout
 from tests.unit.rollout import fake_engine
 from tests.unit.rollout.fake_engine import SAMPLES, WillingEngine, producer_of, rollout_of, scored_by, value_of

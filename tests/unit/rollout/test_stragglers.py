@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.groups.stragglers import choose, collect_most, hand_out, num_to_start, num_to_train
+from megatron_rl.rollout.job import RolloutJob
 from megatron_rl.rollout.manager import RolloutManager
-from megatron_rl.rollout.worker import RolloutJob
 from megatron_rl.types import Prompt
 from megatron_rl.validate import rollouts, validate_config
 from tests.patience import until

@@ -10,7 +10,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import EngineError
-from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
+from megatron_rl.rollout.job import RolloutJob
+from megatron_rl.rollout.worker import RolloutWorker
 from tests.patience import HANG_S, patient, until
 from tests.unit.rollout.fake_engine import BACKGROUND, MODES, SAMPLES, FakeEngine, FakeReward, end, job_of, producer_of
 

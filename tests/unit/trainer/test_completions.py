@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_rl.config import load_config
 from megatron_rl.observability.saved_rollouts import read_rollout, saved_numbers
-from megatron_rl.rollout.worker import Group
+from megatron_rl.rollout.job import Group
 from megatron_rl.trainer.advantages.source import AdvantageResult
 from megatron_rl.trainer.completions import completion_rules, of_training
 from megatron_rl.trainer.standing_parts import saved_rollouts

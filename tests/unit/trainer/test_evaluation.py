@@ -17,7 +17,7 @@ from megatron_rl.config import DataConfig, load_config
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.solution import Solution
 from megatron_rl.errors import ConfigError
-from megatron_rl.rollout.worker import RolloutJob
+from megatron_rl.rollout.job import RolloutJob
 from megatron_rl.trainer.evaluation import Evaluation, Outcomes, pass_at_k, powers_of_two, set_metrics
 from megatron_rl.trainer.supervised import response_batches
 from megatron_rl.types import Prompt, Rollout, Score

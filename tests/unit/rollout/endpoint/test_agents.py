@@ -18,7 +18,7 @@ from megatron_rl.rollout.engines.embedded import TransformersEngine
 from megatron_rl.rollout.engines.engine import EngineLost
 from megatron_rl.rollout.engines.wrapper import EngineAround
 from megatron_rl.rollout.groups.serialization import SavedGroup, pack_groups, unpack_groups
-from megatron_rl.rollout.worker import to_sample
+from megatron_rl.rollout.job import to_sample
 from megatron_rl.types import Prompt, Rollout
 from tests.patience import patient
 from tests.unit.rollout.endpoint import agents_at_work
