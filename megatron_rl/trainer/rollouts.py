@@ -91,26 +91,20 @@ def build_manager(
     """
     refuse_mixture(config.weight_sync, backend.shape.num_experts)
     # This rank's engine.
-    if config.generates:
-        engine, share, shared = place_engine(
-            config,
-            tokenizer,
-            location=_location(config.separate_critic_ranks, backend.topology),
-            device=HOST.device,
-            dtype=DTYPES[config.model.dtype],
-            vocab_size=backend.shape.vocab_size,
-            has_trainer=True,
-        )
-    else:
-        from megatron_rl.rollout.engines.idle import IdleEngine
-
-        engine, share, shared = IdleEngine(), None, False
+    engine, share, shared = _placed_engine(config, backend, tokenizer)
+    derive, history, sampling = dict, None, engine
     engine, take_counts = _with_episodes(
         engine, config.rollout, config.environment, config.data, backend, tokenizer, watchdog
     )
     if config.reward.decided is not None:
         engine.early_end = _early_end(config.reward, tokenizer, watchdog)
     retry = _retry_of(config, is_elsewhere=engine.is_elsewhere)
+    counts = [take_counts, *([] if retry is None else [retry.take_counts])]
+    if config.generates and config.rollout.speculation != "off":
+        from megatron_rl.rollout.speculation.counts import tokens_per_pass
+
+        counts, derive = [*counts, sampling.speculation.take_counts], tokens_per_pass
+        history = sampling.speculation.history
     # The worker that drives it, and the manager over all ranks.
     worker = RolloutWorker(
         engine,
@@ -128,11 +122,30 @@ def build_manager(
             has_turns=config.plays_episodes,
             has_delta=config.weight_sync.delta,
             ends_early=config.reward.decided is not None,
-            take_counts=take_counts if retry is None else lambda: {**take_counts(), **retry.take_counts()},
+            take_counts=lambda: {name: count for take in counts for name, count in take().items()},
+            derive=derive,
             read_engines=None if config.metrics.prometheus_port is None else engine.readings,
         ),
         models=models if shared else (),
         retry=None if retry is None else retry.complete,
+        history=history,
+    )
+
+
+def _placed_engine(config: Config, backend: MegatronBackend, tokenizer) -> tuple[Engine, tuple[int, int] | None, bool]:
+    """Return what ``place_engine`` returns; in a run that generates nothing, an engine that does nothing."""
+    if not config.generates:
+        from megatron_rl.rollout.engines.idle import IdleEngine
+
+        return IdleEngine(), None, False
+    return place_engine(
+        config,
+        tokenizer,
+        location=_location(config.separate_critic_ranks, backend.topology),
+        device=HOST.device,
+        dtype=DTYPES[config.model.dtype],
+        vocab_size=backend.shape.vocab_size,
+        has_trainer=True,
     )
 
 

@@ -67,6 +67,11 @@ class TransformersEngine:
         stop_ids = stop_tokens(hf_path, tokenizer, text_config.vocab_size)
         self._hold(model, tokenizer, rollout, seed, device, int(text_config.max_position_embeddings), stop_ids)
         self._alike = counts_pads(model)
+        if rollout.speculation != "off":
+            from megatron_rl.rollout.speculation.embedded import Speculation
+
+            self.speculation = Speculation(model, lambda: self.weight_version)
+            self._decode_rows = self.speculation.decode_rows
 
     def _hold(
         self,
@@ -95,6 +100,7 @@ class TransformersEngine:
     lost = ()
     lacks_weights = True  # so every sync sends the weights, never adapters alone
     is_elsewhere, progressed_at, _alike = False, -math.inf, False
+    _decode_rows = staticmethod(decode_rows)
     num_running = 0  # samples that are being decoded
     early_end: EarlyEnd | None = None
 
@@ -245,7 +251,8 @@ class TransformersEngine:
         from megatron_rl.rollout.engines.embedded_sampling import sample_requests
 
         model = self._ready_model()
-        return sample_requests(model, self._tokenizer.decode, requests, max_rows=self._rollout.max_batch_samples)
+        most = self._rollout.max_batch_samples
+        return sample_requests(model, self._tokenizer.decode, requests, self._decode_rows, max_rows=most)
 
     def close(self) -> None:
         self._model = None
@@ -280,7 +287,7 @@ class TransformersEngine:
 
         The rows are in the order of their prompts.
         """
-        return decode_rows(self._open_model(), prompts, rows, self._tokenizer.decode, self._routers)
+        return self._decode_rows(self._open_model(), prompts, rows, self._tokenizer.decode, self._routers)
 
     def _to_rollouts(
         self, samples: Sequence[tuple[Prompt, int]], rows: Sequence[Row], decoded: Decoded

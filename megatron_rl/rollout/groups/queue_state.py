@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megatron_rl.rollout.groups.build import with_stragglers
-from megatron_rl.rollout.groups.serialization import SavedGroup, pack_groups, unpack_groups
+from megatron_rl.rollout.groups.serialization import SavedGroup, pack_groups, unpack_groups, unpack_history
 from megatron_rl.rollout.job import Group, RolloutJob
 from megatron_rl.rollout.queue import RolloutQueue
 
@@ -47,7 +47,8 @@ def save(queue: RolloutQueue) -> tuple[dict, bytes]:
         "replay": parts.replay.state(),
         "reroll": parts.reroll.state(),
     }
-    return state, pack_groups(groups)
+    history = queue.manager.history
+    return state, pack_groups(groups, history.state() if history is not None else {})
 
 
 def _identities(job: RolloutJob) -> list[list]:
@@ -71,6 +72,8 @@ def restore(queue: RolloutQueue, state: Mapping, rows: Sequence[bytes]) -> None:
     queue.parts.order.load_state(state.get("lengths", {}))  # older checkpoints have no lengths, sizes or stragglers
     queue.parts.sizes.load_state(state.get("sizes", {}))
     groups = {key: group for data in rows for key, group in unpack_groups(data, queue.prompts.recall).items()}
+    if (history := queue.manager.history) is not None:
+        history.load_state(*map(unpack_history, rows))
     if identities := state.get("left"):
         per_rollout = queue.settings.train.prompts_per_rollout
         queue.parts = with_stragglers(queue.parts, queue.manager, queue.timer, prompts_per_rollout=per_rollout)
