@@ -97,17 +97,35 @@ def _check_key(value: object, where: str) -> None:
 
 
 def _check_places(asked: object, where: str) -> None:
-    """Raise DamagedCheckpoint unless ``asked`` is a list of [group's index in its rollout, prompt id, attempt].
+    """Raise DamagedCheckpoint unless ``asked`` is a list of [place, prompt id, attempt, samples].
 
-    attempt is as in ``_check_key``.
+    A place is the group's index in its rollout. Older releases write no number of samples.
 
     where: the list's place in state.json, for messages.
     """
     for i, entry in enumerate(check(asked, where, list)):
-        if len(check(entry, f"{where}[{i}]", list)) != 3:
-            raise DamagedCheckpoint(f"{where}[{i}] must be a place, a prompt's id and its attempt")
+        if len(check(entry, f"{where}[{i}]", list)) not in (3, 4):
+            raise DamagedCheckpoint(f"{where}[{i}] must be a place, a prompt's id, its attempt and its samples")
         check(entry[0], f"{where}[{i}][0]", int, least=0, most=MOST_COUNT)
-        _check_key(entry[1:], f"{where}[{i}]")
+        _check_key(entry[1:3], f"{where}[{i}]")
+        for samples in entry[3:]:
+            check(samples, f"{where}[{i}][3]", int, least=1, most=MOST_COUNT)
+
+
+def _check_sizes(sizes: Mapping, where: str) -> None:
+    """Raise DamagedCheckpoint unless ``sizes`` is {} or a state of ``AdaptiveSizes`` (groups/adaptive_sizes.py)."""
+    for name in sizes:
+        if name not in ("rows", "variances"):
+            raise DamagedCheckpoint(f"{where} has a field {json_text.quoted(name)} that no release writes")
+    pairs = {f"rows.{row}": pair for row, pair in (field(sizes, "rows", dict, where) if sizes else {}).items()}
+    if sizes:
+        pairs["variances"] = field(sizes, "variances", list, where)
+    for name, pair in pairs.items():
+        if len(check(pair, f"{where}.{name}", list)) != 2:
+            raise DamagedCheckpoint(f"{where}.{name} must be two numbers")
+        for place, value in enumerate(pair):
+            if not 0 <= check(value, f"{where}.{name}[{place}]", float) < math.inf:
+                raise DamagedCheckpoint(f"{where}.{name}[{place}]={value} must be a finite number, at least 0")
 
 
 def _check_queue(queue: Mapping, where: str) -> None:
@@ -122,6 +140,8 @@ def _check_queue(queue: Mapping, where: str) -> None:
     lengths = field(queue, "lengths", dict, where) if "lengths" in queue else {}
     for row in lengths:
         _count(lengths, row, f"{where}.lengths")
+    if "sizes" in queue:
+        _check_sizes(field(queue, "sizes", dict, where), f"{where}.sizes")
     keys = set()
     entries = field(field(queue, "replay", dict, where), "entries", list, f"{where}.replay")
     for i, entry in enumerate(entries):

@@ -107,7 +107,8 @@ class Made:
         """Go on from a copy of a made run as it was after its checkpoint ``iteration``; world: None for its own."""
         ((its_world, overrides, run),) = [key for key, folder in self._made.items() if folder == whole]
         part = copied_until(whole, self._new_folder("again") / "run", iteration)
-        self.into(part, world or its_world, *overrides, *more, run=run)
+        said = self.into(part, world or its_world, *overrides, *more, run=run)
+        assert f"iter_{iteration:07d}" in said[0] and "damaged" not in said[0], said[0]  # none before it was taken
         return part
 
     def refused(self, words: Sequence[str], *overrides: str, world: int = 1, code: int = 2) -> pathlib.Path:

@@ -23,7 +23,7 @@ ANSWERS = (
     ),
     Mutant(
         name="all-failed-and-nobody-says-so",
-        file="megatron_rl/rollout/reward_errors.py",
+        file="megatron_rl/rollout/reward_metrics.py",
         line="if errors.failed == errors.scored:",
         becomes="if errors.failed > errors.scored:",
         fault="a rollout whose rewards all fail goes on",

@@ -54,7 +54,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "doors": ("rollout/http_",),
     "files of others": ("commands/convert/",),
     "checkpoints": ("checkpoint/",),
-    "rewards": ("reward/", "rollout/reward_errors.py"),
+    "rewards": ("reward/", "rollout/reward_metrics.py"),
     "templates": ("data/",),
 }
 

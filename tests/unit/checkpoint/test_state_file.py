@@ -14,10 +14,10 @@ from tests.unit.checkpoint.signing import ABSENT, sign_again
 
 @pytest.fixture(scope="module")
 def good() -> dict:
-    return {"feed": {**{"next_rollout": 3, "jobs": {"2": [[0, "4@0", 0], [1, "5@0", 1]]}, "left": [[1, "2@0", 0]]},
+    return {"feed": {**{"next_rollout": 3, "jobs": {"2": [[0, "4@0", 0], [1, "5@0", 1, 8]]}, "left": [[1, "2@0", 0]]},
                      "replay": {"entries": [{"key": "3@0", "score": 0.5, "version": 1, "uses": 0}]},
                      "reroll": {"waiting": [["7@0", 1]], "num_buffered": 1, "num_issued": 0},
-                     "lengths": {"4": 17}},
+                     "lengths": {"4": 17}, "sizes": {"rows": {"4": [7, 0.5]}, "variances": [1.5, 0.25]}},
             "backend": {**{"step_index": 4, "weight_version": 4, "optimizer_steps": 3, "cost_sums": [[0.0] * 11]},
                         **{"has_reference": False, "distributed_optimizer": True}},
             "prompts": {"prompts": 8, "solutions": 0, "returned": [["1@0", 0]], "seed": 0},
@@ -74,6 +74,12 @@ WRONG = [
     ("feed.jobs", {"1": [[0]]}, "feed.jobs.1[0] must be a place"),
     ("feed.left", [[0, 1, 2]], "feed.left[0][0] must be a text"),
     ("feed.lengths", {"4": "17"}, "feed.lengths: 4 must be an integer"),
+    ("feed.jobs", {"1": [[0, "1@0", 0, 0]]}, "feed.jobs.1[0][3] must be 1"),
+    ("feed.sizes", {"rows": {}}, "feed.sizes lacks the field variances"),
+    ("feed.sizes", {"rows": {}, "variances": [0, 1], "x": 0}, "a field 'x'"),
+    ("feed.sizes.rows", {"4": [1]}, "feed.sizes.rows.4 must be two numbers"),
+    ("feed.sizes.rows", {"4": [1, -1]}, "feed.sizes.rows.4[1]=-1 must be"),
+    ("feed.sizes.variances", ["x", 1], "feed.sizes.variances[0]"),
     ("feed.replay.entries", [{"key": "a"}], "feed.replay.entries[0] lacks the field score"),
     ("feed.replay.entries", [{"key": "a", "score": 0, "version": 0, "uses": 0, "x": 0}], "a field 'x'"),
     ("feed.reroll.waiting", [["7@0"]], "feed.reroll.waiting[0]"),
