@@ -110,9 +110,7 @@ def build_manager(
     engine, take_counts = _with_episodes(
         engine, config.rollout, config.environment, config.data, backend, tokenizer, watchdog
     )
-    derive, history = dict, None
-    if config.generates and config.rollout.speculation != "off":
-        take_counts, derive, history = _with_drafts(sampling, take_counts)
+    take_counts, derive, history = _with_drafts(config, sampling, take_counts)
     # The worker that drives it, and the manager over all ranks.
     worker = RolloutWorker(
         engine,
@@ -190,13 +188,18 @@ def _with_episodes(
     return engine, take_counts
 
 
-def _with_drafts(engine: Engine, take_counts: TakeCounts) -> tuple[TakeCounts, Callable[..., dict], History | None]:
+def _with_drafts(
+    config: Config, engine: Engine, take_counts: TakeCounts
+) -> tuple[TakeCounts, Callable[..., dict], History | None]:
     """Return (counts that include an engine's drafts, a function that derives metrics from them, the history).
 
-    The history has the earlier answers for checkpoints; None if the engine keeps them itself.
+    The history has the earlier answers for checkpoints. It is None if the engine drafts no tokens, or keeps
+    the answers elsewhere.
 
-    engine: an engine that drafts tokens; no other engine is around it.
+    engine: this rank's engine, without others around it.
     """
+    if not config.generates or config.rollout.speculation == "off":
+        return take_counts, dict, None
     from megatron_rl.rollout.speculation.counts import added, tokens_per_pass
 
     drafts = engine.speculation
