@@ -33,6 +33,7 @@ from megatron_rl.types import Rollout, Score
 if TYPE_CHECKING:
     from megatron_rl.rollout.engines.early_end import EarlyEnd
     from megatron_rl.rollout.retry import SampleRetry
+    from megatron_rl.rollout.speculation.history import History
 
 TakeCounts = Callable[[], Mapping[str, int]]
 
@@ -91,20 +92,15 @@ def build_manager(
     """
     refuse_mixture(config.weight_sync, backend.shape.num_experts)
     # This rank's engine.
-    engine, share, shared = _placed_engine(config, backend, tokenizer)
-    derive, history, sampling = dict, None, engine
+    sampling, share, shared = _placed_engine(config, backend, tokenizer)
     engine, take_counts = _with_episodes(
-        engine, config.rollout, config.environment, config.data, backend, tokenizer, watchdog
+        sampling, config.rollout, config.environment, config.data, backend, tokenizer, watchdog
     )
     if config.reward.decided is not None:
         engine.early_end = _early_end(config.reward, tokenizer, watchdog)
     retry = _retry_of(config, is_elsewhere=engine.is_elsewhere)
-    counts = [take_counts, *([] if retry is None else [retry.take_counts])]
-    if config.generates and config.rollout.speculation != "off":
-        from megatron_rl.rollout.speculation.counts import tokens_per_pass
-
-        counts, derive = [*counts, sampling.speculation.take_counts], tokens_per_pass
-        history = sampling.speculation.history
+    drafts, derive, history = _drafts_of(config, sampling)
+    counts = [take_counts, *drafts, *([] if retry is None else [retry.take_counts])]
     # The worker that drives it, and the manager over all ranks.
     worker = RolloutWorker(
         engine,
@@ -218,6 +214,22 @@ def _early_end(reward: RewardConfig, tokenizer, watchdog: Watchdog) -> EarlyEnd:
     from megatron_rl.reward.decided import Decided
 
     return Decided(reward, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), watchdog.own_call)
+
+
+def _drafts_of(config: Config, engine: Engine) -> tuple[Sequence[TakeCounts], Callable[..., dict], History | None]:
+    """Return (the counts of an engine's drafts, a function that derives metrics from them, the history).
+
+    The history has the earlier answers for checkpoints. It is None if the engine drafts no tokens, or keeps
+    the answers elsewhere.
+
+    engine: this rank's engine, without others around it.
+    """
+    if not config.generates or config.rollout.speculation == "off":
+        return (), dict, None
+    from megatron_rl.rollout.speculation.counts import tokens_per_pass
+
+    drafts = engine.speculation
+    return (drafts.take_counts,), tokens_per_pass, drafts.history
 
 
 def _location(num_critic: int, topology: Topology) -> RankLocation:
