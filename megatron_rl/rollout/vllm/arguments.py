@@ -39,11 +39,6 @@ def engine_arguments(
             "Model Runner V2 requires Triton); set rollout.routing_replay=old_logprobs or off, or "
             "rollout.engine=transformers"
         )
-    if rollout.vllm.get("speculative_config") is not None and not on_gpu:
-        raise ConfigError(
-            f"rollout.vllm.speculative_config={quoted(rollout.vllm['speculative_config'])}: on a CPU vLLM (0.32) "
-            "answers drafted samples with log-probs that are not finite; leave it out"
-        )
     owned: dict[str, object] = {
         "model": model.hf_path,
         "skip_tokenizer_init": True,

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
+import vllm
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
@@ -133,6 +134,10 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             from megatron_rl.rollout.weight_sync.adapter import PolicyAdapters
 
             self._adapters = PolicyAdapters()
+        if self.vllm_config.speculative_config is not None and self.device.type == "cpu":
+            from megatron_rl.rollout.vllm import draft_constraints
+
+            draft_constraints.mend(vllm.__version__)
         self._has_weights = False  # whether all weights came from this trainer
         self.receipt = {"version": -1, "checksum": "", "num_tensors": 0}
 
