@@ -1,4 +1,4 @@
-"""Speculative decoding in a real engine on a CPU: the tokens, their distribution and their log-probs are the plain engine's."""
+"""Speculative decoding in a real engine on a CPU: tokens, their distribution and log-probs are as without it."""
 
 import pytest
 

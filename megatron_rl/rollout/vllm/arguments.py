@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.config import LoraConfig, ModelConfig, RolloutConfig, WeightSyncConfig
 from megatron_rl.config.lora import PROJECTIONS, VLLM_LORA_RANKS
-from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engines.placement import shares_device
 from megatron_rl.weights.config_json import parse_hf_config, read_fields
 from megatron_rl.weights.families.register import family_of

@@ -135,9 +135,9 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
 
             self._adapters = PolicyAdapters()
         if self.vllm_config.speculative_config is not None and self.device.type == "cpu":
-            from megatron_rl.rollout.vllm import draft_constraints
+            from megatron_rl.rollout.vllm import cpu_verification
 
-            draft_constraints.mend(vllm.__version__)
+            cpu_verification.mend(vllm.__version__)
         self._has_weights = False  # whether all weights came from this trainer
         self.receipt = {"version": -1, "checksum": "", "num_tensors": 0}
 
