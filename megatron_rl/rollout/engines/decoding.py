@@ -128,7 +128,7 @@ def decode_rows(
     prompt_width = mask.shape[1] - max_steps
     if routers is not None:
         routers.begin(len(prompts), len(rows), max_steps)
-    draws, ends = _Draws(rows, max_steps, device), _Ends(rows, decode, device)
+    draws, ends = Draws(rows, max_steps, device), _Ends(rows, decode, device)
     running = torch.arange(len(rows), device=device)  # numbers of the rows in the batch
     done = torch.zeros(len(rows), dtype=torch.bool, device=device)
     for step in range(max_steps):
@@ -177,7 +177,7 @@ def _run_rows(
     return cache, logits, position, mask, padded
 
 
-class _Draws:
+class Draws:
     """Draws the tokens of a batch's rows (samples). Keeps them, their log-probs and the most likely tokens."""
 
     def __init__(self, rows: Sequence[Row], max_steps: int, device: torch.device) -> None:

@@ -58,6 +58,11 @@ class TransformersEngine:
         stop_ids = stop_tokens(hf_path, tokenizer, text_config.vocab_size)
         self._hold(model, tokenizer, rollout, seed, device, int(text_config.max_position_embeddings), stop_ids)
         self._alike = counts_pads(model)
+        if rollout.speculation != "off":
+            from megatron_rl.rollout.speculation.embedded import Speculation
+
+            self.speculation = Speculation(model, lambda: self.weight_version)
+            self._decode_rows = self.speculation.decode_rows
 
     def _hold(
         self,
@@ -86,6 +91,7 @@ class TransformersEngine:
     lost = ()
     lacks_weights = True  # so every sync sends the weights, never adapters alone
     is_elsewhere, progressed_at, _alike = False, -math.inf, False
+    _decode_rows = staticmethod(decode_rows)
     num_running = 0  # samples that are being decoded
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
@@ -214,7 +220,8 @@ class TransformersEngine:
         from megatron_rl.rollout.engines.embedded_sampling import sample_requests
 
         model = self._ready_model()
-        return sample_requests(model, self._tokenizer.decode, requests, max_rows=self._rollout.max_batch_samples)
+        most = self._rollout.max_batch_samples
+        return sample_requests(model, self._tokenizer.decode, requests, self._decode_rows, max_rows=most)
 
     def close(self) -> None:
         self._model = None
@@ -245,7 +252,7 @@ class TransformersEngine:
 
         Every prompt has the same number of rows, in the order of the prompts.
         """
-        return decode_rows(self._open_model(), prompts, rows, self._tokenizer.decode, self._routers)
+        return self._decode_rows(self._open_model(), prompts, rows, self._tokenizer.decode, self._routers)
 
     def _to_rollouts(self, samples: Sequence[tuple[Prompt, int]], decoded: Decoded) -> list[Rollout]:
         """Return the rollouts of decoded samples. ``samples``: each row's prompt and sample index.

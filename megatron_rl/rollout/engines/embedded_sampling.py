@@ -6,13 +6,13 @@ A request at temperature 1 without top_k and top_p draws the same tokens as the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from megatron_rl.rollout.engines.decoding import Decode, Decoded, Row, decode_rows
+from megatron_rl.rollout.engines.decoding import Decode, Decoded, Row
 from megatron_rl.rollout.engines.prefill import counts_pads, cut_batches
 from megatron_rl.rollout.engines.sampling import EMPTY, SampledSequence, SampleRequest, SampleResult, TopLogProbs
 
@@ -20,11 +20,17 @@ LOGIT_ROWS = 256  # rows of a prompt's logits that are in memory at a time
 
 
 def sample_requests(
-    model: PreTrainedModel, decode: Decode, requests: Sequence[SampleRequest], *, max_rows: int
+    model: PreTrainedModel,
+    decode: Decode,
+    requests: Sequence[SampleRequest],
+    decode_rows: Callable[..., Decoded],
+    *,
+    max_rows: int,
 ) -> list[SampleResult]:
     """Return the result of each request, in the order of the requests.
 
     decode: the tokenizer's function from token ids to their text, special tokens included.
+    decode_rows: ``decode_rows`` (decoding.py), or a function that returns the same in another way.
     max_rows: the maximum of samples that are decoded at once.
     """
     results: dict[int, SampleResult] = {}

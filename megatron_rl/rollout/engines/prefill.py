@@ -15,9 +15,11 @@ T = TypeVar("T")
 
 
 def run_prompts(
-    model: PreTrainedModel, prompts: Sequence[tuple[int, ...]]
+    model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], cache: DynamicCache | None = None
 ) -> tuple[DynamicCache, torch.Tensor, torch.Tensor, torch.Tensor, bool]:
     """Run the model on P prompts as one batch, padded on the left.
+
+    cache: an empty cache to fill. None: one of the kinds that the model's config names.
 
     Returns the cache, the last position's logits [P, V], the next position [P, 1], the mask [P,
     longest prompt], and whether any prompt is padded.
@@ -28,7 +30,7 @@ def run_prompts(
     input_ids, mask = _left_pad(prompts, next(model.parameters()).device)
     positions = mask.long().cumsum(1).sub_(1).clamp_(min=0)
     padded = not all(len(prompt) == input_ids.shape[1] for prompt in prompts)
-    cache = DynamicCache(config=model.config)
+    cache = DynamicCache(config=model.config) if cache is None else cache
     output = model(
         input_ids=input_ids,
         attention_mask=mask if padded else None,

@@ -15,6 +15,7 @@ from megatron_rl.rollout.speculation.suffixes import SuffixIndex
 
 MAX_TOKENS = 8_000_000  # 32 MB
 VISITS = 2  # a prompt's latest rollouts whose answers are kept
+MAX_ANSWERS = 64  # to a prompt in one rollout; of more, the latest are kept
 
 
 def key_of(prompt: Sequence[int]) -> str:
@@ -33,8 +34,8 @@ class History:
 
     def __init__(self, *, max_tokens: int = MAX_TOKENS, visits: int = VISITS) -> None:
         self._max_tokens, self._visits = max_tokens, visits
-        # A prompt's key → for each of its latest rollouts, the oldest first, the distinct answers.
-        self._answers: OrderedDict[str, list[list[np.ndarray]]] = OrderedDict()
+        # A prompt's key → for each of its latest rollouts, the oldest first: its number, and the distinct answers.
+        self._answers: OrderedDict[str, list[tuple[int, list[np.ndarray]]]] = OrderedDict()
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -45,7 +46,7 @@ class History:
         if key not in self._answers:
             return []
         self._answers.move_to_end(key)
-        return [answer for visit in self._answers[key] for answer in visit]
+        return [answer for _, answers in self._answers[key] for answer in answers]
 
     def index(self, key: str) -> SuffixIndex:
         """Return a new index of the kept answers to a prompt."""
@@ -54,14 +55,23 @@ class History:
             index.add(answer.tolist())
         return index
 
-    def add(self, key: str, answers: Iterable[Sequence[int]]) -> None:
-        """Add the answers of a prompt's latest rollout. The oldest rollout beyond ``visits`` is dropped."""
+    def add(self, key: str, answers: Iterable[Sequence[int]], *, visit: int | None = None) -> None:
+        """Add answers to a prompt, of its latest rollout. The oldest rollout beyond ``visits`` is dropped.
+
+        visit: the rollout's number. Answers with the number of the prompt's latest rollout join it. None:
+            a new rollout.
+        """
         latest = {array.tobytes(): array for array in (np.array(answer, dtype=np.int32) for answer in answers)}
         visits = self._answers.pop(key, [])
         self.num_tokens -= _size(visits)
-        kept = [[answer for answer in visit if answer.tobytes() not in latest] for visit in visits]
-        kept = [visit for visit in [*kept, [*latest.values()]][-self._visits :] if visit]
-        if kept:
+        if visit is None:
+            visit = visits[-1][0] + 1 if visits else 0
+        kept = [(number, [answer for answer in old if answer.tobytes() not in latest]) for number, old in visits]
+        if kept and kept[-1][0] == visit:
+            kept[-1][1].extend(latest.values())
+        else:
+            kept.append((visit, [*latest.values()]))
+        if kept := [(number, answers[-MAX_ANSWERS:]) for number, answers in kept[-self._visits :] if answers]:
             self._answers[key] = kept
             self.num_tokens += _size(kept)
         while self.num_tokens > self._max_tokens:
@@ -72,12 +82,12 @@ class History:
         lines = [
             (key, number, answer)
             for key, visits in self._answers.items()
-            for number, visit in enumerate(visits)
-            for answer in visit
+            for number, answers in visits
+            for answer in answers
         ]
         return {
             "keys": np.array([key for key, _, _ in lines], dtype="U32"),
-            "visits": np.array([number for _, number, _ in lines], dtype=np.int32),
+            "visits": np.array([number for _, number, _ in lines], dtype=np.int64),
             "lengths": np.array([len(answer) for _, _, answer in lines], dtype=np.int64),
             "tokens": np.concatenate([np.zeros(0, dtype=np.int32), *(answer for _, _, answer in lines)]),
         }
@@ -92,9 +102,9 @@ class History:
             parts = (values.tolist() for values in (state["keys"], state["visits"], ends - state["lengths"], ends))
             for key, visit, start, end in zip(*parts, strict=True):
                 groups.setdefault((key, visit), []).append(state["tokens"][start:end])
-            for (key, _), answers in groups.items():
-                self.add(key, answers)
+            for (key, visit), answers in groups.items():
+                self.add(key, answers, visit=visit)
 
 
-def _size(visits: Sequence[Sequence[np.ndarray]]) -> int:
-    return sum(len(answer) for visit in visits for answer in visit)
+def _size(visits: Sequence[tuple[int, Sequence[np.ndarray]]]) -> int:
+    return sum(len(answer) for _, answers in visits for answer in answers)

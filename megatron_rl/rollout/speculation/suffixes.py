@@ -16,29 +16,28 @@ class SuffixIndex:
     """Holds the answers to one prompt, and finds where a context occurs in them.
 
     Example: after ``add([5, 6, 7])`` and ``add([8, 6, 9])``, a ``Cursor`` drafts 7 after [5, 6], and 9
-    after [4, 6], since 9 is the latest token that followed 6.
+    after [4, 6], since the latest answer has 9 after 6.
     """
 
     def __init__(self) -> None:
         # By state: the length of its longest context, the state of the longest shorter context that occurs
         # elsewhere too, and the next state by token.
         self._length, self._link, self._next = [0], [-1], [{}]
-        # By state: how many answers' prefixes have this state, and where the latest of them ends.
-        self._own, self._own_end = [0], [-1]
-        self._counts: list[int] = []  # by state: the places where its contexts end
-        self._ends: list[int] = []  # by state: the latest of these places
-        self.num_tokens = self.version = 0  # version: the number of answers so far
+        # By state: the answers that have its contexts, the latest of them, and where in it they end first.
+        self._count, self._latest, self._end = [0], [-1], [0]
+        self.num_answers = 0
 
     def add(self, tokens: Sequence[int]) -> None:
         """Add one answer's token ids."""
-        state = 0
-        for token in (START, *tokens):
-            state = self._extend(state, int(token))
-            self._own[state] += 1
-            self._own_end[state] = self.num_tokens
-            self.num_tokens += 1
-        self.version += 1
-        self._counts = []
+        state, answer = 0, self.num_answers
+        for end, token in enumerate((START, *tokens)):
+            state = context = self._extend(state, int(token))
+            # A context that was met in this answer before has had its shorter contexts counted as well.
+            while context and self._latest[context] != answer:
+                self._count[context] += 1
+                self._latest[context], self._end[context] = answer, end
+                context = self._link[context]
+        self.num_answers += 1
 
     def follow(self, state: int, length: int, token: int) -> tuple[int, int]:
         """Return the state and the length of the longest context that occurs, after one more token.
@@ -55,20 +54,20 @@ class SuffixIndex:
         return self._next[state][token], length + 1
 
     def continuation(self, state: int, length: int, most: int) -> list[int]:
-        """Return at most ``most`` tokens that follow a context: each the most frequent one, then the latest.
+        """Return at most ``most`` tokens that follow a context: each the one that the most answers have there.
+
+        Among equals it is the one that the latest answer has, and that came there first.
 
         state, length: the context, as ``follow`` returned it.
         """
-        if not self._counts:
-            self._count()
         tokens: list[int] = []
         while length and length <= self._length[self._link[state]]:
             state = self._link[state]
-        while len(tokens) < most and self._next[state]:
-            places = ((self._counts[to], self._ends[to], token) for token, to in self._next[state].items())
-            token = max(places)[2]
+        while len(tokens) < most and (following := self._next[state]):
+            _, _, _, token, state = max(
+                (self._count[to], self._latest[to], -self._end[to], token, to) for token, to in following.items()
+            )
             tokens.append(token)
-            state = self._next[state][token]
         return tokens
 
     def _extend(self, last: int, token: int) -> int:
@@ -91,6 +90,8 @@ class SuffixIndex:
     def _split(self, last: int, token: int, known: int) -> int:
         """Give the shorter contexts of a state their own state, which they need since they now end elsewhere too."""
         short = self._state(self._length[last] + 1, dict(self._next[known]))
+        for counts in (self._count, self._latest, self._end):
+            counts[short] = counts[known]
         self._link[short], self._link[known] = self._link[known], short
         while last != -1 and self._next[last].get(token) == known:
             self._next[last][token] = short
@@ -101,18 +102,10 @@ class SuffixIndex:
         self._length.append(length)
         self._link.append(0)
         self._next.append(following)
-        self._own.append(0)
-        self._own_end.append(-1)
+        self._count.append(0)
+        self._latest.append(-1)
+        self._end.append(0)
         return len(self._length) - 1
-
-    def _count(self) -> None:
-        """Count the places of every state: its own prefixes', and all of the longer contexts that end with it."""
-        counts, ends, link = list(self._own), list(self._own_end), self._link
-        for state in sorted(range(1, len(counts)), key=self._length.__getitem__, reverse=True):
-            shorter = link[state]
-            counts[shorter] += counts[state]
-            ends[shorter] = max(ends[shorter], ends[state])
-        self._counts, self._ends = counts, ends
 
 
 class Cursor:
@@ -127,7 +120,7 @@ class Cursor:
         self._restart()
 
     def _restart(self) -> None:
-        self._version, self._num_seen = self._index.version, 0
+        self._num_answers, self._num_seen = self._index.num_answers, 0
         self._state, self.matched = self._index.follow(0, 0, START)
 
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:
@@ -135,7 +128,7 @@ class Cursor:
 
         tokens: the row's tokens so far. They begin with the tokens of the call before.
         """
-        if self._version != self._index.version:  # a longer context may now occur
+        if self._num_answers != self._index.num_answers:  # a longer context may now occur
             self._restart()
         index, state, matched = self._index, self._state, self.matched
         for token in tokens[self._num_seen :]:

@@ -19,6 +19,10 @@ def test_the_latest_visits_distinct_answers_are_kept() -> None:
     history.add("a", [[5, 5, 5]])
     assert kept(history, "a") == [[3], [4], [5, 5, 5]]
     assert history.num_tokens == 5
+    history.add("b", [[1]], visit=7)
+    history.add("b", [[2], [1]], visit=7)  # the same rollout's
+    history.add("b", [[3]], visit=9)
+    assert kept(history, "b") == [[2], [1], [3]]
 
 
 def test_the_least_recently_used_prompt_is_dropped_first() -> None:

@@ -1,0 +1,121 @@
+"""The choice of how many tokens are drafted in a pass, by what passes of each width cost and how many drafts hold.
+
+The clock decides the number of drafted tokens alone, never which token a sample gets.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+log = logging.getLogger(__name__)
+WIDTHS = (0, 1, 2, 4, 8)  # drafted tokens of each row (sample) in a pass, at most
+TRIALS = 2  # of each width, for each size of a batch; the first pass of a shape is often a slow one
+FASTER, SLOWER = 0.5, 0.1  # weight of a pass in the mean of its seconds; a busy host makes some passes slow
+KEPT = 0.98  # of the counts of drafts, from one pass to the next
+HOPE = 0.8  # the share of drafts that is taken to hold before any was tried
+RETRY = 100  # passes without drafts after which one is tried
+GAIN = 1.05  # a turned-off batch size drafts again if that is so many times as fast
+
+
+class Pace(Protocol):
+    """Decides how many tokens are drafted."""
+
+    def width(self, num_rows: int) -> int:
+        """Return the most tokens to draft for each of ``num_rows`` rows in the next pass."""
+        ...
+
+    def note(self, asked: int, seconds: float, drafts: Sequence[tuple[int, int]]) -> None:
+        """Take a pass into account.
+
+        asked: the result of ``width`` for the pass.
+        seconds: of the pass, the drafting and the draws.
+        drafts: (drafted, accepted) tokens of each row.
+        """
+        ...
+
+
+class MeasuredPace:
+    """Drafts as many tokens as give the most tokens a second, by the passes so far.
+
+    Passes are counted apart for batches of 1, 2 to 3, 4 to 7, ... rows.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, int], float] = {}  # (size of the batch, width) → mean seconds of a pass
+        self._trials: dict[tuple[int, int], int] = {}  # (size of the batch, width) → passes for which it was asked
+        # By place in a draft: rows whose drafts might reach it, those that did with all before it accepted, and
+        # those in which it was accepted too.
+        places = WIDTHS[-1]
+        self._offered, self._reached, self._held = [1.0] * places, [1.0] * places, [HOPE] * places
+        self._off: dict[int, int] = {}  # size of the batch → passes since drafting was turned off, or last tried
+
+    def width(self, num_rows: int) -> int:
+        size = num_rows.bit_length()
+        if (untried := self._untried(size)) is not None:
+            width = untried
+        elif size not in self._off:
+            width = self._best(size)[0]
+        else:
+            width = max(self._best(size)[0], 1) if self._off[size] >= RETRY else 0
+        self._trials[size, width] = self._trials.get((size, width), 0) + 1
+        return width
+
+    def note(self, asked: int, seconds: float, drafts: Sequence[tuple[int, int]]) -> None:
+        size, drafted = len(drafts).bit_length(), max(drafted for drafted, _ in drafts)
+        width = next(width for width in WIDTHS if width >= drafted)
+        mean = self._seconds.get((size, width), seconds)
+        self._seconds[size, width] = mean + (FASTER if seconds < mean else SLOWER) * (seconds - mean)
+        if asked:
+            self._count(asked, drafts)
+        if size in self._off:
+            self._off[size] = 0 if drafted else self._off[size] + 1
+        if self._untried(size) is None:
+            self._turn(size)
+
+    def _untried(self, size: int) -> int | None:
+        """Return a width that was tried too seldom for this size of a batch; None if there is none."""
+        return next((width for width in WIDTHS if self._trials.get((size, width), 0) < TRIALS), None)
+
+    def _count(self, asked: int, drafts: Sequence[tuple[int, int]]) -> None:
+        """Count which places of the rows' drafts were reached and accepted. Older counts fade."""
+        for place in range(min(asked, WIDTHS[-1])):
+            reached = sum(place < drafted and place <= accepted for drafted, accepted in drafts)
+            held = sum(place < accepted for _, accepted in drafts)
+            offered = sum(place <= accepted for _, accepted in drafts)
+            for counts, new in ((self._offered, offered), (self._reached, reached), (self._held, held)):
+                counts[place] = KEPT * counts[place] + new
+
+    def _tokens(self, width: int) -> float:
+        """Return the expected tokens of a row in a pass with at most ``width`` drafted ones."""
+        tokens = chance = 1.0
+        for place in range(width):
+            chance *= self._held[place] / max(self._offered[place], 1e-9)
+            tokens += chance
+        return tokens
+
+    def _best(self, size: int) -> tuple[int, float]:
+        """Return the width of the most tokens a second, and how many times as fast as no drafts that is."""
+        speeds = {
+            width: self._tokens(width) / max(self._seconds[size, width], 1e-9)
+            for width in WIDTHS
+            if (size, width) in self._seconds
+        }
+        best = max(speeds, key=speeds.__getitem__)
+        return best, speeds[best] / speeds.get(0, speeds[best])
+
+    def _turn(self, size: int) -> None:
+        """Turn drafting off where it does not pay, and on where it does again, with a line in the log."""
+        best, gain = self._best(size)
+        rows = f"{1 << size - 1} to {(1 << size) - 1} samples"
+        if size not in self._off and best == 0 and (size, 1) in self._seconds:
+            self._off[size] = 0
+            log.info(
+                "rollout.speculation: no more drafts for batches of %s: a pass takes %.2g s without and %.2g s with a "
+                "drafted token, which gives %.2f tokens in place of 1",
+                *(rows, self._seconds[size, 0], self._seconds[size, 1], self._tokens(1)),
+            )
+        elif size in self._off and best and gain >= GAIN:
+            del self._off[size]
+            log.info("rollout.speculation: drafts again for batches of %s, which is %.2f times as fast", rows, gain)
