@@ -61,6 +61,7 @@ class Completion:
     prompt_logprobs: float32 [prompt tokens], NaN at the first. None if not requested.
     routed_experts: [tokens, layers, top_k] (see rollout/vllm/routed_experts.py). None if the engine
         returns none.
+    drafts: (drafted tokens, accepted ones). A vLLM server reports none.
     """
 
     token_ids: np.ndarray
@@ -69,6 +70,7 @@ class Completion:
     weight_versions: tuple[tuple[int, int], ...]
     prompt_logprobs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
+    drafts: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,12 @@ def engine_arguments(
         **({} if on_gpu else _on_cpu(longest)),
     }
     adapters = adapter_arguments(weight_sync, lora, model.dtype, on_gpu=on_gpu)
-    return owned | adapters | defaults | rollout.vllm
+    arguments = owned | adapters | defaults | rollout.vllm
+    if rollout.speculation != "off" or rollout.vllm.get("speculative_config") is not None:
+        from megatron_rl.rollout.vllm.speculation import speculative_arguments
+
+        arguments |= speculative_arguments(rollout, model.hf_path, longest, on_gpu=on_gpu)
+    return arguments
 
 
 def family_arguments(hf_path: str) -> dict[str, object]:

@@ -124,6 +124,11 @@ class VllmEngine:
         self._closed = False
         self._calls = itertools.count(1)
         self._started = False
+        self.speculation = None  # counts drafted tokens; None if the run drafts none
+        if rollout.speculation != "off":
+            from megatron_rl.rollout.vllm.speculation import Speculation
+
+            self.speculation = Speculation()
         if not start_late:
             self._start()
 
@@ -320,6 +325,8 @@ class VllmEngine:
 
         def finish(request_id: str, completions: Sequence[Completion]) -> None:
             index = prompt_indices[request_id]
+            if self.speculation is not None:
+                self.speculation.note(completions)
             rollouts[index] = self._answers.rollouts(prompts[index], completions, samples_per_prompt, self._stop_ids)
             if on_finished is not None:
                 on_finished(index, rollouts[index])

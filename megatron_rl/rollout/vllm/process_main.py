@@ -38,6 +38,8 @@ class EngineProcess:
         register_text_models(arguments["model"])
         self.connection = connection
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        if (arguments.get("speculative_config") or {}).get("method") == "custom_class":
+            self._ask("attach_drafter")
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.lora = None
         if arguments.get("enable_lora"):
@@ -155,6 +157,8 @@ class EngineProcess:
             [[span.version, span.end - span.start] for span in sample.weight_versions or []] for sample in samples
         ]
         header = {"reasons": [sample.finish_reason for sample in samples], "weight_versions": versions}
+        if samples and samples[0].spec_decode_metrics is not None:
+            header["drafts"] = [_drafts(sample.spec_decode_metrics) for sample in samples]
         frames.send(self.connection, {"kind": "output", "request_id": output.request_id, **header}, arrays)
 
     def _control(self, header: dict) -> None:
@@ -210,6 +214,11 @@ class EngineProcess:
 def _sampled_logprobs(sample) -> np.ndarray:
     """Return the log-prob of each sampled token of a vLLM sample, float32 [tokens]; empty if vLLM returned none."""
     return np.array([] if sample.logprobs is None else sample.logprobs.logprobs, dtype=np.float32)
+
+
+def _drafts(metrics) -> list[int]:
+    """Return [drafted tokens, accepted tokens] of a sample, from its ``RequestSpecDecodeMetrics``."""
+    return [metrics.num_draft_tokens, sum(accepted * steps for accepted, steps in enumerate(metrics.histogram))]
 
 
 def _prompt_logprobs(output) -> np.ndarray:

@@ -400,6 +400,11 @@ class Receiver:
         """
         return self.weight_transfer_engine.receipt | {"failure": self.weight_transfer_engine.failure}
 
+    def attach_drafter(self) -> None:
+        """Give the drafter of ``rollout.speculation=history`` this worker's batches, and the weights' version."""
+        engine = self.weight_transfer_engine
+        self.model_runner.drafter.attach(self.model_runner, lambda: engine.receipt["version"])
+
     def abandon_weight_update(self) -> None:
         """End a weight update that this or an earlier trainer left unfinished, so that a new update may start.
 
