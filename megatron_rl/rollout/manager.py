@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_rl.config import WeightSyncConfig
 from megatron_rl.distributed import collectives
@@ -24,6 +25,9 @@ from megatron_rl.rollout.rollout_metrics import RolloutMetrics
 from megatron_rl.rollout.weight_source import WeightSource
 from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
 from megatron_rl.types import Prompt
+
+if TYPE_CHECKING:
+    from megatron_rl.rollout.speculation.history import History
 
 log = logging.getLogger(__name__)
 PARTS = 4  # parts of run.deadline_s; ranks that wait for engines meet after each part
@@ -52,6 +56,8 @@ class RolloutManager:
     metrics: adds up the metrics of jobs and of weight syncs.
     models: the trainer's models on the device that the engine shares. Empty if the engine has its
         own device.
+    history: the earlier answers from which this rank's engine drafts tokens, for checkpoints; None if
+        it drafts none.
     """
 
     def __init__(
@@ -62,9 +68,11 @@ class RolloutManager:
         weights: WeightSource,
         metrics: RolloutMetrics,
         models: Sequence[DeviceShare] = (),
+        history: History | None = None,
     ):
         self.worker, self.engine, self.weights, self.metrics = worker, worker.engine, weights, metrics
         self.weight_sync, self.in_background = weight_sync, worker.in_background
+        self.history = history
         self.jobs: list[RolloutJob] = []  # started, and not yet collected whole
         self.sent_version = NO_WEIGHTS  # of the last sync; the same on every rank, even after an engine was lost
         self.device = ColocatedDevice(worker.engine, models, self._together, self._note_memory)

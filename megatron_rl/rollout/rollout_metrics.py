@@ -23,6 +23,8 @@ class RolloutMetrics:
     has_delta: whether a sync may send only the weights that changed.
     take_counts: a callable that returns metric name → count on this rank since its last call. The
         counts are added up over ranks and jobs.
+    derive: a callable from metric name → value to further metrics that are computed from them, such as
+        ratios of counts.
     read_engines: a callable that returns one EngineReading for each engine of this rank, for
         monitoring. None: no monitoring.
     """
@@ -33,10 +35,11 @@ class RolloutMetrics:
         has_turns: bool,
         has_delta: bool,
         take_counts: Callable[[], Mapping[str, int]] = dict,
+        derive: Callable[[Mapping[str, float]], Mapping[str, float]] = dict,
         read_engines: Callable[[], Sequence[EngineReading]] | None = None,
     ) -> None:
         self._has_turns, self._has_delta, self._take_counts = has_turns, has_delta, take_counts
-        self._read_engines = read_engines
+        self._derive, self._read_engines = derive, read_engines
         self.engines: Sequence[Sequence[Mapping[str, object]]] = ()  # readings [rank][engine], at the last job's end
         self._values: dict[str, float] = {}
         self._turns = self._samples = self._truncated = 0  # of the jobs noted since ``take``
@@ -97,6 +100,7 @@ class RolloutMetrics:
         for rank in ranks:
             for name, count in rank["further"].items():
                 self._sum(name, count)
+        self._values |= self._derive(self._values)
         self.engines = [rank["engines"] for rank in ranks]
         self._turns += sum(rank["turns"] for rank in ranks)
         self._samples += sum(rank["samples"] for rank in ranks)

@@ -102,9 +102,15 @@ def build_manager(
         from megatron_rl.rollout.engines.idle import IdleEngine
 
         engine, share, shared = IdleEngine(), None, False
+    derive, history, sampling = dict, None, engine
     engine, take_counts = _with_episodes(
         engine, config.rollout, config.environment, config.data, backend, tokenizer, watchdog
     )
+    if config.generates and config.rollout.speculation != "off":
+        from megatron_rl.rollout.speculation.counts import added, tokens_per_pass
+
+        take_counts, derive = added(take_counts, sampling.speculation.take_counts), tokens_per_pass
+        history = sampling.speculation.history
     # The worker that drives it, and the manager over all ranks.
     worker = RolloutWorker(
         engine,
@@ -122,9 +128,11 @@ def build_manager(
             has_turns=config.plays_episodes,
             has_delta=config.weight_sync.delta,
             take_counts=take_counts,
+            derive=derive,
             read_engines=None if config.metrics.prometheus_port is None else engine.readings,
         ),
         models=models if shared else (),
+        history=history,
     )
 
 

@@ -272,6 +272,15 @@ def vllm_arguments(arguments: Mapping[str, object]) -> str | None:
     return speculation(arguments)
 
 
+def drafts(rollout: RolloutConfig) -> str | None:
+    """Return an error message if ``rollout.speculation`` is set beside what it does not work with, else None."""
+    if rollout.speculation == "off":
+        return None
+    from megatron_rl.validate.speculation import drafts_beside
+
+    return drafts_beside(rollout)
+
+
 def adapters_alone(adapters: str, rank: int | None, rollout: RolloutConfig) -> str | None:
     """Return an error message if only LoRA adapters should be sent to engines and that is impossible, else None.
 

@@ -1,6 +1,6 @@
-"""The check of vLLM's speculative decoding: only what is known to sample from the model's own distribution is allowed.
+"""The checks of speculative decoding: only what is known to sample from the model's own distribution is allowed.
 
-A drafter proposes tokens, and vLLM's rejection sampling keeps or replaces each, so that the tokens have
+In vLLM a drafter proposes tokens, and vLLM's rejection sampling keeps or replaces each, so that the tokens have
 the distribution of the model alone (Leviathan et al. 2023, arXiv:2211.17192). Some of vLLM's settings
 change that distribution. The log-prob gap between engine and trainer does not show it: it compares the
 log-probs of the tokens that came, not how often they come. So the settings below are a list of those
@@ -12,8 +12,12 @@ The fields are those of vLLM 0.32.0, ``config/speculative.py``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from megatron_rl.errors import quoted
+
+if TYPE_CHECKING:
+    from megatron_rl.config import RolloutConfig
 
 KEY = "rollout.vllm.speculative_config"
 # Methods that draft from tokens alone.
@@ -45,6 +49,25 @@ REASONS = {
         "alone)",
     ),
 }
+
+
+def drafts_beside(rollout: RolloutConfig) -> str | None:
+    """Return an error message if ``rollout.speculation`` is set beside a setting that excludes it, else None."""
+    excluding = (
+        (rollout.engine != "transformers", f"rollout.engine={rollout.engine}", "rollout.engine=transformers",
+         "vLLM drafts by rollout.vllm.speculative_config"),
+        (rollout.bitwise, "rollout.bitwise=true", "rollout.bitwise=false",
+         "a pass over several tokens rounds otherwise than a pass over one"),
+        (rollout.routing_replay == "rollout", "rollout.routing_replay=rollout", "rollout.routing_replay=old_logprobs",
+         "a pass's records of experts would hold those of rejected tokens"),
+    )  # fmt: skip
+    for excludes, setting, way_out, why in excluding:
+        if excludes:
+            return (
+                f"rollout.speculation={rollout.speculation} does not work with {setting}: {why}; set "
+                f"rollout.speculation=off, or {way_out}"
+            )
+    return None
 
 
 def _is_default(name: object, value: object) -> bool:

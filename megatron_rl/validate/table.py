@@ -114,6 +114,7 @@ TABLE = (
         rollouts.bitwise_of_nothing,
     ),
     Row("arguments of vLLM's that the run decides, or that falsify it", ("rollout.vllm",), rollouts.vllm_arguments),
+    Row("drafted tokens beside what excludes them", ("rollout",), rollouts.drafts),
     Row(
         "adapters alone for engines without them",
         ("weight_sync.adapters", "lora.rank", "rollout"),

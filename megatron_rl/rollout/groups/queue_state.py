@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megatron_rl.rollout.groups.build import with_stragglers
-from megatron_rl.rollout.groups.serialization import SavedGroup, pack_groups, unpack_groups
+from megatron_rl.rollout.groups.serialization import SavedGroup, pack_groups, unpack_groups, unpack_history
 from megatron_rl.rollout.queue import RolloutQueue
 from megatron_rl.rollout.worker import Group, RolloutJob
 
@@ -46,7 +46,8 @@ def save(queue: RolloutQueue) -> tuple[dict, bytes]:
         "replay": parts.replay.state(),
         "reroll": parts.reroll.state(),
     }
-    return state, pack_groups(groups)
+    history = queue.manager.history
+    return state, pack_groups(groups, history.state() if history is not None else {})
 
 
 def _identities(job: RolloutJob) -> list[list]:
@@ -69,6 +70,8 @@ def restore(queue: RolloutQueue, state: Mapping, rows: Sequence[bytes]) -> None:
     queue.parts.reroll.load_state(state["reroll"])
     queue.parts.order.load_state(state.get("lengths", {}))  # older checkpoints have neither lengths nor stragglers
     groups = {key: group for data in rows for key, group in unpack_groups(data, queue.prompts.recall).items()}
+    if (history := queue.manager.history) is not None:
+        history.load_state(*map(unpack_history, rows))
     if identities := state.get("left"):
         per_rollout = queue.settings.train.prompts_per_rollout
         queue.parts = with_stragglers(queue.parts, queue.manager, queue.timer, prompts_per_rollout=per_rollout)

@@ -5,7 +5,7 @@ float32, ``loss_mask`` bool and ``experts`` int16 (those to which the model rout
 arrays but the header are flat: the samples' values follow each other in the header's order. The
 mask is True for all tokens of a rollout without a mask. The header holds the shape of each
 rollout's experts. Files of older releases have no masks or experts. A rollout read from such a file
-has None for both.
+has None for both. A run with ``rollout.speculation=history`` adds the arrays of its history.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
 from megatron_rl.types import Prompt, Rollout, Score
 
+HISTORY = "history_"  # begins the names of the arrays of earlier answers (rollout.speculation=history)
 OLDER = (False, None, None, None, None)  # values of a sample's newer fields for older files that lack them
 
 
@@ -36,8 +38,12 @@ class SavedGroup:
     scores: Sequence[Score] | None
 
 
-def pack_groups(groups: Mapping[str, SavedGroup]) -> bytes:
-    """Return groups as bytes in this module's format. ``groups``: key → group, for keys of the caller's choice."""
+def pack_groups(groups: Mapping[str, SavedGroup], history: Mapping[str, np.ndarray] = MappingProxyType({})) -> bytes:
+    """Return groups as bytes in this module's format.
+
+    groups: key → group, for keys of the caller's choice.
+    history: the state of a ``History`` (speculation/history.py); empty if the run has none.
+    """
     header, token_ids, logprobs, masks = [], [np.empty(0, np.int32)], [np.empty(0, np.float32)], [np.empty(0, bool)]
     experts = [np.empty(0, np.int16)]
     for key, group in groups.items():
@@ -64,8 +70,15 @@ def pack_groups(groups: Mapping[str, SavedGroup]) -> bytes:
     buffer = io.BytesIO()
     text = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
     arrays = {"token_ids": token_ids, "logprobs": logprobs, "loss_mask": masks, "experts": experts}
-    np.savez(buffer, header=text, **{name: np.concatenate(parts) for name, parts in arrays.items()})
+    kept = {HISTORY + name: values for name, values in history.items()}
+    np.savez(buffer, header=text, **{name: np.concatenate(parts) for name, parts in arrays.items()}, **kept)
     return buffer.getvalue()
+
+
+def unpack_history(data: bytes) -> dict[str, np.ndarray]:
+    """Return the state of the ``History`` that ``pack_groups`` packed; {} if there was none."""
+    with np.load(io.BytesIO(data), allow_pickle=False) as file:
+        return {name.removeprefix(HISTORY): file[name] for name in file.files if name.startswith(HISTORY)}
 
 
 def check_packed(data: bytes) -> None:

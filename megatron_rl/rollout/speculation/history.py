@@ -93,10 +93,13 @@ class History:
         }
 
     def load_state(self, *states: Mapping[str, np.ndarray]) -> None:
-        """Replace the history by saved ones, several if more ranks saved than now read."""
+        """Replace the history by saved ones, several if more ranks saved than now read.
+
+        states: results of ``state``; {} from a run without a history.
+        """
         self._answers.clear()
         self.num_tokens = 0
-        for state in states:
+        for state in filter(None, states):
             groups: dict[tuple[str, int], list[np.ndarray]] = {}
             ends = np.cumsum(state["lengths"])
             parts = (values.tolist() for values in (state["keys"], state["visits"], ends - state["lengths"], ends))

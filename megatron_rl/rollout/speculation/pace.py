@@ -14,7 +14,7 @@ WIDTHS = (0, 1, 2, 4, 8)  # drafted tokens of each row (sample) in a pass, at mo
 TRIALS = 2  # of each width, for each size of a batch; the first pass of a shape is often a slow one
 FASTER, SLOWER = 0.5, 0.1  # weight of a pass in the mean of its seconds; a busy host makes some passes slow
 KEPT = 0.98  # of the counts of drafts, from one pass to the next
-HOPE = 0.8  # the share of drafts that is taken to hold before any was tried
+HOPE, WEIGHT = 0.8, 1.0  # the share of drafts that is taken to hold before any was tried, and its weight in drafts
 RETRY = 100  # passes without drafts after which one is tried
 GAIN = 1.05  # a turned-off batch size drafts again if that is so many times as fast
 
@@ -44,29 +44,27 @@ class MeasuredPace:
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[int, int], float] = {}  # (size of the batch, width) → mean seconds of a pass
-        self._trials: dict[tuple[int, int], int] = {}  # (size of the batch, width) → passes for which it was asked
-        # By place in a draft: rows whose drafts might reach it, those that did with all before it accepted, and
-        # those in which it was accepted too.
-        places = WIDTHS[-1]
-        self._offered, self._reached, self._held = [1.0] * places, [1.0] * places, [HOPE] * places
+        self._trials: dict[tuple[int, int], int] = {}  # (size of the batch, width) → passes that it was asked for
+        # By place in a draft: rows of which all tokens before it were accepted, whether they had a token there or
+        # not, and those of which it was accepted too.
+        self._offered, self._held = [0.0] * WIDTHS[-1], [0.0] * WIDTHS[-1]
         self._off: dict[int, int] = {}  # size of the batch → passes since drafting was turned off, or last tried
 
     def width(self, num_rows: int) -> int:
         size = num_rows.bit_length()
         if (untried := self._untried(size)) is not None:
-            width = untried
-        elif size not in self._off:
-            width = self._best(size)[0]
-        else:
-            width = max(self._best(size)[0], 1) if self._off[size] >= RETRY else 0
-        self._trials[size, width] = self._trials.get((size, width), 0) + 1
-        return width
+            return untried
+        if size not in self._off:
+            return self._best(size)[0]
+        return max(self._best(size)[0], 1) if self._off[size] >= RETRY else 0
 
     def note(self, asked: int, seconds: float, drafts: Sequence[tuple[int, int]]) -> None:
         size, drafted = len(drafts).bit_length(), max(drafted for drafted, _ in drafts)
         width = next(width for width in WIDTHS if width >= drafted)
         mean = self._seconds.get((size, width), seconds)
         self._seconds[size, width] = mean + (FASTER if seconds < mean else SLOWER) * (seconds - mean)
+        if drafted or not asked:  # a pass for which nothing could be drafted tells nothing of the width
+            self._trials[size, asked] = self._trials.get((size, asked), 0) + 1
         if asked:
             self._count(asked, drafts)
         if size in self._off:
@@ -80,18 +78,20 @@ class MeasuredPace:
 
     def _count(self, asked: int, drafts: Sequence[tuple[int, int]]) -> None:
         """Count which places of the rows' drafts were reached and accepted. Older counts fade."""
-        for place in range(min(asked, WIDTHS[-1])):
-            reached = sum(place < drafted and place <= accepted for drafted, accepted in drafts)
-            held = sum(place < accepted for _, accepted in drafts)
-            offered = sum(place <= accepted for _, accepted in drafts)
-            for counts, new in ((self._offered, offered), (self._reached, reached), (self._held, held)):
-                counts[place] = KEPT * counts[place] + new
+        for place in range(WIDTHS[-1]):
+            is_asked = place < asked
+            offered = sum(place <= accepted for _, accepted in drafts) if is_asked else 0
+            held = sum(place < accepted for _, accepted in drafts) if is_asked else 0
+            self._offered[place] = KEPT * self._offered[place] + offered
+            self._held[place] = KEPT * self._held[place] + held
 
     def _tokens(self, width: int) -> float:
         """Return the expected tokens of a row in a pass with at most ``width`` drafted ones."""
-        tokens = chance = 1.0
+        tokens, chance, share = 1.0, 1.0, HOPE
         for place in range(width):
-            chance *= self._held[place] / max(self._offered[place], 1e-9)
+            # A place that was not tried for long is taken to be like the one before it, and so is tried again.
+            share = (self._held[place] + WEIGHT * share) / (self._offered[place] + WEIGHT)
+            chance *= share
             tokens += chance
         return tokens
 

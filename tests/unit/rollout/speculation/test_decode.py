@@ -54,7 +54,7 @@ def test_samples_equal_those_without_drafts(model, hf_path, share, temperature):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_familys_attention_equals_that_without_drafts(tmp_path, family):
-    """Windows shorter than the samples, sinks and latent keys; rows of unequal length leave the batch at other times."""
+    """Windows shorter than the samples, sinks, latent keys; rows of unequal length leave the batch at other times."""
     config, made = reference.tiny_model(family)
     config.save_pretrained(tmp_path)
     prompts = prompts_of(5, 2, 17, 5, 3, vocab_size=config.vocab_size)
