@@ -131,7 +131,7 @@ class RolloutConfig:
     routing_replay: str = "off"
     """Source of training's experts: `off`: the router; `old_logprobs`: the pass of π_old; `rollout`: the engine."""
     speculation: str = "off"
-    """`history`: draft tokens from earlier answers to a prompt, several checked at once (docs/tuning.md); or `off`."""
+    """`history`: draft tokens from earlier answers to a prompt (docs/tuning.md); vLLM's `ngram`, `suffix`; or `off`."""
     producer: ProducerConfig = field(default_factory=ProducerConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
@@ -140,7 +140,7 @@ class RolloutConfig:
         choose("rollout.engine", self.engine, ("transformers", "vllm"))
         choose("rollout.sleep", self.sleep, ("auto", "always", "never"))
         choose("rollout.routing_replay", self.routing_replay, ("off", "old_logprobs", "rollout"))
-        choose("rollout.speculation", self.speculation, ("off", "history"))
+        choose("rollout.speculation", self.speculation, ("off", "history", "ngram", "ngram_gpu", "suffix"))
         choose("rollout.start_order", self.start_order, ("drawn", "longest_first"))
         self._check_servers()
 

@@ -146,6 +146,11 @@ def delta_arguments(
             f"linear_conv_kernel_dim={tokens}; on a CPU vLLM computes gated delta nets with heads of 64 or 128, equal "
             "for keys and values, and a convolution over 4 tokens; set rollout.engine=transformers"
         )
+    if rollout.speculation != "off" or rollout.vllm.get("speculative_config") is not None:
+        raise ConfigError(
+            f"rollout.speculation={rollout.speculation} on a CPU: vLLM was not shown to take back the state of gated delta "
+            f"nets ({name}) after a rejected token there; set rollout.speculation=off, without a speculative_config"
+        )
     if rollout.vllm.get("enable_prefix_caching"):
         raise ConfigError(
             f"rollout.vllm.enable_prefix_caching=true: on a CPU vLLM has no prefix cache for gated delta nets ({name}) "

@@ -340,6 +340,8 @@ class VllmEngine:
         results: dict[str, SampleResult] = {}
 
         def finish(request_id: str, completions: Sequence[Completion]) -> None:
+            if self.speculation is not None:
+                self.speculation.note(completions)
             results[request_id] = self._answers.result(named[request_id], completions)
 
         self._run(call, [generate_request(name, x) for name, x in named.items()], finish, {})

@@ -50,9 +50,10 @@ def speculative_arguments(rollout: RolloutConfig, hf_path: str, longest: int, *,
         raise ConfigError(f"rollout.vllm.max_model_len={given} leaves no room for drafts; set {room}, or lower {keys}")
     config = read_fields(hf_path)
     most = config.get("max_position_embeddings")
-    if most is not None and most < room and not config.get("rope_scaling"):
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if most is not None and most < room and rope.get("rope_type", "default") == "default":
         raise ConfigError(
-            f"{hf_path} has max_position_embeddings={most}, and drafts beside requests of {longest} tokens need {room}; "
+            f"{hf_path} has max_position_embeddings={most}, and drafts of requests of {longest} tokens need {room}; "
             f"lower {keys}, or set rollout.speculation=off"
         )
     return {"speculative_config": fields, "per_request_spec_decode_metrics": "summary", "max_model_len": given}
