@@ -148,8 +148,8 @@ def delta_arguments(
         )
     if rollout.speculation != "off" or rollout.vllm.get("speculative_config") is not None:
         raise ConfigError(
-            f"rollout.speculation={rollout.speculation} on a CPU: vLLM was not shown to take back the state of gated delta "
-            f"nets ({name}) after a rejected token there; set rollout.speculation=off, without a speculative_config"
+            f"rollout.speculation={rollout.speculation} on a CPU: vLLM was not shown to take back the state of gated "
+            f"delta nets ({name}) after a rejected token there; set rollout.speculation=off, without a speculative_config"
         )
     if rollout.vllm.get("enable_prefix_caching"):
         raise ConfigError(
