@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_rl.rollout.engines.replica import GenerateRequest
 from megatron_rl.rollout.speculation.counts import ACCEPTED, DRAFTED, PASSES
 from tests.vllm.calls import LONG, spans_hold
-from tests.vllm.rig import BLOCK_TOKENS, LOGPROB_TOLERANCE, make_prompts, running, told
+from tests.vllm.rig import BLOCK_TOKENS, LOGPROB_TOLERANCE, REQUEST_S, make_prompts, running, told
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
 
@@ -77,14 +78,24 @@ def test_sampled_pairs_have_the_models_distribution(drafting):
         chance = torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2).double(), torch.tensor(statistic / 2))
         print(f"length {length}: {len(cells)} cells, p = {chance:.3f}")
         assert chance > 1e-3
-    counts = drafting.engine.speculation.take_counts()
-    assert counts[DRAFTED] > 0.2 * 2 * CALLS * SAMPLES and counts[ACCEPTED] > 0
+        counts = drafting.engine.speculation.take_counts()
+        assert place or min(counts[DRAFTED], 4 * counts[ACCEPTED]) > 0.5 * CALLS * SAMPLES
+
+
+def cached_tokens(bench, prompt, name: str) -> int:
+    """Return how many of a prompt's tokens an engine finds in its prefix cache."""
+    request = dict(token_ids=prompt.token_ids, n=1, max_tokens=3, temperature=0.0, seed=0, stop_token_ids=(0,))
+    (completion,) = bench.replica.submit(GenerateRequest(request_id=name, **request)).result(REQUEST_S)
+    return completion.cached_tokens
 
 
 def test_a_sync_resets_the_prefix_cache(drafting):
+    """Within a version a prompt's whole blocks are found again; after a sync none, and log-probs are the new ones'."""
     prompts = make_prompts(3 * BLOCK_TOKENS + 4, 2 * BLOCK_TOKENS + 9)
     for seed in (2, 3, 1):
         drafting.load(seed)
+        found = [cached_tokens(drafting, prompts[0], f"{seed}-{turn}") for turn in range(2)]
+        assert found == [0, 3 * BLOCK_TOKENS]
         assert drafting.largest_gap(prompts) < LOGPROB_TOLERANCE
 
 

@@ -62,6 +62,8 @@ class Completion:
     routed_experts: [tokens, layers, top_k] (see rollout/vllm/routed_experts.py). None if the engine
         returns none.
     drafts: (drafted tokens, accepted ones). A vLLM server reports none.
+    cached_tokens: the prompt's tokens whose keys and values the engine had, as the request's last
+        sample found them. A vLLM server reports none.
     """
 
     token_ids: np.ndarray
@@ -71,6 +73,7 @@ class Completion:
     prompt_logprobs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
     drafts: tuple[int, int] = (0, 0)
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

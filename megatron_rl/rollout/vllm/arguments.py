@@ -149,7 +149,7 @@ def delta_arguments(
     if rollout.speculation != "off" or rollout.vllm.get("speculative_config") is not None:
         raise ConfigError(
             f"rollout.speculation={rollout.speculation} on a CPU: vLLM was not shown to take back the state of gated "
-            f"delta nets ({name}) after a rejected token there; set rollout.speculation=off, without a speculative_config"
+            f"delta nets ({name}) after a rejected token there; set rollout.speculation=off and no speculative_config"
         )
     if rollout.vllm.get("enable_prefix_caching"):
         raise ConfigError(

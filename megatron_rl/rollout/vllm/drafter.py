@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM writes the lines of loggers below its own
 MISSES, REST = 3, 16  # a row of so many drafts without an accepted token drafts none in so many steps
+FIRST = 2  # most tokens of a request's first draft; it doubles while all are accepted
 WINDOW, SHARE = 2000, 0.2  # of so many drafted tokens this share must be accepted, or drafting ends
 RETRY = 50_000  # sampled tokens after which drafting begins again
 
@@ -156,7 +157,7 @@ class HistoryDrafter:
         self._users[key] += 1
         sampling = request.sampling_params
         stops = frozenset(() if sampling is None else sampling.stop_token_ids or ())
-        return _Row(key, len(prompt), Cursor(self._indices[key]), stops, self._most)
+        return _Row(key, len(prompt), Cursor(self._indices[key]), stops, min(FIRST, self._most))
 
     def _end_finished(self) -> None:
         """Put the answers of requests that ended in the history. Requests that wait again keep their state."""

@@ -157,6 +157,7 @@ class EngineProcess:
             [[span.version, span.end - span.start] for span in sample.weight_versions or []] for sample in samples
         ]
         header = {"reasons": [sample.finish_reason for sample in samples], "weight_versions": versions}
+        header["cached_tokens"] = output.num_cached_tokens or 0
         if samples and samples[0].spec_decode_metrics is not None:
             header["drafts"] = [_drafts(sample.spec_decode_metrics) for sample in samples]
         frames.send(self.connection, {"kind": "output", "request_id": output.request_id, **header}, arrays)

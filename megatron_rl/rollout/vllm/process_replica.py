@@ -346,6 +346,7 @@ def _completions(header: dict, arrays: dict[str, np.ndarray]) -> list[Completion
             prompt_logprobs=arrays.get("prompt_logprobs"),
             routed_experts=experts[k],
             drafts=tuple(drafts[k]),
+            cached_tokens=header["cached_tokens"],
         )
         for k, reason in enumerate(header["reasons"])
     ]

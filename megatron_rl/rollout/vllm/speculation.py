@@ -68,12 +68,15 @@ class Speculation:
         self._counts = Counts()
 
     def note(self, completions: Sequence[Completion]) -> None:
-        """Add the samples of an answered request. A step of a sample gives its accepted tokens, and one more."""
+        """Add the samples of an answered request. A step gives a sample its accepted tokens and one more.
+
+        The first token comes from the prompt's step, which does not count.
+        """
         for completion in completions:
             drafted, accepted = completion.drafts
             self._counts.drafted += drafted
             self._counts.accepted += accepted
-            self._counts.passes += max(1, len(completion.token_ids) - accepted)
+            self._counts.passes += max(0, len(completion.token_ids) - 1 - accepted)
 
     def take_counts(self) -> dict[str, int]:
         """Return metric name → count since the last call."""

@@ -69,7 +69,7 @@ def test_an_answer_that_came_before_is_drafted_whole():
     worker.begin("a", PROMPT, ANSWER)
     assert worker.run() == len(ANSWER)  # nothing is known yet
     worker.begin("b", PROMPT, ANSWER)
-    assert worker.run() == 3  # 1 token, 1 + 4, and the rest
+    assert worker.run() == 4  # 1 token, 1 + 2, 1 + 4, and the rest
     worker.begin("c", [5, 6], ANSWER)
     assert worker.run() == len(ANSWER)  # another prompt
 
@@ -94,13 +94,13 @@ def test_rows_that_move_or_wait_keep_their_state():
     worker.begin("c", PROMPT[::-1], ANSWER[::-1] + [STOP])
     worker.step()
     worker.input_batch.req_ids.reverse()
-    assert worker.step() == 5 + 1  # b's draft of four tokens, and none for c
+    assert worker.step() == 3 + 1  # b's draft of two tokens, and none for c
     worker.input_batch.req_ids.remove("b")  # preempted: it is still among the requests
     worker.step()
     worker.input_batch.req_ids.append("b")
     worker.drafts["b"] = []  # vLLM drops a waiting request's draft, which then counts as rejected
     worker.step()
-    assert worker.tokens["b"] == PROMPT + ANSWER[:7] and worker.drafts["b"] == ANSWER[7:8]
+    assert worker.tokens["b"] == PROMPT + ANSWER[:5] and worker.drafts["b"] == ANSWER[5:6]
 
 
 def test_tokens_after_the_stop_token_are_no_part_of_an_answer():
@@ -122,7 +122,7 @@ def test_a_row_whose_drafts_fail_drafts_none_for_a_while():
         worker.step()
         drafted.append(len(worker.drafts["b"]))
     failed = [place for place, count in enumerate(drafted) if count]
-    assert len(failed) <= 3 * MISSES and drafted[0] == 4 and max(drafted[1:]) <= 1
+    assert len(failed) <= 3 * MISSES and drafted[0] == 2 and max(drafted[1:]) <= 1
     assert drafted[failed[MISSES - 1] + 1 :][: REST - 1] == [0] * (REST - 1)
 
 
