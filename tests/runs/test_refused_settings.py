@@ -25,6 +25,8 @@ REFUSED = [
     ("parallel.pipeline=2", "world size 1", "parallel.pipeline=2"),
     ("reward.functions=[arithmatic]", "arithmatic", "arithmetic"),
     ("rollout.bitwise=true lora.rank=4", "rollout.bitwise=true does not hold with lora.rank=4"),
+    ("rollout.bitwise=true rollout.speculation=history", "=history does not work with rollout.bitwise=true"),
+    ("rollout.speculation=histroy", "rollout.speculation='histroy'", "history"),
     ("profile.steps=[1,1] profile.ranks=[1]", "profile.ranks=[1] names rank 1, and the policy has 1 ranks"),
     ("profile.steps=[1,1] profile.tool=nsys", "profile.tool=nsys marks ranges on a GPU", "profile.tool=torch"),
     ("eval.every_rollouts=2", "eval.every_rollouts=2", "eval.sets"),

@@ -15,7 +15,7 @@ TRIALS = 2  # of each width, for each size of a batch; the first pass of a shape
 FASTER, SLOWER = 0.5, 0.1  # weight of a pass in the mean of its seconds; a busy host makes some passes slow
 KEPT = 0.98  # of the counts of drafts, from one pass to the next
 HOPE, WEIGHT = 0.8, 1.0  # the share of drafts that is taken to hold before any was tried, and its weight in drafts
-RETRY = 100  # passes without drafts after which one is tried
+RETRY = 100  # passes after which another width is tried
 GAIN = 1.05  # a turned-off batch size drafts again if that is so many times as fast
 
 
@@ -39,38 +39,46 @@ class Pace(Protocol):
 class MeasuredPace:
     """Drafts as many tokens as give the most tokens a second, by the passes so far.
 
-    Passes are counted apart for batches of 1, 2 to 3, 4 to 7, ... rows.
+    Passes are counted apart for batches of 1, 2 to 3, 4 to 7, ... rows. Rarely the width that was not
+    measured for the longest time is tried again.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[int, int], float] = {}  # (size of the batch, width) → mean seconds of a pass
         self._trials: dict[tuple[int, int], int] = {}  # (size of the batch, width) → passes that it was asked for
+        self._last: dict[tuple[int, int], int] = {}  # (size of the batch, width) → the latest of them
+        self._passes = 0
         # By place in a draft: rows of which all tokens before it were accepted, whether they had a token there or
         # not, and those of which it was accepted too.
         self._offered, self._held = [0.0] * WIDTHS[-1], [0.0] * WIDTHS[-1]
-        self._off: dict[int, int] = {}  # size of the batch → passes since drafting was turned off, or last tried
+        self._since: dict[int, int] = {}  # size of the batch → passes since a width was tried again
+        self._off: set[int] = set()  # sizes of batches for which drafting is turned off
 
     def width(self, num_rows: int) -> int:
         size = num_rows.bit_length()
         if (untried := self._untried(size)) is not None:
             return untried
-        if size not in self._off:
-            return self._best(size)[0]
-        return max(self._best(size)[0], 1) if self._off[size] >= RETRY else 0
+        if self._since.get(size, 0) >= RETRY:
+            return min(WIDTHS, key=lambda width: self._last[size, width])
+        return 0 if size in self._off else self._best(size)[0]
 
     def note(self, asked: int, seconds: float, drafts: Sequence[tuple[int, int]]) -> None:
         size, drafted = len(drafts).bit_length(), max(drafted for drafted, _ in drafts)
         width = next(width for width in WIDTHS if width >= drafted)
         mean = self._seconds.get((size, width), seconds)
         self._seconds[size, width] = mean + (FASTER if seconds < mean else SLOWER) * (seconds - mean)
-        if drafted or not asked:  # a pass for which nothing could be drafted tells nothing of the width
-            self._trials[size, asked] = self._trials.get((size, asked), 0) + 1
+        self._passes += 1
+        self._since[size] = self._since.get(size, 0) + 1
         if asked:
             self._count(asked, drafts)
-        if size in self._off:
-            self._off[size] = 0 if drafted else self._off[size] + 1
-        if self._untried(size) is None:
-            self._turn(size)
+        if drafted or not asked:  # a pass for which nothing could be drafted tells nothing of the width
+            self._trials[size, asked] = self._trials.get((size, asked), 0) + 1
+            self._last[size, asked] = self._passes
+        if self._untried(size) is not None:
+            return
+        if self._since[size] > RETRY and (drafted or not asked):
+            self._since[size] = 0
+        self._turn(size)
 
     def _untried(self, size: int) -> int | None:
         """Return a width that was tried too seldom for this size of a batch; None if there is none."""
@@ -110,12 +118,12 @@ class MeasuredPace:
         best, gain = self._best(size)
         rows = f"{1 << size - 1} to {(1 << size) - 1} samples"
         if size not in self._off and best == 0 and (size, 1) in self._seconds:
-            self._off[size] = 0
+            self._off.add(size)
             log.info(
                 "rollout.speculation: no more drafts for batches of %s: a pass takes %.2g s without and %.2g s with a "
                 "drafted token, which gives %.2f tokens in place of 1",
                 *(rows, self._seconds[size, 0], self._seconds[size, 1], self._tokens(1)),
             )
         elif size in self._off and best and gain >= GAIN:
-            del self._off[size]
+            self._off.remove(size)
             log.info("rollout.speculation: drafts again for batches of %s, which is %.2f times as fast", rows, gain)

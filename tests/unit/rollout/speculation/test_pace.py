@@ -30,7 +30,7 @@ def test_the_width_of_the_most_tokens_a_second_is_taken(seconds_a_token, accepte
     pace = MeasuredPace()
     asked = passes(pace, 400, rows=4, seconds_a_token=seconds_a_token, accepted=accepted)
     assert sorted(asked[: TRIALS * len(WIDTHS)]) == sorted(TRIALS * WIDTHS)  # each is tried
-    assert set(asked[300:]) - {1 if width == 0 else width} <= {width}  # but for a rare retry
+    assert asked[200:].count(width) >= 180  # but for rare trials
 
 
 def test_drafts_that_do_not_pay_are_off_with_one_line_until_they_do(caplog):
