@@ -1,15 +1,20 @@
 """Speculative decoding in a real engine on a CPU: tokens, their distribution and log-probs are as without it."""
 
+import os
+import signal
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
+from megatron_rl.rollout.engines.engine import EngineLost
 from megatron_rl.rollout.engines.replica import GenerateRequest
 from megatron_rl.rollout.speculation.counts import ACCEPTED, DRAFTED, PASSES
+from tests.runs.command import rows_of
 from tests.vllm.calls import LONG, spans_hold
 from tests.vllm.rig import BLOCK_TOKENS, LOGPROB_TOLERANCE, REQUEST_S, make_prompts, running, told
+from tests.vllm.served import GAP
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
 
@@ -105,19 +110,29 @@ def test_weights_in_flight(method, inputs, tmp_path):
     """Each token is of the weights of its span, with drafts too; LONG's requests meet two syncs."""
     few = "rollout.vllm={max_num_seqs: 4, speculative_config: {num_speculative_tokens: 3}}"
     with running(inputs, tmp_path, "qwen2", f"rollout.speculation={method}", *LONG, few) as bench:
-        bench.load(1)
+        bench.engine._stop_ids = ()
         spans_hold(bench, bench.load, bench.weights)
 
 
 @pytest.mark.long
 def test_an_engine_that_is_killed_begins_a_new_history(drafting):
-    import os
-    import signal
-
     wanted = told(drafting.engine.generate(PROMPTS, 1, temperature=0.0))
     version, lost = drafting.engine.weight_version, drafting.replica.name
     os.kill(drafting.pid, signal.SIGKILL)
-    with pytest.raises(Exception, match="ended"):
+    with pytest.raises(EngineLost, match="ended"):
         drafting.engine.generate(PROMPTS, 1, temperature=0.0)
     drafting.load_again(1, version, [lost])
     assert told(drafting.engine.generate(PROMPTS, 1, temperature=0.0)) == wanted
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_counts_what_was_drafted(run, tmp_path, method):
+    """Prompts come again in the second epoch, and weights move between; the gap stays a plain run's."""
+    fields = () if method == "history" else ("rollout.vllm={speculative_config: {prompt_lookup_min: 1}}",)
+    run(f"rollout.speculation={method}", *fields)
+    rows = [row for row in rows_of(tmp_path) if "speculation/drafted" in row]
+    assert len(rows) >= 2 and max(row["train/logprob_gap_max"] for row in rows) < GAP
+    assert all(0 <= row["speculation/accepted"] <= row["speculation/drafted"] for row in rows)
+    assert sum(row["speculation/accepted"] for row in rows) > 0
+    assert all(row["speculation/tokens_per_pass"] >= 1 for row in rows)
