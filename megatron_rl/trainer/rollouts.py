@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.config import Config, DataConfig, EnvironmentConfig, RolloutConfig, WeightSyncConfig
@@ -28,6 +29,9 @@ from megatron_rl.rollout.scored_batch import GroupScorer, Scoring
 from megatron_rl.rollout.weight_source import AdapterWeights, PolicyWeights, WeightSource
 from megatron_rl.rollout.worker import RolloutWorker
 from megatron_rl.types import Rollout, Score
+
+if TYPE_CHECKING:
+    from megatron_rl.rollout.speculation.history import History
 
 TakeCounts = Callable[[], Mapping[str, int]]
 
@@ -102,15 +106,11 @@ def build_manager(
         from megatron_rl.rollout.engines.idle import IdleEngine
 
         engine, share, shared = IdleEngine(), None, False
-    derive, history, sampling = dict, None, engine
+    sampling = engine
     engine, take_counts = _with_episodes(
         engine, config.rollout, config.environment, config.data, backend, tokenizer, watchdog
     )
-    if config.generates and config.rollout.speculation != "off":
-        from megatron_rl.rollout.speculation.counts import added, tokens_per_pass
-
-        take_counts, derive = added(take_counts, sampling.speculation.take_counts), tokens_per_pass
-        history = sampling.speculation.history
+    take_counts, derive, history = _with_drafts(config, sampling, take_counts)
     # The worker that drives it, and the manager over all ranks.
     worker = RolloutWorker(
         engine,
@@ -186,6 +186,24 @@ def _with_episodes(
             )
         take_counts = engine.take_counts
     return engine, take_counts
+
+
+def _with_drafts(
+    config: Config, engine: Engine, take_counts: TakeCounts
+) -> tuple[TakeCounts, Callable[..., dict], History | None]:
+    """Return (counts that include an engine's drafts, a function that derives metrics from them, the history).
+
+    The history has the earlier answers for checkpoints. It is None if the engine drafts no tokens, or keeps
+    the answers elsewhere.
+
+    engine: this rank's engine, without others around it.
+    """
+    if not config.generates or config.rollout.speculation == "off":
+        return take_counts, dict, None
+    from megatron_rl.rollout.speculation.counts import added, tokens_per_pass
+
+    drafts = engine.speculation
+    return added(take_counts, drafts.take_counts), tokens_per_pass, drafts.history
 
 
 def _location(num_critic: int, topology: Topology) -> RankLocation:

@@ -89,40 +89,43 @@ def changed(weights: dict, share: float, visit: int) -> Iterator[tuple]:
         yield name, tensor + share * tensor.norm() / noise.norm() * noise
 
 
-def measure(given: argparse.Namespace, model: pathlib.Path, batch: int, temperature: float) -> dict:
-    """Return the medians of one batch size at one temperature."""
-    import numpy as np
+def open_engines(given: argparse.Namespace, model: pathlib.Path, batch: int, temperature: float) -> dict:
+    """Return the engine without drafts and the one with, by their ``rollout.speculation``. They have no weights."""
     import torch
-    from safetensors.torch import load_file
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from megatron_rl.config import RolloutConfig
     from megatron_rl.rollout.engines.embedded import TransformersEngine
+
+    engines = {}
+    for kind in ("off", "history"):
+        settings = RolloutConfig(
+            speculation=kind,
+            temperature=temperature,
+            max_response_tokens=given.response_tokens,
+            max_batch_samples=batch,
+            allow_large_embedded_model=True,
+        )
+        tokenizer, device = AutoTokenizer.from_pretrained(model), torch.device("cpu")
+        engines[kind] = TransformersEngine(str(model), tokenizer, settings, seed=0, dtype=torch.float32, device=device)
+    return engines
+
+
+def measure(given: argparse.Namespace, model: pathlib.Path, batch: int, temperature: float) -> dict:
+    """Return the medians of one batch size at one temperature."""
+    import numpy as np
+    from safetensors.torch import load_file
+    from transformers import AutoConfig
+
     from megatron_rl.types import Prompt
 
     weights = {name: x for file in sorted(model.glob("*.safetensors")) for name, x in load_file(file).items()}
-    vocab_size, tokenizer = AutoConfig.from_pretrained(model).vocab_size, AutoTokenizer.from_pretrained(model)
+    vocab_size = AutoConfig.from_pretrained(model).vocab_size
     drawn = np.random.default_rng(0).integers(2, vocab_size, size=(batch // given.samples, given.prompt_tokens))
     prompts = [
         Prompt(prompt_id=f"{i}@0", text="", token_ids=tuple(x.tolist()), columns={}) for i, x in enumerate(drawn)
     ]
-    engines = {
-        kind: TransformersEngine(
-            str(model),
-            tokenizer,
-            RolloutConfig(
-                speculation=kind,
-                temperature=temperature,
-                max_response_tokens=given.response_tokens,
-                max_batch_samples=batch,
-                allow_large_embedded_model=True,
-            ),
-            seed=0,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
-        for kind in ("off", "history")
-    }
+    engines = open_engines(given, model, batch, temperature)
     seconds: dict[str, list[float]] = {kind: [] for kind in engines}
     parted = tokens = steps = 0
     for visit in range(given.visits + 1):

@@ -59,7 +59,7 @@ class MeasuredPace:
         if (untried := self._untried(size)) is not None:
             return untried
         if self._since.get(size, 0) >= RETRY:
-            return min(WIDTHS, key=lambda width: self._last[size, width])
+            return min(WIDTHS, key=lambda width: self._last.get((size, width), 0))
         return 0 if size in self._off else self._best(size)[0]
 
     def note(self, asked: int, seconds: float, drafts: Sequence[tuple[int, int]]) -> None:
@@ -69,7 +69,7 @@ class MeasuredPace:
         self._seconds[size, width] = mean + (FASTER if seconds < mean else SLOWER) * (seconds - mean)
         self._passes += 1
         self._since[size] = self._since.get(size, 0) + 1
-        if asked:
+        if drafted:
             self._count(asked, drafts)
         if drafted or not asked:  # a pass for which nothing could be drafted tells nothing of the width
             self._trials[size, asked] = self._trials.get((size, asked), 0) + 1
@@ -81,8 +81,18 @@ class MeasuredPace:
         self._turn(size)
 
     def _untried(self, size: int) -> int | None:
-        """Return a width that was tried too seldom for this size of a batch; None if there is none."""
-        return next((width for width in WIDTHS if self._trials.get((size, width), 0) < TRIALS), None)
+        """Return a width that was tried too seldom for this size of a batch; None if there is none.
+
+        A width is left out if it could not pay even if its pass took no longer than the pass of the width below.
+        """
+        for below, width in zip((0, *WIDTHS), WIDTHS, strict=False):
+            if self._trials.get((size, width), 0) >= TRIALS:
+                continue
+            seconds = self._seconds.get((size, below))
+            if width > 1 and seconds and self._tokens(width) / seconds <= 1 / self._seconds[size, 0]:
+                return None
+            return width
+        return None
 
     def _count(self, asked: int, drafts: Sequence[tuple[int, int]]) -> None:
         """Count which places of the rows' drafts were reached and accepted. Older counts fade."""

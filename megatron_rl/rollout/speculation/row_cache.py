@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from megatron_rl.errors import ConfigError, quoted
@@ -131,7 +131,7 @@ def windows_of(model: PreTrainedModel) -> dict[str, int | None]:
     for layer in DynamicCache(config=model.config).layers:
         if type(layer) is DynamicLayer:
             windows[FULL] = None
-        elif type(layer) is DynamicSlidingWindowLayer and not counts_chunks(config):
+        elif type(layer) is DynamicSlidingWindowLayer and not _has_chunks(config):
             windows[SLIDING] = layer.sliding_window
         else:
             raise refused("its layers' states (of delta nets, chunks or indexers) do not go back by some tokens")
@@ -144,11 +144,10 @@ def windows_of(model: PreTrainedModel) -> dict[str, int | None]:
     return windows
 
 
-def counts_chunks(config: object) -> bool:
+def _has_chunks(config: PreTrainedConfig) -> bool:
     """Return whether a config has layers that attend within chunks, which have the cache of sliding windows."""
-    return "chunked_attention" in (getattr(config, "layer_types", None) or ()) or bool(
-        getattr(config, "attention_chunk_size", None)
-    )
+    fields = config.to_dict()
+    return "chunked_attention" in (fields.get("layer_types") or ()) or fields.get("attention_chunk_size") is not None
 
 
 def _changing_ropes(parameters: object) -> Sequence[str]:
