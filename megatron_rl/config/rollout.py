@@ -154,7 +154,7 @@ class RolloutConfig:
     routing_replay: str = "off"
     """Source of training's experts: `off`: the router; `old_logprobs`: the pass of π_old; `rollout`: the engine."""
     speculation: str = "off"
-    """`history`: draft tokens from earlier answers to a prompt, several checked at once (docs/tuning.md); or `off`."""
+    """`history`: draft tokens from earlier answers to a prompt (docs/tuning.md); vLLM's `ngram`, `suffix`; or `off`."""
     adaptive_groups: AdaptiveGroupsConfig = field(default_factory=AdaptiveGroupsConfig)
     producer: ProducerConfig = field(default_factory=ProducerConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
@@ -165,7 +165,7 @@ class RolloutConfig:
         choose("rollout.sleep", self.sleep, ("auto", "always", "never"))
         choose("rollout.routing_replay", self.routing_replay, ("off", "old_logprobs", "rollout"))
         choose("rollout.group_sizes", self.group_sizes, ("fixed", "adaptive"))
-        choose("rollout.speculation", self.speculation, ("off", "history"))
+        choose("rollout.speculation", self.speculation, ("off", "history", "ngram", "ngram_gpu", "suffix"))
         choose("rollout.start_order", self.start_order, ("drawn", "longest_first"))
         self._check_servers()
 

@@ -256,12 +256,13 @@ def bitwise_of_nothing(bitwise: bool, num_rollouts: int | None) -> str | None:
     return "rollout.bitwise=true compares rollouts, and train.num_rollouts=0 has none; set rollout.bitwise=false"
 
 
-def vllm_arguments(arguments: Mapping[str, object]) -> str | None:
+def vllm_arguments(arguments: Mapping[str, object], drafter: str) -> str | None:
     """Return an error message if ``rollout.vllm`` has an argument that the run itself sets, else None.
 
     The message may also be of speculative decoding that samples from another distribution (speculation.py).
 
     arguments: ``rollout.vllm``, arguments by name.
+    drafter: ``rollout.speculation``.
     """
     for name, value in arguments.items():
         if name in OWNED_ARGUMENTS:
@@ -270,7 +271,7 @@ def vllm_arguments(arguments: Mapping[str, object]) -> str | None:
         return None
     from megatron_rl.validate.speculation import speculation
 
-    return speculation(arguments)
+    return speculation(arguments, drafter)
 
 
 def drafts(rollout: RolloutConfig) -> str | None:

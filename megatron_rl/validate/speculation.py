@@ -54,8 +54,10 @@ REASONS = {
 def drafts_beside(rollout: RolloutConfig) -> str | None:
     """Return an error message if ``rollout.speculation`` is set beside a setting that excludes it, else None."""
     excluding = (
-        (rollout.engine != "transformers", f"rollout.engine={rollout.engine}", "rollout.engine=transformers",
-         "vLLM drafts by rollout.vllm.speculative_config"),
+        (rollout.engine == "transformers" and rollout.speculation != "history", "rollout.engine=transformers",
+         "rollout.speculation=history", "the method is vLLM's"),
+        (bool(rollout.servers), "rollout.servers", "leave rollout.servers empty",
+         "a server drafts as --speculative-config said at its start"),
         (rollout.bitwise, "rollout.bitwise=true", "rollout.bitwise=false",
          "a pass over several tokens rounds otherwise than a pass over one"),
         (rollout.routing_replay == "rollout", "rollout.routing_replay=rollout", "rollout.routing_replay=old_logprobs",
@@ -86,10 +88,11 @@ def lossy(fields: Mapping[str, object]) -> str | None:
     return None
 
 
-def speculation(arguments: Mapping[str, object]) -> str | None:
+def speculation(arguments: Mapping[str, object], drafter: str) -> str | None:
     """Return an error message unless ``rollout.vllm.speculative_config`` keeps the model's distribution, else None.
 
     arguments: ``rollout.vllm``, arguments by name.
+    drafter: ``rollout.speculation``, which names the method unless it is "off".
 
     Example: ``{"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}`` → None.
     """
@@ -102,7 +105,15 @@ def speculation(arguments: Mapping[str, object]) -> str | None:
         if name not in ALLOWED and not _is_default(name, value):
             reason = REASONS.get(str(name), "it was not shown to keep the distribution that samples are drawn from")
             return f"{KEY}.{name}={quoted(value)} is refused: {reason}; remove it"
-    if (method := given.get("method")) not in WITHOUT_WEIGHTS:
+    method = given.get("method")
+    if drafter != "off":
+        if method in (None, drafter):
+            return None
+        return (
+            f"{KEY}.method={quoted(method)} beside rollout.speculation={drafter}: one key names the method; remove the "
+            "former"
+        )
+    if method not in WITHOUT_WEIGHTS:
         reason = REASONS["model"] if method is not None else "vLLM would guess the method"
         return f"{KEY}.method={quoted(method)} is refused: {reason}; take one of {', '.join(WITHOUT_WEIGHTS)}"
     return None

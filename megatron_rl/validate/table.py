@@ -118,7 +118,11 @@ TABLE = (
         ("rollout.bitwise", "train.num_rollouts"),
         rollouts.bitwise_of_nothing,
     ),
-    Row("arguments of vLLM's that the run decides, or that falsify it", ("rollout.vllm",), rollouts.vllm_arguments),
+    Row(
+        "arguments of vLLM's that the run decides, or that falsify it",
+        ("rollout.vllm", "rollout.speculation"),
+        rollouts.vllm_arguments,
+    ),
     Row("drafted tokens beside what excludes them", ("rollout",), rollouts.drafts),
     Row(
         "adapters alone for engines without them",

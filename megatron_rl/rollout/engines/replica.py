@@ -65,6 +65,9 @@ class Completion:
     prompt_logprobs: float32 [prompt tokens], NaN at the first. None if not requested.
     routed_experts: [tokens, layers, top_k] (see rollout/vllm/routed_experts.py). None if the engine
         returns none.
+    drafts: (drafted tokens, accepted ones). A vLLM server reports none.
+    cached_tokens: the prompt's tokens whose keys and values the engine had, as the request's last
+        sample found them. A vLLM server reports none.
     """
 
     token_ids: np.ndarray
@@ -73,6 +76,8 @@ class Completion:
     weight_versions: tuple[tuple[int, int], ...]
     prompt_logprobs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
+    drafts: tuple[int, int] = (0, 0)
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

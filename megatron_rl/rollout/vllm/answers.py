@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.engines.replica import Completion, GenerateRequest
-from megatron_rl.rollout.engines.sampling import SampledSequence, SampleRequest, SampleResult
+from megatron_rl.rollout.engines.sampling import SEED_BITS, SampledSequence, SampleRequest, SampleResult
 from megatron_rl.rollout.vllm.routed_experts import sample_rows
 from megatron_rl.types import Prompt, Rollout
 
@@ -39,6 +39,31 @@ def generate_request(name: str, request: SampleRequest) -> GenerateRequest:
         top_k=request.top_k,
         top_p=request.top_p,
         prompt_logprobs=request.prompt_logprobs,
+    )
+
+
+def rollout_request(
+    name: str,
+    prompt: Prompt,
+    samples: int,
+    *,
+    seed: int,
+    temperature: float,
+    max_tokens: int,
+    stop_ids: tuple[int, ...],
+) -> GenerateRequest:
+    """Return the request to vLLM for a prompt's group of samples. Greedy samples are equal, so one is requested.
+
+    name: the id of the vLLM request.
+    """
+    return GenerateRequest(
+        request_id=name,
+        token_ids=prompt.token_ids,
+        n=samples if temperature else 1,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed & ((1 << SEED_BITS) - 1),
+        stop_token_ids=stop_ids,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.config import LoraConfig, ModelConfig, RolloutConfig, WeightSyncConfig
 from megatron_rl.config.lora import PROJECTIONS, VLLM_LORA_RANKS
-from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engines.placement import shares_device
 from megatron_rl.weights.config_json import parse_hf_config, read_fields
 from megatron_rl.weights.families.register import family_of
@@ -39,11 +39,6 @@ def engine_arguments(
             "Model Runner V2 requires Triton); set rollout.routing_replay=old_logprobs or off, or "
             "rollout.engine=transformers"
         )
-    if rollout.vllm.get("speculative_config") is not None and not on_gpu:
-        raise ConfigError(
-            f"rollout.vllm.speculative_config={quoted(rollout.vllm['speculative_config'])}: on a CPU vLLM (0.32) "
-            "answers drafted samples with log-probs that are not finite; leave it out"
-        )
     owned: dict[str, object] = {
         "model": model.hf_path,
         "skip_tokenizer_init": True,
@@ -69,7 +64,12 @@ def engine_arguments(
         **({} if on_gpu else _on_cpu(longest)),
     }
     adapters = adapter_arguments(weight_sync, lora, model.dtype, on_gpu=on_gpu)
-    return owned | adapters | defaults | rollout.vllm
+    arguments = owned | adapters | defaults | rollout.vllm
+    if rollout.speculation != "off" or rollout.vllm.get("speculative_config") is not None:
+        from megatron_rl.rollout.vllm.speculation import speculative_arguments
+
+        arguments |= speculative_arguments(rollout, model.hf_path, longest, on_gpu=on_gpu)
+    return arguments
 
 
 def family_arguments(hf_path: str) -> dict[str, object]:
@@ -145,6 +145,11 @@ def delta_arguments(
             f"{model.hf_path} has linear_key_head_dim={keys}, linear_value_head_dim={values} and "
             f"linear_conv_kernel_dim={tokens}; on a CPU vLLM computes gated delta nets with heads of 64 or 128, equal "
             "for keys and values, and a convolution over 4 tokens; set rollout.engine=transformers"
+        )
+    if rollout.speculation != "off" or rollout.vllm.get("speculative_config") is not None:
+        raise ConfigError(
+            f"rollout.speculation={rollout.speculation} on a CPU: vLLM was not shown to take back the state of gated "
+            f"delta nets ({name}) after a rejected token there; set rollout.speculation=off and no speculative_config"
         )
     if rollout.vllm.get("enable_prefix_caching"):
         raise ConfigError(

@@ -43,8 +43,8 @@ from megatron_rl.rollout.engines.replica import (
     RequestRefused,
     check_facts,
 )
-from megatron_rl.rollout.engines.sampling import SEED_BITS, SampleRequest, SampleResult
-from megatron_rl.rollout.vllm.answers import Answers, generate_request
+from megatron_rl.rollout.engines.sampling import SampleRequest, SampleResult
+from megatron_rl.rollout.vllm.answers import Answers, generate_request, rollout_request
 from megatron_rl.rollout.vllm.dispatch import dispatch, with_memory_advice
 from megatron_rl.rollout.weight_sync.sender import WeightSender
 from megatron_rl.types import Prompt, Rollout
@@ -134,6 +134,11 @@ class VllmEngine:
         self._closed = False
         self._calls = itertools.count(1)
         self._started = False
+        self.speculation = None  # counts drafted tokens; None if the run drafts none
+        if rollout.speculation != "off":
+            from megatron_rl.rollout.vllm.speculation import Speculation
+
+            self.speculation = Speculation()
         if not start_late:
             self._start()
 
@@ -323,7 +328,15 @@ class VllmEngine:
         call = self._begin(bool(prompts))
         used_temperature = self._rollout.temperature if temperature is None else temperature
         requests = [
-            self._request(f"{call.number}-{i}", prompt, sizes[i], call.version, used_temperature, bounds[i])
+            rollout_request(
+                f"{self._rank}-{call.number}-{i}",
+                prompt,
+                sizes[i],
+                seed=sample_seed(self._seed, prompt.prompt_id, 0, call.version, prompt.attempt),
+                temperature=used_temperature,
+                max_tokens=bounds[i],
+                stop_ids=self._stop_ids,
+            )
             for i, prompt in enumerate(prompts)
         ]
         prompt_indices = {request.request_id: index for index, request in enumerate(requests)}
@@ -334,6 +347,8 @@ class VllmEngine:
             index = prompt_indices[request_id]
             if ends is not None:
                 completions = ends.cut(request_id, completions)
+            if self.speculation is not None:
+                self.speculation.note(completions)
             rollouts[index] = self._answers.rollouts(prompts[index], completions, sizes[index], self._stop_ids)
             if on_finished is not None:
                 on_finished(index, rollouts[index])
@@ -359,6 +374,8 @@ class VllmEngine:
         results: dict[str, SampleResult] = {}
 
         def finish(request_id: str, completions: Sequence[Completion]) -> None:
+            if self.speculation is not None:
+                self.speculation.note(completions)
             results[request_id] = self._answers.result(named[request_id], completions)
 
         self._run(call, [generate_request(name, x) for name, x in named.items()], finish, {})
@@ -419,20 +436,6 @@ class VllmEngine:
         with self._lock:
             if self._restarts == call.restarts:  # no restart after this call began
                 self._restarts = 0
-
-    def _request(
-        self, number: str, prompt: Prompt, samples: int, version: int, temperature: float, max_tokens: int
-    ) -> GenerateRequest:
-        seed = sample_seed(self._seed, prompt.prompt_id, 0, version, prompt.attempt) & ((1 << SEED_BITS) - 1)
-        return GenerateRequest(
-            request_id=f"{self._rank}-{number}",
-            token_ids=prompt.token_ids,
-            n=samples if temperature else 1,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            stop_token_ids=self._stop_ids,
-        )
 
     def readings(self) -> Sequence[EngineReading]:
         """Return the current state of each engine of this rank, for the metrics. A server's load is not included.

@@ -40,6 +40,8 @@ class EngineProcess:
         self.connection = connection
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.partial = PartialTokens(self.engine, lambda *message: frames.send(self.connection, *message))
+        if (arguments.get("speculative_config") or {}).get("method") == "custom_class":
+            self._ask("attach_drafter")
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.lora = None
         if arguments.get("enable_lora"):
@@ -166,6 +168,9 @@ class EngineProcess:
         decided = self.partial.forget(output.request_id)
         reasons = ["decided" if sample.index in decided else sample.finish_reason for sample in samples]
         header = {"reasons": reasons, "weight_versions": versions}
+        header["cached_tokens"] = output.num_cached_tokens or 0
+        if samples and samples[0].spec_decode_metrics is not None:
+            header["drafts"] = [_drafts(sample.spec_decode_metrics) for sample in samples]
         frames.send(self.connection, {"kind": "output", "request_id": output.request_id, **header}, arrays)
 
     def _control(self, header: dict) -> None:
@@ -221,6 +226,11 @@ class EngineProcess:
 def _sampled_logprobs(sample) -> np.ndarray:
     """Return the log-prob of each sampled token of a vLLM sample, float32 [tokens]; empty if vLLM returned none."""
     return np.array([] if sample.logprobs is None else sample.logprobs.logprobs, dtype=np.float32)
+
+
+def _drafts(metrics) -> list[int]:
+    """Return [drafted tokens, accepted tokens] of a sample, from its ``RequestSpecDecodeMetrics``."""
+    return [metrics.num_draft_tokens, sum(accepted * steps for accepted, steps in enumerate(metrics.histogram))]
 
 
 def _prompt_logprobs(output) -> np.ndarray:

@@ -361,6 +361,7 @@ def _completions(header: dict, arrays: dict[str, np.ndarray]) -> list[Completion
     lengths = arrays["lengths"]
     ends = np.cumsum(lengths, axis=0)
     experts = routed_experts.of_frame(arrays, len(lengths))
+    drafts = header.get("drafts") or [(0, 0)] * len(lengths)
     return [
         Completion(
             token_ids=arrays["token_ids"][ends[k, 0] - lengths[k, 0] : ends[k, 0]],
@@ -369,6 +370,8 @@ def _completions(header: dict, arrays: dict[str, np.ndarray]) -> list[Completion
             weight_versions=tuple((parse_version(version), count) for version, count in header["weight_versions"][k]),
             prompt_logprobs=arrays.get("prompt_logprobs"),
             routed_experts=experts[k],
+            drafts=tuple(drafts[k]),
+            cached_tokens=header["cached_tokens"],
         )
         for k, reason in enumerate(header["reasons"])
     ]

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
+import vllm
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
@@ -133,6 +134,10 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             from megatron_rl.rollout.weight_sync.adapter import PolicyAdapters
 
             self._adapters = PolicyAdapters()
+        if self.vllm_config.speculative_config is not None and self.device.type == "cpu":
+            from megatron_rl.rollout.vllm import cpu_verification
+
+            cpu_verification.mend(vllm.__version__)
         self._has_weights = False  # whether all weights came from this trainer
         self.receipt = {"version": -1, "checksum": "", "num_tensors": 0}
 
@@ -394,6 +399,11 @@ class Receiver:
         failure is an error text; "" if there is none.
         """
         return self.weight_transfer_engine.receipt | {"failure": self.weight_transfer_engine.failure}
+
+    def attach_drafter(self) -> None:
+        """Give the drafter of ``rollout.speculation=history`` this worker's batches, and the weights' version."""
+        engine = self.weight_transfer_engine
+        self.model_runner.drafter.attach(self.model_runner, lambda: engine.receipt["version"])
 
     def abandon_weight_update(self) -> None:
         """End a weight update that this or an earlier trainer left unfinished, so that a new update may start.

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -161,11 +162,46 @@ def test_speculation_that_keeps_the_distribution_is_allowed():
     assert config.rollout.vllm["speculative_config"]["prompt_lookup_max"] == 4
 
 
-def test_speculation_on_a_cpu_is_refused():
-    config = config_of("rollout.vllm={speculative_config: {method: ngram, num_speculative_tokens: 3}}")
-    sections, given = (config.model, config.rollout, config.weight_sync, config.lora), dict(max_prompt_tokens=9, seed=0)
-    assert engine_arguments(*sections, **given, device=GPU)["speculative_config"]["method"] == "ngram"
-    refused_with("speculative_config=|'ngram'|not finite", lambda: engine_arguments(*sections, **given, device=CPU))
+@pytest.mark.parametrize(("overrides", "words"), [
+    ("rollout.speculation=history|rollout.vllm={speculative_config: {method: ngram}}", "method='ngram'|=history"),
+    ("rollout.speculation=history|rollout.vllm={speculative_config: {model: mine.Drafter}}", "model='mine.Drafter'"),
+    ("rollout.speculation=eagle3", "rollout.speculation='eagle3'|suffix"),
+    ("rollout.speculation=ngram|rollout.engine=transformers", "rollout.speculation=ngram|=history"),
+    ("rollout.speculation=history|rollout.servers=[http://127.0.0.1:8000]", "rollout.servers"),
+])
+def test_a_drafter_that_cannot_be_used_is_refused(overrides, words):
+    def check():
+        config = config_of(*overrides.split("|"))
+        validate_config(config, rollouts.vllm_arguments)
+        validate_config(config, rollouts.drafts)
+
+    refused_with(words, check)
+
+
+def engine_arguments_in(folder, *overrides: str, device=CPU) -> dict:
+    config = config_of(f"model.hf_path={folder}", *overrides)
+    sections = (config.model, config.rollout, config.weight_sync, config.lora)
+    return engine_arguments(*sections, max_prompt_tokens=9, seed=0, device=device)
+
+
+def test_drafts_have_room_after_the_longest_request(tmp_path):
+    """The fields of vLLM's own section replace the method's; other runs' arguments have none of this."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "max_position_embeddings": 40}))
+    engine_arguments_of = partial(engine_arguments_in, tmp_path)
+    found = engine_arguments_of("rollout.speculation=history", "rollout.max_response_tokens=20")
+    assert found["speculative_config"]["method"] == "custom_class"
+    assert found["max_model_len"] == 9 + 20 + found["speculative_config"]["num_speculative_tokens"] + 1
+    fewer = "rollout.vllm={speculative_config: {num_speculative_tokens: 2}}"
+    found = engine_arguments_of("rollout.speculation=ngram", "rollout.max_response_tokens=20", fewer)
+    assert found["max_model_len"] == 9 + 20 + 2 + 1 and found["speculative_config"]["prompt_lookup_max"] == 4
+    assert "speculative_config" not in engine_arguments_of()
+    short = ("rollout.speculation=history", "rollout.max_response_tokens=20", "rollout.vllm={max_model_len: 30}")
+    refused_with("max_model_len=30|set 38", lambda: engine_arguments_of(*short))
+    long = ("rollout.speculation=history", "rollout.max_response_tokens=30")
+    refused_with("max_position_embeddings=40|need 48|lower", lambda: engine_arguments_of(*long))
+    refused_with("ngram_gpu|take ngram", lambda: engine_arguments_of("rollout.speculation=ngram_gpu"))
+    found = engine_arguments_of("rollout.speculation=ngram_gpu", "rollout.max_response_tokens=20", device=GPU)
+    assert found["speculative_config"]["method"] == "ngram_gpu"
 
 
 @pytest.mark.parametrize("extra", [

@@ -1,0 +1,83 @@
+"""Speculative decoding in vLLM's engines: their arguments, and the counts of drafted tokens that they return."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.rollout.engines.replica import Completion
+from megatron_rl.rollout.speculation.counts import Counts
+from megatron_rl.weights.config_json import read_fields
+
+DRAFTER = "megatron_rl.rollout.vllm.drafter.HistoryDrafter"
+# rollout.speculation → fields of vLLM's SpeculativeConfig (0.32.0)
+FIELDS: dict[str, dict[str, object]] = {
+    "off": {},
+    "history": {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 8},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+    "ngram_gpu": {"method": "ngram_gpu", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 8},
+}
+
+
+def speculative_arguments(rollout: RolloutConfig, hf_path: str, longest: int, *, on_gpu: bool) -> dict[str, object]:
+    """Return {field: value} of vllm.EngineArgs for an engine that drafts tokens.
+
+    The fields of ``rollout.vllm.speculative_config`` replace those of ``rollout.speculation``. vLLM
+    drafts only if the longest request leaves room for a draft (v1/worker/gpu_model_runner.py,
+    ``_input_fits_in_drafter``; on a CPU the engine would die), so ``max_model_len`` has it.
+
+    hf_path: the model's folder.
+    longest: the maximum of tokens of a prompt and its response together.
+
+    Raises ConfigError for a method that cannot run here, and for a model without that room.
+    """
+    fields = FIELDS[rollout.speculation] | dict(rollout.vllm.get("speculative_config") or {})
+    method = fields["method"]
+    if method == "ngram_gpu" and not on_gpu:
+        raise ConfigError("rollout.speculation=ngram_gpu drafts on a GPU, and this run has none; take ngram")
+    if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+        raise ConfigError(
+            "rollout.speculation=suffix needs the package arctic-inference, which is not installed here; install it, "
+            "or take history"
+        )
+    room = longest + int(fields.get("num_speculative_tokens") or 0) + 1
+    keys = "data.max_prompt_tokens, rollout.max_response_tokens or rollout.vllm.speculative_config's tokens"
+    given = rollout.vllm.get("max_model_len", room)
+    if given < room:
+        raise ConfigError(f"rollout.vllm.max_model_len={given} leaves no room for drafts; set {room}, or lower {keys}")
+    config = read_fields(hf_path)
+    most = config.get("max_position_embeddings")
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if most is not None and most < room and rope.get("rope_type", "default") == "default":
+        raise ConfigError(
+            f"{hf_path} has max_position_embeddings={most}, and drafts of requests of {longest} tokens need {room}; "
+            f"lower {keys}, or set rollout.speculation=off"
+        )
+    return {"speculative_config": fields, "per_request_spec_decode_metrics": "summary", "max_model_len": given}
+
+
+class Speculation:
+    """Counts what this rank's engines drafted. Their processes hold the history, so it is in no checkpoint."""
+
+    history = None
+
+    def __init__(self) -> None:
+        self._counts = Counts()
+
+    def note(self, completions: Sequence[Completion]) -> None:
+        """Add the samples of an answered request. A step gives a sample its accepted tokens and one more.
+
+        The first token comes from the prompt's step, which does not count.
+        """
+        for completion in completions:
+            drafted, accepted = completion.drafts
+            self._counts.drafted += drafted
+            self._counts.accepted += accepted
+            self._counts.passes += max(0, len(completion.token_ids) - 1 - accepted)
+
+    def take_counts(self) -> dict[str, int]:
+        """Return metric name → count since the last call."""
+        return self._counts.take()
