@@ -11,7 +11,7 @@ import torch
 from megatron_rl.rollout.engines.engine import EngineLost
 from megatron_rl.rollout.engines.replica import GenerateRequest
 from megatron_rl.rollout.speculation.counts import ACCEPTED, DRAFTED, PASSES
-from tests.runs.command import rows_of
+from tests.runs.command import few_prompts, rows_of
 from tests.vllm.calls import LONG, spans_hold
 from tests.vllm.rig import BLOCK_TOKENS, LOGPROB_TOLERANCE, REQUEST_S, make_prompts, running, told
 from tests.vllm.served import GAP
@@ -127,11 +127,12 @@ def test_an_engine_that_is_killed_begins_a_new_history(drafting):
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_counts_what_was_drafted(run, tmp_path, method):
+def test_a_run_counts_what_was_drafted(run, arithmetic, tmp_path, method):
     """Prompts come again in the second epoch, and weights move between; the gap stays a plain run's."""
     fields = () if method == "history" else ("rollout.vllm={speculative_config: {prompt_lookup_min: 1}}",)
-    run(f"rollout.speculation={method}", *fields)
-    rows = [row for row in rows_of(tmp_path) if "speculation/drafted" in row]
+    given = (few_prompts(arithmetic, tmp_path, 16), "train.num_rollouts=4")
+    run(f"rollout.speculation={method}", *fields, *given)
+    rows = [row for row in rows_of(tmp_path) if "speculation/drafted" in row and "train/logprob_gap_max" in row]
     assert len(rows) >= 2 and max(row["train/logprob_gap_max"] for row in rows) < GAP
     assert all(0 <= row["speculation/accepted"] <= row["speculation/drafted"] for row in rows)
     assert sum(row["speculation/accepted"] for row in rows) > 0
