@@ -12,9 +12,10 @@ from typing import Protocol
 log = logging.getLogger(__name__)
 WIDTHS = (0, 1, 2, 4, 8)  # drafted tokens of each row (sample) in a pass, at most
 TRIALS = 2  # of each width, for each size of a batch; the first pass of a shape is often a slow one
-FASTER, SLOWER = 0.5, 0.1  # weight of a pass in the mean of its seconds; a busy host makes some passes slow
+FASTER, SLOWER = 1.0, 0.1  # weight of a pass in the mean of its seconds; a busy host makes some passes slow
 KEPT = 0.98  # of the counts of drafts, from one pass to the next
 HOPE, WEIGHT = 0.8, 1.0  # the share of drafts that is taken to hold before any was tried, and its weight in drafts
+PLAIN = 20  # passes with drafts after which one is without, to know what that takes now
 RETRY = 100  # passes after which another width is tried
 GAIN = 1.05  # a turned-off batch size drafts again if that is so many times as fast
 
@@ -60,7 +61,9 @@ class MeasuredPace:
             return untried
         if self._since.get(size, 0) >= RETRY:
             return min(WIDTHS, key=lambda width: self._last.get((size, width), 0))
-        return 0 if size in self._off else self._best(size)[0]
+        if size in self._off or self._passes - self._last[size, 0] >= PLAIN:
+            return 0
+        return self._best(size)[0]
 
     def note(self, asked: int, seconds: float, drafts: Sequence[tuple[int, int]]) -> None:
         size, drafted = len(drafts).bit_length(), max(drafted for drafted, _ in drafts)

@@ -31,7 +31,7 @@ def test_the_width_of_the_most_tokens_a_second_is_taken(seconds_a_token, accepte
     asked = passes(pace, 400, rows=4, seconds_a_token=seconds_a_token, accepted=accepted)
     assert asked[: 2 * TRIALS] == sorted(TRIALS * WIDTHS[:2])
     assert (8 in asked[:50]) == (seconds_a_token * accepted not in (0.0, 0.5))  # else it cannot pay, and is not tried
-    assert asked[200:].count(width) >= 180  # but for rare trials
+    assert asked[200:].count(width) >= 150  # but for trials of others
 
 
 def test_drafts_that_do_not_pay_are_off_with_one_line_until_they_do(caplog):
@@ -44,11 +44,11 @@ def test_drafts_that_do_not_pay_are_off_with_one_line_until_they_do(caplog):
     assert sum(width > 0 for width in asked) <= 1000 // RETRY + 1
     asked = passes(pace, 3000, rows=4, seconds_a_token=0.1, accepted=8)
     assert len(caplog.records) == 2 and "drafts again for batches of 4 to 7 samples" in caplog.text
-    assert asked[-1] == 8
+    assert asked[-100:].count(8) >= 90
 
 
 def test_passes_without_a_match_do_not_count_as_trials():
     pace = MeasuredPace()
     passes(pace, 200, rows=2, seconds_a_token=0.1, accepted=8, most=0)
     assert pace.width(2) > 0
-    assert passes(pace, 50, rows=2, seconds_a_token=0.1, accepted=8)[-1] == 8
+    assert passes(pace, 50, rows=2, seconds_a_token=0.1, accepted=8)[-20:].count(8) >= 18
