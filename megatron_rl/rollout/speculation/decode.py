@@ -17,26 +17,26 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from megatron_rl.rollout.engines.decoding import COMPACT_FRACTION, Decode, Decoded, Draws, Row
+from megatron_rl.rollout.engines.decoding import COMPACT_FRACTION, Decode, Decoded, Draws, Row, decode_rows
 from megatron_rl.rollout.engines.prefill import run_prompts
 from megatron_rl.rollout.speculation.counts import Counts
 from megatron_rl.rollout.speculation.drafter import Drafter
-from megatron_rl.rollout.speculation.pace import Pace
+from megatron_rl.rollout.speculation.pace import Pace, Switch
 from megatron_rl.rollout.speculation.row_cache import Masks, RowCache
 
 MAX_LOGITS = 2**27  # of a pass, over all rows, positions and tokens of the vocabulary: 512 MB in float32
 
 
 class SpeculativeDecoder:
-    """Decodes batches of rows (samples) with the drafts of a drafter.
+    """Decodes batches of rows (samples) with the drafts of a drafter, where that pays.
 
     It is called as ``decode_rows`` (decoding.py), without router records.
 
     Raises ConfigError for a model whose states cannot go back by some tokens.
     """
 
-    def __init__(self, model: PreTrainedModel, drafter: Drafter, pace: Pace) -> None:
-        self._masks, self._drafter, self._pace = Masks(model), drafter, pace
+    def __init__(self, model: PreTrainedModel, drafter: Drafter, pace: Pace, switch: Switch) -> None:
+        self._masks, self._drafter, self._pace, self._switch = Masks(model), drafter, pace, switch
         self.counts = Counts()
 
     @torch.inference_mode()
@@ -49,9 +49,28 @@ class SpeculativeDecoder:
         routers: None = None,
     ) -> Decoded:
         """Generate a batch of rows (samples) to their ends, and return their tokens. Finished rows leave the batch."""
-        self._drafter.begin(prompts, [row.prompt for row in rows])
-        batch = _Batch(model, prompts, rows, decode, self._masks)
-        running = range(len(rows))
+        started, known = time.perf_counter(), self._drafter.begin(prompts, [row.prompt for row in rows])
+        drafts = self._switch.is_on(len(rows), known=known)
+        if drafts:
+            decoded = self._with_drafts(_Batch(model, prompts, rows, decode, self._masks), len(rows))
+        else:
+            decoded = self._plainly(model, prompts, rows, decode)
+        seconds, tokens = time.perf_counter() - started, int(decoded.lengths.sum())
+        self._switch.note(len(rows), known=known, drafted=drafts, seconds=seconds, tokens=tokens)
+        return decoded
+
+    def _plainly(
+        self, model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row], decode: Decode
+    ) -> Decoded:
+        """Decode a batch without drafts. Its samples are kept for the drafts of later ones."""
+        decoded = decode_rows(model, prompts, rows, decode)
+        for row, length in enumerate(decoded.lengths.tolist()):
+            self._drafter.ended(row, decoded.token_ids[:length, row].tolist())
+            self.counts.passes += length - 1
+        return decoded
+
+    def _with_drafts(self, batch: _Batch, num_rows: int) -> Decoded:
+        running = range(num_rows)
         while True:
             for row in sorted(set(running).difference(batch.running)):
                 self._drafter.ended(row, batch.tokens[row])

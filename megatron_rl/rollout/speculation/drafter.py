@@ -14,8 +14,12 @@ MOST = 8  # tokens of a draft
 class Drafter(Protocol):
     """Drafts tokens for the rows of one batch after another. A draft may be anything; it changes no sampled token."""
 
-    def begin(self, prompts: Sequence[Sequence[int]], prompt_of_row: Sequence[int]) -> None:
-        """Begin a batch. prompts: their token ids. prompt_of_row: each row's index in them."""
+    def begin(self, prompts: Sequence[Sequence[int]], prompt_of_row: Sequence[int]) -> bool:
+        """Begin a batch; return whether any of its prompts has earlier answers.
+
+        prompts: their token ids.
+        prompt_of_row: each row's index in them.
+        """
         ...
 
     def draft(self, row: int, tokens: Sequence[int], most: int) -> Sequence[int]:
@@ -48,9 +52,10 @@ class HistoryDrafter:
         self._cursors: dict[int, Cursor] = {}
         self._most: dict[int, int] = {}  # row → most tokens of its next draft
 
-    def begin(self, prompts: Sequence[Sequence[int]], prompt_of_row: Sequence[int]) -> None:
+    def begin(self, prompts: Sequence[Sequence[int]], prompt_of_row: Sequence[int]) -> bool:
         self._keys, self._prompt_of_row = [key_of(prompt) for prompt in prompts], prompt_of_row
         self._indices, self._cursors, self._most = {}, {}, {}
+        return any(key in self._history for key in self._keys)
 
     def draft(self, row: int, tokens: Sequence[int], most: int) -> list[int]:
         if row not in self._cursors:
@@ -68,5 +73,6 @@ class HistoryDrafter:
 
     def ended(self, row: int, tokens: Sequence[int]) -> None:
         prompt = self._prompt_of_row[row]
-        self._index(prompt).add(tokens)
+        if prompt in self._indices:  # an index that is made later has the history's answers, this one among them
+            self._indices[prompt].add(tokens)
         self._history.add(self._keys[prompt], [tokens], visit=self._version())

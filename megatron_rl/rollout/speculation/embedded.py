@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from megatron_rl.rollout.speculation.decode import SpeculativeDecoder
 from megatron_rl.rollout.speculation.drafter import HistoryDrafter
 from megatron_rl.rollout.speculation.history import History
-from megatron_rl.rollout.speculation.pace import MeasuredPace
+from megatron_rl.rollout.speculation.pace import MeasuredPace, MeasuredSwitch
 
 
 class Speculation:
@@ -21,7 +21,9 @@ class Speculation:
 
     def __init__(self, model: PreTrainedModel, version: Callable[[], int]) -> None:
         self.history = History()
-        self.decode_rows = SpeculativeDecoder(model, HistoryDrafter(self.history, version), MeasuredPace())
+        self.decode_rows = SpeculativeDecoder(
+            model, HistoryDrafter(self.history, version), MeasuredPace(), MeasuredSwitch()
+        )
 
     def take_counts(self) -> dict[str, int]:
         """Return metric name → count since the last call."""

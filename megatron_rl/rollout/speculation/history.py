@@ -41,6 +41,10 @@ class History:
     def __len__(self) -> int:
         return len(self._answers)
 
+    def __contains__(self, key: str) -> bool:
+        """Return whether a prompt has kept answers."""
+        return key in self._answers
+
     def answers(self, key: str) -> list[np.ndarray]:
         """Return the kept answers to a prompt, int32 arrays, the oldest first. The prompt counts as used."""
         if key not in self._answers:

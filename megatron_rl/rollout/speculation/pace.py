@@ -1,4 +1,4 @@
-"""The choice of how many tokens are drafted in a pass, by what passes of each width cost and how many drafts hold.
+"""The choice whether a batch drafts, and how many tokens in a pass, by measured seconds and accepted drafts.
 
 The clock decides the number of drafted tokens alone, never which token a sample gets.
 """
@@ -17,7 +17,7 @@ KEPT = 0.98  # of the counts of drafts, from one pass to the next
 HOPE, WEIGHT = 0.8, 1.0  # the share of drafts that is taken to hold before any was tried, and its weight in drafts
 PLAIN = 20  # passes with drafts after which one is without, to know what that takes now
 RETRY = 100  # passes after which another width is tried
-GAIN = 1.05  # a turned-off batch size drafts again if that is so many times as fast
+AGAIN = 16  # batches of a kind, of which one is decoded the slower way
 
 
 class Pace(Protocol):
@@ -53,7 +53,6 @@ class MeasuredPace:
         # not, and those of which it was accepted too.
         self._offered, self._held = [0.0] * WIDTHS[-1], [0.0] * WIDTHS[-1]
         self._since: dict[int, int] = {}  # size of the batch → passes since a width was tried again
-        self._off: set[int] = set()  # sizes of batches for which drafting is turned off
 
     def width(self, num_rows: int) -> int:
         size = num_rows.bit_length()
@@ -61,9 +60,7 @@ class MeasuredPace:
             return untried
         if self._since.get(size, 0) >= RETRY:
             return min(WIDTHS, key=lambda width: self._last.get((size, width), 0))
-        if size in self._off or self._passes - self._last[size, 0] >= PLAIN:
-            return 0
-        return self._best(size)[0]
+        return 0 if self._passes - self._last[size, 0] >= PLAIN else self._best(size)
 
     def note(self, asked: int, seconds: float, drafts: Sequence[tuple[int, int]]) -> None:
         size, drafted = len(drafts).bit_length(), max(drafted for drafted, _ in drafts)
@@ -81,7 +78,6 @@ class MeasuredPace:
             return
         if self._since[size] > RETRY and (drafted or not asked):
             self._since[size] = 0
-        self._turn(size)
 
     def _untried(self, size: int) -> int | None:
         """Return a width that was tried too seldom for this size of a batch; None if there is none.
@@ -116,27 +112,67 @@ class MeasuredPace:
             tokens += chance
         return tokens
 
-    def _best(self, size: int) -> tuple[int, float]:
-        """Return the width of the most tokens a second, and how many times as fast as no drafts that is."""
+    def _best(self, size: int) -> int:
+        """Return the width of the most tokens a second."""
         speeds = {
             width: self._tokens(width) / max(self._seconds[size, width], 1e-9)
             for width in WIDTHS
             if (size, width) in self._seconds
         }
-        best = max(speeds, key=speeds.__getitem__)
-        return best, speeds[best] / speeds.get(0, speeds[best])
+        return max(speeds, key=speeds.__getitem__)
 
-    def _turn(self, size: int) -> None:
-        """Turn drafting off where it does not pay, and on where it does again, with a line in the log."""
-        best, gain = self._best(size)
-        rows = f"{1 << size - 1} to {(1 << size) - 1} samples"
-        if size not in self._off and best == 0 and (size, 1) in self._seconds:
-            self._off.add(size)
+
+class Switch(Protocol):
+    """Decides which batches are decoded with drafts."""
+
+    def is_on(self, num_rows: int, *, known: bool) -> bool:
+        """Return whether a batch is decoded with drafts.
+
+        known: whether any of its prompts has earlier answers.
+        """
+        ...
+
+    def note(self, num_rows: int, *, known: bool, drafted: bool, seconds: float, tokens: int) -> None:
+        """Take a batch into account. drafted: whether it was decoded with drafts."""
+        ...
+
+
+class MeasuredSwitch:
+    """Lets a batch draft if such batches took fewer seconds for a token with drafts than without.
+
+    Batches are told apart by their size (1, 2 to 3, 4 to 7, ... rows), and by whether they have earlier
+    answers. Either way is tried ``TRIALS`` times, in turn, and the slower one once in ``AGAIN`` batches.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, bool, bool], float] = {}  # (size, known, drafted) → seconds for a token
+        self._batches: dict[tuple[int, bool, bool], int] = {}
+        self._is_on: dict[tuple[int, bool], bool] = {}  # what the log said last
+
+    def is_on(self, num_rows: int, *, known: bool) -> bool:
+        kind = num_rows.bit_length(), known
+        tried = {drafted: self._batches.get((*kind, drafted), 0) for drafted in (True, False)}
+        if min(tried.values()) < TRIALS:
+            return tried[True] <= tried[False]
+        pays = self._pays(kind)
+        return not pays if sum(tried.values()) % AGAIN == 0 else pays
+
+    def _pays(self, kind: tuple[int, bool]) -> bool:
+        return self._seconds[*kind, True] < self._seconds[*kind, False]
+
+    def note(self, num_rows: int, *, known: bool, drafted: bool, seconds: float, tokens: int) -> None:
+        kind, own = (num_rows.bit_length(), known), seconds / max(1, tokens)
+        key = *kind, drafted
+        mean = self._seconds.get(key, own)
+        self._seconds[key] = mean + (FASTER if own < mean else SLOWER) * (own - mean)
+        self._batches[key] = self._batches.get(key, 0) + 1
+        if min(self._batches.get((*kind, way), 0) for way in (True, False)) < TRIALS:
+            return
+        if (pays := self._pays(kind)) != self._is_on.get(kind):
+            self._is_on[kind] = pays
             log.info(
-                "rollout.speculation: no more drafts for batches of %s: a pass takes %.2g s without and %.2g s with a "
-                "drafted token, which gives %.2f tokens in place of 1",
-                *(rows, self._seconds[size, 0], self._seconds[size, 1], self._tokens(1)),
+                "rollout.speculation: batches of %d to %d samples%s are decoded %s drafts: a token takes %.2g s with "
+                "drafts, %.2g s without",
+                *(1 << kind[0] - 1, (1 << kind[0]) - 1, "" if known else " without earlier answers"),
+                *("with" if pays else "without", self._seconds[*kind, True], self._seconds[*kind, False]),
             )
-        elif size in self._off and best and gain >= GAIN:
-            self._off.remove(size)
-            log.info("rollout.speculation: drafts again for batches of %s, which is %.2f times as fast", rows, gain)

@@ -28,6 +28,20 @@ class FixedPace:
         self.passes.append((asked, list(drafts)))
 
 
+class InTurn:
+    """Lets one batch after another draft or not, by a list; the last is for all that follow."""
+
+    def __init__(self, *ways: bool) -> None:
+        self.ways, self.noted = list(ways), []
+
+    def is_on(self, num_rows: int, *, known: bool) -> bool:
+        return self.ways.pop(0) if len(self.ways) > 1 else self.ways[0]
+
+    def note(self, num_rows: int, *, known: bool, drafted: bool, seconds: float, tokens: int) -> None:
+        assert seconds > 0 and tokens > 0
+        self.noted.append((num_rows, known, drafted))
+
+
 class KnownDrafter:
     """Drafts from the rollouts that come, of which ``share`` of the tokens is replaced by drawn ones."""
 
@@ -39,9 +53,10 @@ class KnownDrafter:
         self._coming: list[tuple[int, ...]] = []
         self.ends: list[list[int]] = []
 
-    def begin(self, prompts: Sequence[Sequence[int]], prompt_of_row: Sequence[int]) -> None:
+    def begin(self, prompts: Sequence[Sequence[int]], prompt_of_row: Sequence[int]) -> bool:
         coming = [iter(self._answers[tuple(prompt)]) for prompt in prompts]
         self._coming = [next(coming[prompt]) for prompt in prompt_of_row]
+        return True
 
     def draft(self, row: int, tokens: Sequence[int], most: int) -> list[int]:
         coming = self._coming[row]
@@ -59,8 +74,14 @@ class KnownDrafter:
         self.ends.append(list(tokens))
 
 
-def speculating(engine: TransformersEngine, drafter: object = None, asked: int = 4) -> SpeculativeDecoder:
-    """Let an engine decode with a drafter, that of an empty history unless one is given; return the decoder."""
+def speculating(
+    engine: TransformersEngine, drafter: object = None, asked: int = 4, switch: InTurn | None = None
+) -> SpeculativeDecoder:
+    """Let an engine decode with a drafter, that of an empty history unless one is given; return the decoder.
+
+    switch: which batches draft; None: all.
+    """
     drafter = drafter or HistoryDrafter(History(), lambda: engine.weight_version)
-    engine._decode_rows = decoder = SpeculativeDecoder(engine._model, drafter, FixedPace(asked))
+    switch = switch or InTurn(True)
+    engine._decode_rows = decoder = SpeculativeDecoder(engine._model, drafter, FixedPace(asked), switch)
     return decoder

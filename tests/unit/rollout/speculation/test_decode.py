@@ -11,7 +11,7 @@ from megatron_rl.rollout.engines.sampling import SampleRequest
 from megatron_rl.types import Prompt, Rollout
 from tests import reference
 from tests.unit.rollout.fake_engine import prompt_of
-from tests.unit.rollout.speculation.drafters import KnownDrafter, speculating
+from tests.unit.rollout.speculation.drafters import InTurn, KnownDrafter, speculating
 from tests.unit.rollout.tiny_model import ROUNDING, VOCAB, _model, engine_of
 
 FAMILIES = ("qwen3", "llama", "mistral", "olmo3", "gemma3_text", "gpt_oss", "deepseek_v3", "mixtral_window", "glm4_moe")
@@ -50,6 +50,21 @@ def test_samples_equal_those_without_drafts(model, hf_path, share, temperature):
     if share == 0.0:  # each pass gives five tokens, or what is left of the sample
         assert counts.passes == sum(-(-(len(x.response_ids) - 1) // 5) for x in want)
     assert counts.accepted <= counts.drafted and tokens - counts.passes <= counts.accepted < tokens
+
+
+def test_batches_without_drafts_fill_the_history_for_those_with(model, hf_path):
+    """The second visit under equal weights drafts what the first, without drafts, has answered: nearly all holds."""
+    prompts = prompts_of(5, 2, 9)
+    engine = engine_of(hf_path, model)
+    want = engine.generate(prompts, 4)
+    switch = InTurn(False, True)
+    decoder = speculating(engine, switch=switch)
+    assert_equal_samples(engine.generate(prompts, 4), want)
+    tokens = sum(len(x.response_ids) - 1 for x in want)
+    assert decoder.counts.take() == {"speculation/drafted": 0, "speculation/accepted": 0, "speculation/passes": tokens}
+    assert_equal_samples(engine.generate(prompts, 4), want)
+    assert switch.noted == [(12, False, False), (12, True, True)]
+    assert tokens - decoder.counts.passes <= decoder.counts.accepted < tokens and decoder.counts.passes < 0.5 * tokens
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4])

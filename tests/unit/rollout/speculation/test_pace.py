@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from megatron_rl.rollout.speculation.pace import RETRY, TRIALS, WIDTHS, MeasuredPace
+from megatron_rl.rollout.speculation.pace import AGAIN, TRIALS, WIDTHS, MeasuredPace, MeasuredSwitch
 
 
 def passes(
@@ -34,17 +34,31 @@ def test_the_width_of_the_most_tokens_a_second_is_taken(seconds_a_token, accepte
     assert asked[200:].count(width) >= 150  # but for trials of others
 
 
-def test_drafts_that_do_not_pay_are_off_with_one_line_until_they_do(caplog):
+def batches(
+    switch: MeasuredSwitch, count: int, with_drafts: float, without: float, *, known: bool = True
+) -> list[bool]:
+    """Decode batches of 6 samples and 60 tokens that take so many seconds for a token; return which drafted."""
+    found = []
+    for _ in range(count):
+        found.append(switch.is_on(6, known=known))
+        seconds = 60 * (with_drafts if found[-1] else without)
+        switch.note(6, known=known, drafted=found[-1], seconds=seconds, tokens=60)
+    return found
+
+
+def test_batches_draft_while_that_takes_less_time_with_a_line_at_each_turn(caplog):
     caplog.set_level(logging.INFO)
-    pace = MeasuredPace()
-    passes(pace, 1000, rows=4, seconds_a_token=0.5, accepted=0)
-    assert [record.getMessage()[:38] for record in caplog.records] == ["rollout.speculation: no more drafts fo"]
-    assert "of 4 to 7 samples: a pass takes 1 s without and 1.5 s with" in caplog.text
-    asked = passes(pace, 1000, rows=4, seconds_a_token=0.5, accepted=0)
-    assert sum(width > 0 for width in asked) <= 1000 // RETRY + 1
-    asked = passes(pace, 3000, rows=4, seconds_a_token=0.1, accepted=8)
-    assert len(caplog.records) == 2 and "drafts again for batches of 4 to 7 samples" in caplog.text
-    assert asked[-100:].count(8) >= 90
+    switch = MeasuredSwitch()
+    found = batches(switch, 200, 1.2, 1.0)
+    assert found[: 2 * TRIALS] == [True, False] * TRIALS and sum(found[2 * TRIALS :]) <= 200 // AGAIN
+    assert [record.getMessage()[:72] for record in caplog.records] == [
+        "rollout.speculation: batches of 4 to 7 samples are decoded without drafts"[:72]
+    ]
+    found = batches(switch, 400, 0.5, 1.0)
+    assert sum(found[2 * AGAIN :]) >= 400 - 2 * AGAIN - 400 // AGAIN - 1 and len(caplog.records) == 2
+    assert "decoded with drafts: a token takes 0.5 s with drafts, 1 s without" in caplog.text
+    assert batches(switch, 2 * TRIALS, 9.0, 1.0, known=False) == [True, False] * TRIALS  # another kind of batch
+    assert "without earlier answers are decoded without drafts" in caplog.text
 
 
 def test_passes_without_a_match_do_not_count_as_trials():
