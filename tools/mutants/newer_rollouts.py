@@ -132,4 +132,23 @@ SIZES = (
     ),
 )
 
-NEWER_ROLLOUTS = (*CHANGES, *SESSIONS, *BUFFERS, *SERVED, *SIZES)
+DRAFTS = (
+    Mutant(
+        name="every-draft-is-kept",
+        file="megatron_rl/rollout/speculation/decode.py",
+        line="accepted = next((i for i, token in enumerate(draft) if token != own[i]), len(draft))",
+        becomes="accepted, own = len(draft), [*draft, own[-1]]",
+        fault="drafted tokens are kept without verification, so later tokens follow what the policy did not say",
+        tests=("tests/unit/rollout/speculation/test_distribution.py",),
+    ),
+    Mutant(
+        name="a-slow-way-is-never-left",
+        file="megatron_rl/rollout/speculation/pace.py",
+        line="return self._seconds[*kind, True] < self._seconds[*kind, False]",
+        becomes="return True",
+        fault="batches draft where that takes more time",
+        tests=("tests/unit/rollout/speculation/test_pace.py",),
+    ),
+)
+
+NEWER_ROLLOUTS = (*CHANGES, *SESSIONS, *BUFFERS, *SERVED, *SIZES, *DRAFTS)
