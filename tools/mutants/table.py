@@ -50,6 +50,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "trained model": ("backend/trainable_model.py", "backend/step_sums.py"),
     "weights": ("weights/", "rollout/weight_sync/"),
     "sessions": ("rollout/endpoint/",),
+    "drafts": ("rollout/speculation/",),
     "server": ("serve/",),
     "doors": ("rollout/http_",),
     "files of others": ("commands/convert/",),
