@@ -24,7 +24,7 @@ BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.
 EPOCH = str(1_700_000_000)  # what dates the files of a wheel, whenever it is made
 HELP = (
     *("train", "serve", "watch", "serve-vllm", "convert", "verify", "check", "simulate", "doctor", "new", "pod"),
-    "translate",
+    "translate", "check-decided",
 )
 
 
