@@ -327,10 +327,10 @@ THIRD = (
         name="cells, four ranks",
         part=3,
         measures="the equalities over NCCL, four ranks on one GPU",
-        command=CELLS + FOUR_RANKS + " --share-gpu --timeout 90",
+        command=CELLS + FOUR_RANKS + " --share-gpu --timeout 90 --jobs 2",
         cpu=CELLS + "=tp2-pp2 --timeout 120",
-        limit_s=240,
-        cores=4,
+        limit_s=200,
+        cores=6,
     ),
     Step(
         name="faults",
