@@ -15,7 +15,7 @@ write their own (``MIXTURE_NORM``). A load takes the name that the checkpoint ha
 
 Under a distributed optimizer each data-parallel rank writes about 1/DP of the parameters' states.
 The states are gathered one parameter at a time. Loading reads at most LOAD_BYTES of tensors at a
-time.
+time; a single process reads at least all tensors of one key (``_pieces``).
 """
 
 from __future__ import annotations
@@ -237,7 +237,8 @@ def load_weights(entries: Sequence[ShardedBase], folder: pathlib.Path, *, prefix
     prefix: the text before each key in the checkpoint.
     """
     tensors: dict[int, torch.Tensor] = {}
-    for batch in _batches(list(entries), [x.data.numel() * x.data.element_size() for x in entries]):
+    sizes = [x.data.numel() * x.data.element_size() for x in entries]
+    for batch in _batches(list(entries), [x.key for x in entries], sizes):
         wanted = [
             replace(x, key=prefix + x.key, data=torch.empty_like(x.data, device="cpu", requires_grad=False))
             for x in batch
@@ -255,7 +256,8 @@ def load_adam(entries: Sequence[ShardedBase], states: AdamStates, folder: pathli
     entries: the sharded tensors of the model's parameters.
     """
     wanted = [(x, kind) for x in entries if x.data in states.of for kind in states.kinds(x.data)]
-    for batch in _batches(wanted, [4 * x.data.numel() for x, _ in wanted]):
+    keys = [f"{kind}.{x.key}" for x, kind in wanted]
+    for batch in _batches(wanted, keys, [4 * x.data.numel() for x, _ in wanted]):
         slots = [_slot(x, kind, torch.empty(x.data.shape, dtype=torch.float32), x.replica_id) for x, kind in batch]
         for (entry, kind), whole in zip(batch, _read(slots, folder), strict=True):
             state = states.of[entry.data]
@@ -265,9 +267,10 @@ def load_adam(entries: Sequence[ShardedBase], states: AdamStates, folder: pathli
                     state.tensors[kind].copy_(part.view(state.tensors[kind].shape))
 
 
-def _batches(items: list, sizes: Sequence[int]) -> Iterator[list]:
-    """Yield consecutive lists of ``items``, each of at most LOAD_BYTES in total or of one larger item. A collective.
+def _batches(items: Sequence, keys: Sequence[str], sizes: Sequence[int]) -> Iterator[list]:
+    """Yield lists of ``items``, each of at most LOAD_BYTES in total or of one larger piece. A collective.
 
+    keys: each item's key in the checkpoint.
     sizes: each item's size in bytes.
 
     Every rank yields the same number of lists. A rank with fewer lists yields empty lists at the
@@ -275,14 +278,31 @@ def _batches(items: list, sizes: Sequence[int]) -> Iterator[list]:
     """
     runs: list[list] = [[]]
     run_bytes = 0
-    for item, size in zip(items, sizes, strict=True):
+    for piece in _pieces(keys):
+        size = sum(sizes[i] for i in piece)
         if runs[-1] and run_bytes + size > LOAD_BYTES:
             runs.append([])
             run_bytes = 0
-        runs[-1].append(item)
+        runs[-1] += [items[i] for i in piece]
         run_bytes += size
     count = reduce_on_host(torch.tensor([len(runs)]), dist.ReduceOp.MAX)
     yield from runs + [[]] * (int(count.item()) - len(runs))
+
+
+def _pieces(keys: Sequence[str]) -> list[list[int]]:
+    """Return lists of indices of ``keys``; what a list names has to be read at once.
+
+    One list per item, but in a single process one per key. The layers of a model share keys.
+    Megatron-Core says of the layers that a process does not ask for that the next rank holds them
+    (0.16.1 to 0.19.2, ``dist_checkpointing/strategies/torch.py``). A single process is its own
+    next rank, and torch refuses a tensor that lacks some of its own shards.
+    """
+    if dist.get_world_size() > 1:
+        return [[i] for i in range(len(keys))]
+    by_key: dict[str, list[int]] = {}
+    for i, key in enumerate(keys):
+        by_key.setdefault(key, []).append(i)
+    return list(by_key.values())
 
 
 def _read(entries: Sequence[ShardedBase], folder: pathlib.Path) -> list[torch.Tensor]:

@@ -1,17 +1,19 @@
 """A checkpoint loaded under the same or another topology gives the same bits and the same next steps; adapters too."""
 
 import pathlib
+from unittest import mock
 
 import pytest
 import torch
 
-from megatron_rl.checkpoint import model_state
+from megatron_rl.checkpoint import model_state, tensors
 from megatron_rl.checkpoint.convert import plan_export
 from megatron_rl.checkpoint.folder import whole_checkpoints
 from megatron_rl.checkpoint.torch_dist import TorchDistReader
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.model.hf_config import read_shape
 from tests.equality.adapter_rig import ATTENTION
+from tests.equality.layouts import BF16, PP2, SHARDED
 from tests.equality.rows import row
 from tests.equality.saved_steps import PLAIN, open_like, save_and_load, take_steps, tensors_of
 from tests.pairwise import quick
@@ -68,6 +70,21 @@ def test_one_in_a_store_goes_on_to_the_bit(pool, tmp_path):
     store = f"memory://{tmp_path.name}"
     (found,) = pool.run(1, save_and_load, store, PLAIN, PLAIN, "qwen2_tied", 3, timeout_s=120)
     assert found["numbers"] and found["loaded"] and found["next"] and found["rate"] and found["reference"] == 0, found
+
+
+def load_in_small_reads(rank, world, root: str, topology, family: str) -> dict[str, object]:
+    with mock.patch.object(tensors, "LOAD_BYTES", 1):
+        return save_and_load(rank, world, root, topology, topology, family, 3)
+
+
+@pytest.mark.parametrize(
+    ("world", "topology", "family"),
+    [(1, PLAIN, "qwen2_tied"), (1, SHARDED + BF16, "qwen3_moe"), (2, (PP2,), "qwen2_tied")],
+)
+def test_one_larger_than_a_read_goes_on_to_the_bit(pool, tmp_path, world, topology, family):
+    """Layers share keys: a single process must ask for all layers of a key at once, other ranks' layers are theirs."""
+    for found in pool.run(world, load_in_small_reads, str(tmp_path), topology, family, timeout_s=120):
+        assert found["loaded"] and found["next"] and found["export"] == found["reference"] == 0, found
 
 
 def both(name: str, *more: str) -> tuple[tuple[str, ...], tuple[str, ...], str]:
