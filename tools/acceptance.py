@@ -40,7 +40,8 @@ IMPORTS = {
     "from transformer_engine.pytorch.optimizers import FusedAdam",
     "apex": "from apex.optimizers import FusedAdam",
     "vllm": "import vllm",
-    "fla": "import fla.ops.gated_delta_rule",
+    "fla": "from megatron_rl.model.delta_net.kernels import fla_fault; fault = fla_fault(); "
+    "exec('raise RuntimeError(fault)' if fault else '')",
 }
 WITHOUT_GPU = ("vllm", "CPU")  # modules that also have a CPU build, and a host without a GPU
 COUNT_GPUS = (
@@ -168,7 +169,7 @@ def why_not(cell: Cell, host: dict, max_processes: int, imports: dict[str, str],
         return ""
     if cell.needs and cell.needs not in imports:
         imports[cell.needs] = probe(IMPORTS[cell.needs])[1]
-    return f"{cell.needs} cannot be imported: {imports[cell.needs]}" if cell.needs and imports[cell.needs] else ""
+    return f"{cell.needs} cannot be used: {imports[cell.needs]}" if cell.needs and imports[cell.needs] else ""
 
 
 def end(process: subprocess.Popen) -> None:

@@ -142,8 +142,8 @@ def test_cell_passes_only_with_every_check_within_its_bound() -> None:
     ("te-single", CPU_HOST, 4, {}, "needs a GPU for transformer_engine, this host has none"),
     ("sync-cuda-ipc", CPU_HOST, 4, {}, "needs a GPU, this host has none"),
     ("sync-broadcast", ONE_GPU, 4, {}, "needs 2 GPUs, this host has 1"),
-    ("adam-apex", ONE_GPU, 4, APEX, f"apex cannot be imported: {APEX['apex']}"),
-    ("vllm", CPU_HOST, 4, VLLM, f"vllm cannot be imported: {VLLM['vllm']}"),
+    ("adam-apex", ONE_GPU, 4, APEX, f"apex cannot be used: {APEX['apex']}"),
+    ("vllm", CPU_HOST, 4, VLLM, f"vllm cannot be used: {VLLM['vllm']}"),
 ])
 def test_a_cell_that_this_host_cannot_run_says_why(name, host, processes, imports, reason) -> None:
     assert acceptance.why_not(BY_NAME[name], host, processes, imports) == reason
@@ -185,6 +185,9 @@ def test_reason_is_the_first_error_without_paths() -> None:
     log = '[rank1]: Traceback (most recent call last):\n[rank1]:   File "/home/me/x.py", line 3\n[rank1]: '
     log += "FileNotFoundError: no /home/me/model/config.json here\nChildFailedError: \n"
     assert acceptance.reason_in(log) == "FileNotFoundError: no <path> here"
+    warning = "[rank0]:[W1129 21:59:33.6 ProcessGroupNCCL.cpp:1575] Warning: x\n"
+    assert acceptance.reason_in(f"[rank0]: [rank0]: RuntimeError: twice\n{warning}") == "RuntimeError: twice"
+    assert acceptance.reason_in(f"it stopped\n{warning}") == "it stopped"
 
 
 @pytest.mark.long

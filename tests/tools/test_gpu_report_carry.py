@@ -155,6 +155,16 @@ def test_figures_stand_beside_their_floors() -> None:
     assert row(page, "SmolLM2") == "| SmolLM2 | not run | – | `SmolLM2` |"
 
 
+def test_records_of_two_kinds_of_gpu_say_each_its_own() -> None:
+    moved = {"headline": ["moved"], "bytes": 4.8e12}
+    newer = {**record("offload", moved), "machine": {**H100, "device": "1 x NVIDIA H200"}}
+    page = table.table([record("checkpoint", moved), newer])
+    assert "| what | measured | floor | GPU | step |\n|---|---|---|---|---|" in page
+    assert row(page, "offload").endswith("| moved | 2 s | H200 | `offload` |")
+    assert row(page, "checkpoint").endswith("| moved | 2.87 s | H100 | `checkpoint` |")
+    assert row(page, "SmolLM2").endswith("| not run | – | – | `SmolLM2` |")
+
+
 def test_what_a_step_measured_before_its_limit_is_kept() -> None:
     cut = record("skip", {"settings": SETTINGS, "rows": [DENSE]}, "timed out", "no end in 44 s")
     page = table.table([cut, record("channels", {}, "failed", "RuntimeError: a reason")])

@@ -6,8 +6,12 @@ import re
 
 
 def reason_in(log: str) -> str:
-    """Return the error of a log: the first "SomethingError: ..." that is not the launcher's, without paths."""
-    lines = [re.sub(r"^\[rank\d+\]:\s*", "", line).strip() for line in log.splitlines()]
+    """Return the error of a log: the first "SomethingError: ..." that is not the launcher's, without paths.
+
+    The last line, if no line is an error; never a warning of torch's C++ part, which ends many logs.
+    """
+    lines = [re.sub(r"^(\[rank\d+\]:\s*)+", "", line).strip() for line in log.splitlines()]
+    lines = [line for line in lines if not re.match(r"\[[IW]\d{4} ", line)]
     errors = [
         line
         for line in lines

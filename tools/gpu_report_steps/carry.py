@@ -80,17 +80,9 @@ VLLM_LEFT_OUT = (
 )
 VLLM_UNUSED = (b"float_e4m3_t", b"half_t")  # kernels of FlashAttention 3 in other dtypes than bfloat16
 VLLM_IMPORTS = (
-    *(
-        "aiohappyeyeballs",
-        "aiohttp",
-        "aiosignal",
-        "apache-tvm-ffi==0.1.11",
-        "attrs",
-        "cachetools",
-        "cbor2",
-        "cloudpickle",
-    ),
-    *("fastapi<0.137", "frozenlist", "httpx2", "llguidance<1.8", "msgspec", "multidict", "openai", "openai-harmony"),
+    *("aiohappyeyeballs", "aiohttp", "aiosignal", "apache-tvm-ffi==0.1.11", "attrs", "cachetools", "cbor2"),
+    *("cloudpickle", "compressed-tensors==0.17.0", "fastapi<0.137", "frozenlist", "httpcore2", "httpx2"),
+    *("llguidance<1.8", "loguru", "msgspec", "multidict", "openai", "openai-harmony"),
     *(
         "partial-json-parser",
         "prometheus_client",
@@ -101,7 +93,7 @@ VLLM_IMPORTS = (
         "requests",
         "sniffio",
     ),
-    *("starlette", "urllib3", "uvloop", "xgrammar==0.2.8", "yarl"),
+    *("starlette", "truststore", "urllib3", "uvloop", "xgrammar==0.2.8", "yarl"),
     *TE[1:],
 )
 

@@ -107,7 +107,7 @@ def quickstart(label: str, part: int, measures: str, words: str, *, cores: int =
         measures=measures,
         command=command + words,
         cpu=command + " --small" + words,
-        limit_s=60,
+        limit_s=120 if cores else 60,
         cores=cores,
     )
 
@@ -224,7 +224,7 @@ SECOND = (
         measures="a tiny Qwen3.5, dense and skip, by torch's kernels and by flash-linear-attention's",
         command=CELLS + DELTA_NETS + " --timeout 120 --jobs 3",
         cpu=CELLS + "=delta-net --timeout 120",
-        limit_s=125,
+        limit_s=150,
         cores=3,
     ),
     Step(

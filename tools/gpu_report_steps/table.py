@@ -1,20 +1,21 @@
 """Writes the records of tools/gpu_report.py as the table of docs/evidence/performance.md, each figure beside its floor.
 
-A floor is what an H100 needs at least: multiplications at 989e12 FLOP/s in bfloat16, or bytes at 3.35e12 B/s of its
-memory; "–" where a record says neither.
+A floor is what the GPU needs at least: multiplications at 989e12 FLOP/s in bfloat16, or bytes at 3.35e12 B/s of an
+H100's memory, 4.8e12 of an H200's; "–" where a record says neither. Records of several kinds of GPU say each its own.
 """
 
 from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from gpu_report_steps.parts import STEPS
 from gpu_report_steps.records import measured, replace
 from gpu_report_steps.report import headline
 
 BEGIN, END = "<!-- gpu-report:begin -->", "<!-- gpu-report:end -->"
-PEAK_FLOPS, PEAK_BYTES = 989e12, 3.35e12
+PEAK_FLOPS, PEAK_BYTES = 989e12, {"H100": 3.35e12, "H200": 4.8e12}
 NONE = "–"
 LEFT_OUT = ("doctor", "doctor, Transformer Engine", "topology")  # they measure nothing
 NO_ERROR = ("held", "memory", "speed")  # shares and ratios, whose bounds say nothing about rounding
@@ -102,24 +103,30 @@ def packed_attention(name: str, found: Mapping) -> list[Row]:
     return rows
 
 
-def moved_bytes(name: str, found: Mapping) -> list[Row]:
+def short_name(device: str) -> str:
+    """Return "H200" for "1 x NVIDIA H200", and any other name whole."""
+    return next((kind for kind in PEAK_BYTES if kind in device), device)
+
+
+def moved_bytes(name: str, found: Mapping, device: str) -> list[Row]:
     """Return the step's own words beside one reading and one writing of its bytes in the GPU's memory."""
-    return [(name, "; ".join(headline(found)), seconds(2 * found["bytes"] / PEAK_BYTES))]
+    peak = PEAK_BYTES.get(short_name(device))
+    return [(name, "; ".join(headline(found)), seconds(2 * found["bytes"] / peak) if peak else NONE)]
 
 
 def own_words(name: str, found: Mapping) -> list[Row]:
     return [(name, "; ".join(headline(found)) or "passed", NONE)]
 
 
-def writer_of(name: str) -> Callable[[str, Mapping], list[Row]]:
-    kinds = {
+def writer_of(name: str, device: str) -> Callable[[str, Mapping], list[Row]]:
+    kinds: dict[str, Callable[[str, Mapping], list[Row]]] = {
         "cells": cells,
         "skip": skip,
         "shared": shared_prompts,
         "log-probs": logprobs,
         "packed": packed_attention,
     }
-    kinds |= dict.fromkeys(("channels", "offload", "checkpoint", "reference"), moved_bytes)
+    kinds |= dict.fromkeys(("channels", "offload", "checkpoint", "reference"), partial(moved_bytes, device=device))
     return kinds.get(name.split()[0].rstrip(","), own_words)
 
 
@@ -127,10 +134,10 @@ def rows_of(record: Mapping | None, name: str) -> list[Row]:
     """Return the rows of one step: what it measured, and how it ended where it did not pass."""
     if record is None or not measured(record):
         return [(name, "not run", NONE)]
-    found = record["found"]
+    found, write = record["found"], writer_of(name, record["machine"]["device"])
     if record["outcome"] == "passed" or "cells" in found:
-        return writer_of(name)(name, found)
-    before = writer_of(name)(name, found) if "rows" in found else []  # of a step that was cut off
+        return write(name, found)
+    before = write(name, found) if "rows" in found else []  # of a step that was cut off
     return [*before, (name, f"{record['outcome']}: {record['reason']}", NONE)]
 
 
@@ -138,12 +145,17 @@ def table(records: Sequence[Mapping]) -> str:
     """Return the table of all steps; those of a CPU do not stand where there are some of a GPU."""
     found = [x for x in records if x["machine"]["gpus"]] or list(records)
     by_name = {x["name"]: x for x in found}
-    lines = [where([x for x in found if measured(x)]), "", "| what | measured | floor | step |", "|---|---|---|---|"]
+    devices = {name: short_name(x["machine"]["device"]) for name, x in by_name.items() if measured(x)}
+    several = len(set(devices.values())) > 1
+    columns = ["what", "measured", "floor", *(["GPU"] if several else []), "step"]
+    lines = [where([x for x in found if measured(x)]), ""]
+    lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     for step in STEPS:
         if step.name in LEFT_OUT:
             continue
-        for what, says, floor in rows_of(by_name.get(step.name), step.name):
-            lines.append(f"| {' | '.join(x.replace('|', '/') for x in (what, says, floor, f'`{step.name}`'))} |")
+        own = [devices.get(step.name, NONE)] if several else []
+        for row in rows_of(by_name.get(step.name), step.name):
+            lines.append(f"| {' | '.join(x.replace('|', '/') for x in (*row, *own, f'`{step.name}`'))} |")
     return "\n".join(lines)
 
 

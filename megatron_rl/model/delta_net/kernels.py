@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import logging
 import re
 from typing import Protocol
@@ -12,7 +13,7 @@ from typing import Protocol
 import torch
 
 from megatron_rl.distributed.platform import HOST
-from megatron_rl.distributed.requirements import compiler_fault
+from megatron_rl.distributed.requirements import compiler_fault, older
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.delta_net.rule import laid_heads, rule_of_both
 from megatron_rl.model.delta_net.runs import DeltaLayout
@@ -21,6 +22,10 @@ from megatron_rl.weights.model_shape import DeltaNetShape
 log = logging.getLogger(__name__)
 
 LEAST_FLA = (0, 6)
+# Triton's releases, from the first to before the second, whose code of a gradient is wrong on Hopper. fla-core 0.6.0
+# refuses them there in the backward pass, unless tilelang computes it (fla/ops/common/chunk_o.py).
+WRONG_ON_HOPPER = "3.4.0", "3.7.1"
+HOPPER = 9
 
 
 class DeltaRule(Protocol):
@@ -69,8 +74,8 @@ def _chosen(setting: str, is_cuda: bool) -> DeltaRule:
     fault = None if setting == "torch" else fla_fault() if is_cuda else "there is no GPU"
     if setting == "fla" and fault:
         raise ConfigError(
-            f"model.delta_kernel=fla cannot be used here: {fault}; install megatron_rl[fla] on a GPU, or set "
-            "model.delta_kernel=auto"
+            f"model.delta_kernel=fla cannot be used here: {fault}; install megatron_rl[fla] on a GPU that its kernels "
+            "run on, or set model.delta_kernel=auto"
         )
     if setting == "torch" or fault:
         log.info("gated delta nets run on torch's kernels%s", f" ({fault})" if fault else "")
@@ -110,4 +115,17 @@ def fla_fault() -> str | None:
         importlib.import_module("fla.ops.gated_delta_rule")
     except ImportError as error:
         return f"fla-core {version} cannot be imported ({error})"
-    return None
+    return hopper_fault() or None
+
+
+def hopper_fault() -> str:
+    """Return why a GPU of the kind Hopper cannot take the gradients of flash-linear-attention's kernels; "" if it can.
+
+    Without this answer the first backward pass of a run would raise.
+    """
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != HOPPER:
+        return ""
+    triton, (first, mended) = importlib.metadata.version("triton"), WRONG_ON_HOPPER
+    if older(triton, first) or not older(triton, mended) or importlib.util.find_spec("tilelang"):
+        return ""
+    return f"its gradients are wrong on this GPU under triton {triton}: it needs triton {mended} or newer, or tilelang"

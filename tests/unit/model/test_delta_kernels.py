@@ -119,6 +119,28 @@ def test_flas_kernels_are_refused_by_name_and_auto_takes_torchs(monkeypatch, cap
     kernels._chosen.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("generation", "triton", "tilelang", "refused"),
+    [(9, "3.6.0", False, True), (9, "3.4.0", False, True), (9, "3.7.0", False, True), (9, "3.7.1", False, False),
+     (9, "3.3.1", False, False), (9, "3.6.0", True, False), (8, "3.6.0", False, False), (10, "3.6.0", False, False)],
+)  # fmt: skip
+def test_flas_kernels_are_refused_where_triton_takes_wrong_gradients(
+    fla, monkeypatch, generation: int, triton: str, tilelang: bool, refused: bool
+) -> None:
+    """Seen on an H200 under triton 3.6.0: fla-core raises in the first backward pass."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name if tilelang else None)
+    installed = {"fla-core": "0.6.0", "triton": triton}
+    monkeypatch.setattr(kernels.importlib.metadata, "version", installed.__getitem__)
+    if not refused:
+        assert choose_rule("fla") is fla.fla_rule
+        return
+    with pytest.raises(ConfigError, match=rf"gradients are wrong on this GPU under triton {triton}.*3\.7\.1.*tilelang"):
+        choose_rule("fla")
+    assert choose_rule("auto") is torch_rule
+
+
 def test_flas_kernels_need_a_compiler(fla, monkeypatch) -> None:
     monkeypatch.setattr(kernels, "compiler_fault", lambda: "no C compiler was found")
     with pytest.raises(ConfigError, match="no C compiler was found"):
