@@ -40,3 +40,12 @@ def test_ratios_are_medians_over_seeds_and_missing_where_a_run_never_gets_there(
     assert "| adaptive | 1 | 0.900 | 2 | 80 |" in whole_runs.table_of(result)
     late = whole_runs.compared({"today": today, "adaptive": {0: rows([1.0], [0.3]), 1: rows([1.0], [0.9])}}, 0.9)
     assert "adaptive" not in late["ratios"] and "not reached" in whole_runs.table_of(late)
+
+
+def test_a_way_of_ones_own_joins_others_and_an_unknown_one_is_named(capsys):
+    given = whole_runs.parse(["--out", "x", "--way", "ends=reward.decided=./a.py:b", "--ways", "today", "both+ends"])
+    assert given.settings["ends"] == ("reward.decided=./a.py:b",) and given.ways == ["today", "both+ends"]
+    with pytest.raises(SystemExit):
+        whole_runs.parse(["--out", "x", "--ways", "today+end"])
+    wanted = "--ways end is none of today, rloo, adaptive, speculation, both; --way end=SETTING adds it"
+    assert wanted in capsys.readouterr().err

@@ -11,7 +11,8 @@ A run whose folder in --out is whole is not run again, so a call that was ended 
 named to each other, seed by seed, then their median.
 
 ways: `today` is the example as it is; `rloo` has the unbiased estimator alone; `adaptive` adds adaptive group sizes to
-it; `speculation` adds drafts from earlier answers to `today`; `both` is adaptive and speculation.
+it; `speculation` adds drafts from earlier answers to `today`; `both` is adaptive and speculation. --way adds one of
+your own, and `+` puts ways together: --way ends=reward.decided=./my.py:decided --ways today both both+ends
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "eval.every_rollouts=20",
     )
     parser.add_argument("--example", default="quickstart", help="folder of examples/ with a run.sh")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    ways = f"of {', '.join(WAYS)} and --way's"
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), metavar="WAY", help=ways)
+    parser.add_argument("--way", action="append", default=[], metavar="NAME=SETTING", help="a way of your own")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR")
     parser.add_argument("--target", type=float, help="held-out score; default: the lowest last score of all runs")
@@ -56,7 +59,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="of every way; {run_dir} is the run's"
     )
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    own = {name: (setting,) for name, _, setting in (way.partition("=") for way in given.way)}
+    given.settings = WAYS | own
+    unknown = sorted({name for way in given.ways for name in way.split("+")} - set(given.settings))
+    if unknown:
+        parser.error(f"--ways {unknown[0]} is none of {', '.join(given.settings)}; --way {unknown[0]}=SETTING adds it")
+    return given
 
 
 def rows_of(folder: pathlib.Path) -> list[dict]:
@@ -68,7 +77,8 @@ def run(given: argparse.Namespace, way: str, seed: int) -> pathlib.Path:
     folder = given.out / f"{way}-{seed}"
     if not (folder / "whole").exists():
         own = [setting.replace("{run_dir}", str(folder.resolve())) for setting in given.overrides]
-        command = ["bash", f"examples/{given.example}/run.sh", f"run.seed={seed}", *own, *WAYS[way]]
+        of_way = [setting for name in way.split("+") for setting in given.settings[name]]
+        command = ["bash", f"examples/{given.example}/run.sh", f"run.seed={seed}", *own, *of_way]
         environment = os.environ | {"RUN_DIR": str(folder.resolve())}
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "output.txt").open("w") as output:

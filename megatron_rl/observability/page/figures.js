@@ -49,6 +49,18 @@ const RL_FIGURES = [
     title: "Replayed groups", lines: [["replay/replaced", "replayed", 1]],
     subtitle: "groups of the rollout that stood in for some without signal", nonzero: true,
   },
+  {
+    title: "Drafted tokens", lines: [["speculation/drafted", "drafted", 7], ["speculation/accepted", "accepted", 1]],
+    subtitle: "tokens of the rollout that were drafted, and those its samples have", unit: "tokens", filled: true, nonzero: true,
+  },
+  {
+    title: "Tokens a pass", lines: [["speculation/tokens_per_pass", "tokens a pass", 1]],
+    subtitle: "of a sample in one forward pass of the engine; 1 without drafts",
+  },
+  {
+    title: "Early ends", lines: [["rollout/decided_share", "ended early", 1]],
+    subtitle: "share of the rollout's samples that reward.decided ended", nonzero: true,
+  },
   { title: "Value loss", lines: [["critic/loss", "mean of the rollout's critic steps", 1]], subtitle: "the critic's token sum", spiky: true },
   {
     title: "Explained variance", lines: [["critic/explained_variance", "of the returns", 1]],
