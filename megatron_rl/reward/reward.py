@@ -211,8 +211,11 @@ class Reward:
         values_by_function = []
         for name in self.names:
             answers = from_workers[name] if name in from_workers else self._answers_here(name, rollouts)
-            failures.extend(self._failures(name, answers, rollouts))
-            values_by_function.append([outcome.value for outcome in answers.outcomes])
+            failed = self._failures(name, answers, rollouts)
+            without = {failure.sample_id for failure in failed}
+            pairs = zip(rollouts, answers.outcomes, strict=True)
+            values_by_function.append([None if x.sample_id in without else outcome.value for x, outcome in pairs])
+            failures.extend(failed)
         self.last_errors = tuple(failures)
         self._log_new_kinds(failures)
         # If several functions failed on a sample, its score names the first.
@@ -267,18 +270,25 @@ class Reward:
     def _failures(self, name: str, answers: _Answers, rollouts: Sequence[Rollout]) -> list[RewardFailure]:
         """Return a RewardFailure for each sample on which one function failed.
 
-        Raises RewardError for a failure under ``on_error=fail``. Raises RewardError if a call on
-        several samples failed, and no sample fails alone.
+        A call that raised on several samples, and on none of them alone, failed on all of them: a
+        service may answer again by then, or the value may depend on the other samples.
+
+        Raises RewardError for a failure under ``on_error=fail``, and for a call that returned no
+        value per sample, though it does for each sample alone.
         """
+        together: dict[str, str] = {}
         for samples, error in answers.unexplained:
-            raise RewardError(
-                f"reward function {name!r} failed on a batch of {len(samples)} samples ({samples[0].sample_id} to "
-                f"{samples[-1].sample_id}) and on none of them alone; mend what depends on the batch:\n{error}"
+            said = (
+                f"failed on a batch of {len(samples)} samples ({samples[0].sample_id} to {samples[-1].sample_id}) and "
+                f"on none of them alone"
             )
+            if self._on_error == "fail" or "Traceback" not in error:
+                raise RewardError(f"reward function {name!r} {said}; mend what depends on the batch:\n{error}")
+            together |= dict.fromkeys((sample.sample_id for sample in samples), f"it {said}:\n{error}")
         failures = [
-            RewardFailure(sample_id=rollout.sample_id, function=name, message=outcome.error)
+            RewardFailure(sample_id=rollout.sample_id, function=name, message=error)
             for rollout, outcome in zip(rollouts, answers.outcomes, strict=True)
-            if outcome.error
+            if (error := outcome.error or together.get(rollout.sample_id))
         ]
         if failures and self._on_error == "fail":
             first = failures[0]

@@ -209,6 +209,21 @@ def test_a_batch_without_a_guilty_sample_is_an_error():
         assert totals(reward.score(groups_of(["a"], ["b"]))) == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("num_workers", (0, 1))
+@pytest.mark.parametrize(("on_error", "total"), [("drop", None), ("retry_sample", None), ("zero", 0.0)])
+def test_a_batch_that_raises_without_a_guilty_sample_fails_as_configured(num_workers, on_error, total):
+    """A service that fails now and then must not end a run that may lose samples."""
+    with reward_of("busy_for_many", num_workers=num_workers, on_error=on_error) as reward:
+        scores = reward.score(groups_of(["b", "c"]))
+        assert totals(scores) == [total] * 2 and [score.by_function for score in scores] == [(None,)] * 2
+        assert [x.sample_id for x in reward.last_errors] == ["0@0#0", "0@0#1"]
+        assert all("2 samples (0@0#0 to 0@0#1) and on none of them alone" in x.message for x in reward.last_errors)
+        assert all(score.error == "ConnectionError: busy" for score in scores)
+    refused = pytest.raises(RewardError, match="(?s)and on none of them alone; mend what depends on the batch.*busy")
+    with reward_of("busy_for_many", num_workers=num_workers, on_error="fail") as reward, refused:
+        reward.score(groups_of(["b", "c"]))
+
+
 def test_slow_together_is_not_slow_alone(only_endless):
     """Each sample meets its deadline, the four together do not; tasks are smaller from then on."""
     with reward_of("slow_above_two", on_error="fail", deadline_s=SHORT_S) as reward:

@@ -97,6 +97,13 @@ def one_at_most(completions, **columns):
     return [1.0] * (1 if len(completions) == 1 else 0)
 
 
+def busy_for_many(completions, **columns):
+    """Fail like a service that is busy when several samples come at once, and has time for each of them alone."""
+    if len(completions) > 1:
+        raise ConnectionError("busy")
+    return [1.0]
+
+
 def _alike(number: Callable[[Sequence[str]], float]) -> Callable[..., list[float]]:
     """Make a reward that gives each sample of a call the same number."""
     return lambda completions, **columns: [float(number(completions))] * len(completions)
