@@ -99,7 +99,7 @@ def logprobs(label: str, part: int) -> Step:
     )
 
 
-def quickstart(label: str, part: int, measures: str, words: str, *, cores: int = 0) -> Step:
+def quickstart(label: str, part: int, measures: str, words: str, *, cores: int = 0, carried: str = "") -> Step:
     command = RUN + "short_run.py --json {out} --work {work}"
     return Step(
         name=f"run, {label}",
@@ -107,8 +107,9 @@ def quickstart(label: str, part: int, measures: str, words: str, *, cores: int =
         measures=measures,
         command=command + words,
         cpu=command + " --small" + words,
-        limit_s=120 if cores else 60,
+        limit_s=240 if carried else 120 if cores else 60,
         cores=cores,
+        carried=carried,
     )
 
 
@@ -376,6 +377,14 @@ FIFTH = (
         command=RUN + "engine.py --json {out}",
         carried="vllm",
         limit_s=200,
+    ),
+    quickstart(
+        "vLLM, drafts",
+        5,
+        "the quickstart with vLLM, bfloat16, drafts from earlier answers: reward, seconds, tokens drafted and taken",
+        " --set model.dtype=bfloat16 rollout.engine=vllm rollout.speculation=history run.deadline_s=200 "
+        "rollout.start_s=150 rollout.request_s=100",
+        carried="vllm",
     ),
     Step(
         name="cells, vLLM",

@@ -30,6 +30,7 @@ ADAPTERS = (
     "reward.functions=[tests.reward_functions:parity]",
 )
 SMALL = ("sft.steps=2", "train.num_rollouts=2", "train.prompts_per_rollout=8", "train.samples_per_mini_batch=32")
+DRAFTS = ("speculation/drafted", "speculation/accepted")
 FINITE = ("train/loss", "train/grad_norm", "reward/mean")
 
 
@@ -58,14 +59,16 @@ def summarise(rows: list[dict], exported: list[str]) -> dict:
         for key in sorted({key for row in rows for key in row if re.fullmatch(r"time/\w+_s", key)})
     }
     wrong = [f"{key} is {row[key]}" for row in rows for key in FINITE if key in row and not math.isfinite(row[key])]
-    few = max(1, len(rewards) // 4)
+    few, drafts = max(1, len(rewards) // 4), {key: sum(row.get(key, 0) for row in rows) for key in DRAFTS}
     says = [
         f"reward {statistics.mean(rewards[:few]):.3f} → {statistics.mean(rewards[-few:]):.3f}; {len(rows)} optimizer "
         f"steps; {', '.join(f'{key[5:-2]} {value:.3f} s' for key, value in seconds.items())} (medians)",
         f"exported: {', '.join(exported) or 'nothing'}",
     ]
+    if drafts[DRAFTS[0]]:
+        says.append(f"{drafts[DRAFTS[0]]:,.0f} tokens drafted, {drafts[DRAFTS[1]]:,.0f} taken")
     failed = "; ".join(wrong[:3]) or ("" if exported else "no weights were exported")
-    return {"headline": says, "rewards": rewards, "seconds": seconds, "exported": exported, "failed": failed}
+    return {"headline": says, "rewards": rewards, "seconds": seconds, **drafts, "exported": exported, "failed": failed}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Where a micro-batch's sequences lie for a gated delta net: their chunks, what each continues, and the tokens before.
+"""Lays out a micro-batch for a gated delta net: its sequences' chunks, what each continues, and the tokens before.
 
 A delta net's state after a token depends on all earlier tokens of its sequence. A run is a segment's
 tokens without the pads that responses to a shared prompt do not see. A run begins with a state of
