@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from megatron_rl.rollout.engines.engine import EngineLost
 from megatron_rl.rollout.engines.replica import GenerateRequest
 from megatron_rl.rollout.engines.sampling import SampleRequest, request_seed
+from megatron_rl.rollout.groups.serialization import pack_groups, unpack_history
 from megatron_rl.rollout.speculation.counts import ACCEPTED, DRAFTED, PASSES
 from megatron_rl.rollout.vllm.answers import generate_request
 from megatron_rl.types import Prompt
@@ -229,15 +230,27 @@ def test_weights_in_flight(method, inputs, tmp_path):
         spans_hold(bench, bench.load, bench.weights)
 
 
-@pytest.mark.long
-def test_an_engine_that_is_killed_begins_a_new_history(drafting):
-    wanted = told(drafting.engine.generate(PROMPTS, 1, temperature=0.0))
-    version, lost = drafting.engine.weight_version, drafting.replica.name
+def test_an_engine_started_again_drafts_from_the_answers_in_a_checkpoint(drafting):
+    """Its first greedy tokens are the plain engine's, half of them drafted; the rank kept the answers."""
+    wanted = told(drafting.in_this_process(1).generate(PROMPTS, 1, temperature=0.0))
+    speculation = drafting.engine.speculation
+    assert told(drafting.engine.generate(PROMPTS, 1, temperature=0.0)) == wanted
+    version, lost, history = drafting.engine.weight_version, drafting.replica.name, speculation.history
     os.kill(drafting.pid, signal.SIGKILL)
     with pytest.raises(EngineLost, match="ended"):
         drafting.engine.generate(PROMPTS, 1, temperature=0.0)
+    if history is not None:
+        saved = pack_groups({}, history.state())
+        history.load_state()
+        assert len(history) == 0
+        history.load_state(unpack_history(saved))
     drafting.load_again(1, version, [lost])
+    speculation.take_counts()
     assert told(drafting.engine.generate(PROMPTS, 1, temperature=0.0)) == wanted
+    counts = speculation.take_counts()
+    assert 0 < counts[ACCEPTED] <= counts[DRAFTED]
+    if history is not None:
+        assert counts[PASSES] < 0.5 * sum(len(ids) for _, ids, _ in wanted)
 
 
 @pytest.mark.long
@@ -252,3 +265,16 @@ def test_a_run_counts_what_was_drafted(run, arithmetic, tmp_path, method):
     assert all(0 <= row["speculation/accepted"] <= row["speculation/drafted"] for row in rows)
     assert sum(row["speculation/accepted"] for row in rows) > 0
     assert all(row["speculation/tokens_per_pass"] >= 1 for row in rows)
+
+
+@pytest.mark.long
+def test_a_resumed_run_drafts_from_the_answers_before(run, arithmetic, tmp_path):
+    """The third rollout, the first after the resume, asks the first one's prompts again."""
+    saved = ("checkpoint.save_every_rollouts=1", "optimizer.schedule=constant")
+    given = ("rollout.speculation=history", few_prompts(arithmetic, tmp_path, 16), *saved)
+    for rollouts in (2, 4):
+        ((said,),) = run(*given, f"train.num_rollouts={rollouts}")
+        assert ("drafts from the earlier answers to 16 prompts" in said) == (rollouts == 4), said
+    firsts = [row for row in rows_of(tmp_path) if "speculation/drafted" in row and "train/logprob_gap_max" in row]
+    assert len(firsts) == 4 and max(row["train/logprob_gap_max"] for row in firsts) < GAP
+    assert min(firsts[2]["speculation/drafted"], firsts[2]["speculation/accepted"]) > 0
