@@ -78,7 +78,7 @@ def repeated_prompt(bench, length: int) -> Prompt:
 
 
 def test_sampled_pairs_have_the_models_distribution(drafting):
-    """A chi-square test of all samples of a prompt, most of them drafted; of 1000 right engines one fails."""
+    """A chi-square test of all samples of a prompt, most of them drafted; of 10,000 right engines a few fail."""
     drafting.engine.speculation.take_counts()
     for place, length in enumerate((7, BLOCK_TOKENS + 1)):
         prompt = repeated_prompt(drafting, length)
@@ -87,8 +87,8 @@ def test_sampled_pairs_have_the_models_distribution(drafting):
         found = Counter(x.response_ids[:2] for x in rollouts)
         wanted = pairs_of(drafting, prompt, drafting.config.rollout.temperature)
         assert sum(found.values()) == CALLS * SAMPLES and set(found) <= set(wanted)
-        assert chance_of(found, wanted) > 1e-3
-        assert chance_of(found, pairs_of(drafting, prompt, 1.0)) < 1e-6  # or the test could not fail
+        assert chance_of(found, wanted) > 1e-4
+        assert chance_of(found, pairs_of(drafting, prompt, 1.4)) < 1e-6  # or the test could not fail
         counts = drafting.engine.speculation.take_counts()
         assert place or min(counts[DRAFTED], 4 * counts[ACCEPTED]) > 0.5 * CALLS * SAMPLES
 
@@ -109,7 +109,7 @@ def test_pairs_within_a_cut_have_the_cut_distribution(drafting, name):
     found = Counter(tuple(x.token_ids[:2].tolist()) for x in sequences)
     wanted = pairs_of(drafting, prompt, temperature, **CUTS[name])
     assert sum(found.values()) == CALLS * SAMPLES and set(found) <= set(wanted)
-    assert chance_of(found, wanted) > 1e-3
+    assert chance_of(found, wanted) > 1e-4
     assert chance_of(found, pairs_of(drafting, prompt, temperature)) < 1e-6  # or the test could not fail
     for x in sequences:
         assert abs(x.logprobs[:2].sum() - math.log(wanted[tuple(x.token_ids[:2].tolist())])) < LOGPROB_TOLERANCE
