@@ -60,7 +60,7 @@ class RolloutManager:
         own device.
     retry: samples failed samples again (retry.py); None: none is sampled again.
     history: the earlier answers from which this rank's engine drafts tokens, for checkpoints; None if
-        it drafts none.
+        it drafts none from answers.
     """
 
     def __init__(

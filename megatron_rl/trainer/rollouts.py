@@ -219,8 +219,8 @@ def _early_end(reward: RewardConfig, tokenizer, watchdog: Watchdog) -> EarlyEnd:
 def _drafts_of(config: Config, engine: Engine) -> tuple[Sequence[TakeCounts], Callable[..., dict], History | None]:
     """Return (the counts of an engine's drafts, a function that derives metrics from them, the history).
 
-    The history has the earlier answers for checkpoints. It is None if the engine drafts no tokens, or keeps
-    the answers elsewhere.
+    The history has the earlier answers for checkpoints. It is None if the engine drafts no tokens, or not
+    from earlier answers.
 
     engine: this rank's engine, without others around it.
     """

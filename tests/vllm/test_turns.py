@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_rl.config import EndpointConfig, EnvironmentConfig
+from megatron_rl.config import EnvironmentConfig
 from megatron_rl.data.chat import Observations
 from megatron_rl.environment import Step, environment_maker
 from megatron_rl.rollout.endpoint.agents import AgentEngine
 from megatron_rl.rollout.engines.engine import EngineLost
 from megatron_rl.rollout.engines.multi_turn import MultiTurnEngine
 from megatron_rl.types import Prompt
-from tests.patience import patient
 from tests.runs.command import rows_of
 from tests.unit.rollout.endpoint.agents_at_work import asked
+from tests.vllm.agents import agents_on
 from tests.vllm.rig import LOGPROB_TOLERANCE, gap_of, make_prompts, told
 from tests.vllm.served import run_killing_engines
 
@@ -53,20 +53,14 @@ def counts_on(base_url: str, row: dict) -> float:
 @contextlib.contextmanager
 def sessions_on(engine, bench, kind: str) -> Iterator[MultiTurnEngine | AgentEngine]:
     """Open sessions on an engine, which outlives them."""
-    tokenizer, room = AutoTokenizer.from_pretrained(bench.folder), bench.config.rollout.max_response_tokens
-    if kind == "episodes":
-        config = EnvironmentConfig(name="tests.vllm.test_turns:Length", max_turns=6, deadline_s=30.0)
-        maker, observations = environment_maker(config), Observations(tokenizer, "{prompt}")
-        yield MultiTurnEngine(engine, maker, observations, tokenizer, config, max_response_tokens=room)
+    if kind == "agents":
+        with agents_on(engine, bench, counts_on) as opened:
+            yield opened
         return
-    config = EndpointConfig(agent="tests.vllm.test_turns:counts_on", deadline_s=patient(60.0), num_agents=16)
-    rollout, given = bench.config.rollout, dict(port=0, on_error="fail", max_response_tokens=room)
-    given |= dict(temperature=rollout.temperature, max_prompt_tokens=bench.config.data.max_prompt_tokens)
-    given |= dict(vocab_size=len(tokenizer))
-    opened = AgentEngine(engine, counts_on, tokenizer, config, **given)
-    yield opened
-    opened._pool.close()
-    opened._open.close()
+    tokenizer, room = AutoTokenizer.from_pretrained(bench.folder), bench.config.rollout.max_response_tokens
+    config = EnvironmentConfig(name="tests.vllm.test_turns:Length", max_turns=6, deadline_s=30.0)
+    maker, observations = environment_maker(config), Observations(tokenizer, "{prompt}")
+    yield MultiTurnEngine(engine, maker, observations, tokenizer, config, max_response_tokens=room)
 
 
 @pytest.fixture(params=PROMPTS)

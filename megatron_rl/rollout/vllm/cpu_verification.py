@@ -1,8 +1,8 @@
 """The verification of drafted tokens on a CPU, in place of vLLM's, which reads memory that holds something else.
 
 Rejection sampling keeps or replaces each drafted token (Leviathan et al. 2023, arXiv:2211.17192). On a CPU
-vLLM calls C++ functions in place of its kernels for GPUs (0.32.0, utils/cpu_triton_utils.py). Two of
-them are wrong:
+vLLM calls C++ functions in place of its kernels for GPUs (0.32.0, utils/cpu_triton_utils.py). The first
+two of these faults are theirs:
 
 - ``_expand_kernel_impl``, which repeats a request's temperature or top_k for each of its drafts, fills an
   int64 copy and drops it. So logits are divided by whatever the memory held: samples are of another
@@ -10,9 +10,13 @@ them are wrong:
 - ``_rejection_random_sample_kernel_impl`` and ``_sample_recovered_tokens_kernel_impl`` take a draft of −1
   for an index. The scheduler pads a request with such drafts if one token of its prompt is left to compute
   (v1/core/sched/scheduler.py, ``pad_spec_decode``). So the probability before the row's first decides.
+- ``apply_top_k_only`` takes the maximum of the drafts' top_k. In a step without drafts, as a prompt's, that
+  raises an error, which ends the engine. It needs a batch with top_k and without top_p.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -104,6 +108,15 @@ def verify(
     output[~is_greedy] = tokens[~is_greedy]
 
 
+def unless_empty(constrain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function that calls ``constrain``, vLLM's for top_k and top_p, only for logits of one draft or more."""
+
+    def constrained(logits: torch.Tensor, *rest: object) -> torch.Tensor:
+        return constrain(logits, *rest) if len(logits) else logits
+
+    return constrained
+
+
 def mend(version: str) -> None:
     """Let vLLM's rejection sampling in this process use the functions above. ``version``: vLLM's version.
 
@@ -119,6 +132,7 @@ def mend(version: str) -> None:
     rejection_sampler.expand_batch_to_tokens = expand
     rejection_sampler._sample_recovered_tokens = replacements
     rejection_sampler._rejection_random_sample = verify
+    rejection_sampler.apply_sampling_constraints = unless_empty(rejection_sampler.apply_sampling_constraints)
 
 
 def _counts(cumulative: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 vLLM (0.32.0, v1/spec_decode/custom_class_proposer.py, ``method=custom_class``) makes it in the process
 of the engine's worker, and calls ``propose`` after each step. It sees the requests' tokens in the
-worker's batch, so the history is made there, and a process that is started again begins an empty one.
+worker's batch, so the history is made there. A process that is started later gets the history that its
+rank keeps (speculation.py).
 What it drafts decides how many tokens a step gives, never which.
 """
 
@@ -101,6 +102,11 @@ class HistoryDrafter:
     def attach(self, runner: GPUModelRunner, version: Callable[[], int]) -> None:
         """Take the worker's batches from ``runner``. ``version``: returns the version of the weights that sample."""
         self._runner, self._version = runner, version
+
+    def load_history(self, path: str) -> None:
+        """Replace the history by a saved one, before the first request. ``path``: an .npz of ``History.state``."""
+        with np.load(path, allow_pickle=False) as file:
+            self._history.load_state(dict(file))
 
     def load_model(self, *_: object) -> None:
         """Do nothing: the drafter has no weights."""

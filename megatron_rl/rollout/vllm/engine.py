@@ -138,7 +138,7 @@ class VllmEngine:
         if rollout.speculation != "off":
             from megatron_rl.rollout.vllm.speculation import Speculation
 
-            self.speculation = Speculation()
+            self.speculation = Speculation(keeps_answers=rollout.speculation == "history")
         if not start_late:
             self._start()
 
@@ -262,6 +262,8 @@ class VllmEngine:
                 replica.check_tokenizer(
                     lambda text: self._tokenizer.encode(text, add_special_tokens=False), self._probes()
                 )
+                if self.speculation is not None:
+                    self.speculation.hand_over(replica, max(1.0, ends_at - time.monotonic()))
             except ReplicaLost as error:
                 if not replica.ours or time.monotonic() >= ends_at:
                     raise EngineError(with_memory_advice(f"{error}")) from error
@@ -347,9 +349,9 @@ class VllmEngine:
             index = prompt_indices[request_id]
             if ends is not None:
                 completions = ends.cut(request_id, completions)
-            if self.speculation is not None:
-                self.speculation.note(completions)
             rollouts[index] = self._answers.rollouts(prompts[index], completions, sizes[index], self._stop_ids)
+            if self.speculation is not None:
+                self.speculation.note(prompts[index].token_ids, completions)
             if on_finished is not None:
                 on_finished(index, rollouts[index])
 
@@ -374,9 +376,9 @@ class VllmEngine:
         results: dict[str, SampleResult] = {}
 
         def finish(request_id: str, completions: Sequence[Completion]) -> None:
-            if self.speculation is not None:
-                self.speculation.note(completions)
             results[request_id] = self._answers.result(named[request_id], completions)
+            if self.speculation is not None:
+                self.speculation.note(named[request_id].token_ids, completions)
 
         self._run(call, [generate_request(name, x) for name, x in named.items()], finish, {})
         return [results[name] for name in named]

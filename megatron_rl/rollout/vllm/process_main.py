@@ -207,6 +207,8 @@ class EngineProcess:
                     raise RuntimeError("the prefix cache could not be reset: requests are still under way")
             case "weights_received" | "abandon_weight_update" | "use_adapter":
                 return engine.collective_rpc(method)
+            case "load_history":
+                engine.collective_rpc("load_history", kwargs=arguments)
             case "pause":
                 self.paused = True
             case "resume":

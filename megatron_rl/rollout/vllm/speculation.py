@@ -1,16 +1,23 @@
-"""Speculative decoding in vLLM's engines: their arguments, and the counts of drafted tokens that they return."""
+"""Speculative decoding in vLLM's engines: their arguments, the counts of drafts, and the history that outlives them."""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
+import tempfile
+import threading
 from collections.abc import Sequence
+
+import numpy as np
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.rollout.engines.replica import Completion
+from megatron_rl.rollout.engines.replica import Completion, Replica, RequestRefused
 from megatron_rl.rollout.speculation.counts import Counts
+from megatron_rl.rollout.speculation.history import History, key_of
 from megatron_rl.weights.config_json import read_fields
 
+log = logging.getLogger(__name__)
 DRAFTER = "megatron_rl.rollout.vllm.drafter.HistoryDrafter"
 # rollout.speculation → fields of vLLM's SpeculativeConfig (0.32.0)
 FIELDS: dict[str, dict[str, object]] = {
@@ -60,24 +67,57 @@ def speculative_arguments(rollout: RolloutConfig, hf_path: str, longest: int, *,
 
 
 class Speculation:
-    """Counts what this rank's engines drafted. Their processes hold the history, so it is in no checkpoint."""
+    """Counts what this rank's engines drafted, and keeps their answers for checkpoints and for engines that start.
 
-    history = None
+    An engine's drafter has a history of its own, which ends with the engine's process. Requests may end
+    in several threads at once (rollout/endpoint/agents.py).
 
-    def __init__(self) -> None:
-        self._counts = Counts()
+    keeps_answers: whether the engines draft from earlier answers.
+    """
 
-    def note(self, completions: Sequence[Completion]) -> None:
+    def __init__(self, *, keeps_answers: bool) -> None:
+        self.history = History() if keeps_answers else None
+        self._counts, self._lock = Counts(), threading.Lock()
+
+    def note(self, prompt: Sequence[int], completions: Sequence[Completion]) -> None:
         """Add the samples of an answered request. A step gives a sample its accepted tokens and one more.
 
         The first token comes from the prompt's step, which does not count.
+
+        prompt: the request's token ids.
         """
-        for completion in completions:
-            drafted, accepted = completion.drafts
-            self._counts.drafted += drafted
-            self._counts.accepted += accepted
-            self._counts.passes += max(0, len(completion.token_ids) - 1 - accepted)
+        with self._lock:
+            for completion in completions:
+                drafted, accepted = completion.drafts
+                self._counts.drafted += drafted
+                self._counts.accepted += accepted
+                self._counts.passes += max(0, len(completion.token_ids) - 1 - accepted)
+            if self.history is not None:
+                versions = [x.weight_versions[-1][0] for x in completions if x.weight_versions]
+                answers = [x.token_ids for x in completions]
+                self.history.add(key_of(prompt), answers, visit=max(versions, default=None))
+
+    def hand_over(self, replica: Replica, timeout_s: float) -> None:
+        """Give the answers to an engine that was just started, in a file that its workers read.
+
+        An engine that does not take them begins without, since drafts decide no token. Raises ReplicaLost
+        if the engine is gone.
+        """
+        if self.history is None or not len(self.history):
+            return
+        with self._lock:
+            state = self.history.state()
+        try:
+            with tempfile.NamedTemporaryFile(prefix="megatron_rl-answers-", suffix=".npz") as file:
+                np.savez(file, **state)
+                file.flush()
+                replica.control("load_history", {"path": file.name}, timeout_s)
+        except (RequestRefused, OSError) as error:
+            log.warning("%s begins without earlier answers to draft from: %s", replica.name, error)
+        else:
+            log.info("%s drafts from the earlier answers to %d prompts", replica.name, len(self.history))
 
     def take_counts(self) -> dict[str, int]:
         """Return metric name → count since the last call."""
-        return self._counts.take()
+        with self._lock:
+            return self._counts.take()

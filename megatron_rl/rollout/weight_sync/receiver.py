@@ -405,6 +405,10 @@ class Receiver:
         engine = self.weight_transfer_engine
         self.model_runner.drafter.attach(self.model_runner, lambda: engine.receipt["version"])
 
+    def load_history(self, path: str) -> None:
+        """Give that drafter the earlier answers in a file."""
+        self.model_runner.drafter.load_history(path)
+
     def abandon_weight_update(self) -> None:
         """End a weight update that this or an earlier trainer left unfinished, so that a new update may start.
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rl.rollout.vllm.cpu_verification import expand, mend, replacements, verify
+from megatron_rl.rollout.vllm.cpu_verification import expand, mend, replacements, unless_empty, verify
 
 VOCABULARY, MOST = 6, 3
 
@@ -108,3 +108,17 @@ def test_values_are_repeated_for_each_draft():
 def test_another_release_is_refused():
     with pytest.raises(RuntimeError, match=r"vLLM 0\.33\.1.*speculation=off.*0\.32\.0"):
         mend("0.33.1+cpu")
+
+
+def test_a_step_without_drafts_has_nothing_to_cut():
+    """vLLM's function for top_k takes a maximum over the drafts; of none it raises an error."""
+
+    def cut(logits: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+        least = logits.topk(int(top_k.max()), dim=1).values[:, -1:]
+        return logits.masked_fill(logits < least, -torch.inf)
+
+    none, one = torch.zeros(0, VOCABULARY), torch.arange(VOCABULARY, dtype=torch.float32)[None]
+    with pytest.raises(RuntimeError, match="numel"):
+        cut(none, torch.zeros(0))
+    assert unless_empty(cut)(none, torch.zeros(0)) is none
+    assert unless_empty(cut)(one, torch.tensor([2])).isfinite().sum() == 2

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megatron_rl.rollout.speculation.history import History, key_of
 from megatron_rl.rollout.vllm import drafter
 from megatron_rl.rollout.vllm.drafter import MISSES, REST, RETRY, WINDOW, Gate, HistoryDrafter
 
@@ -152,6 +153,15 @@ def test_drafting_ends_while_it_does_not_pay(caplog):
         assert gate.is_open
         lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2 and "no drafts" in lines[0] and "drafts again" in lines[1]
+
+
+def test_a_saved_history_is_drafted_from_at_once(tmp_path):
+    history, worker = History(), Worker()
+    history.add(key_of(PROMPT), [ANSWER], visit=3)
+    np.savez(tmp_path / "answers.npz", **history.state())
+    worker.drafter.load_history(str(tmp_path / "answers.npz"))
+    worker.begin("b", PROMPT, ANSWER)
+    assert worker.run() == 4  # as after the answer itself: 1 token, 1 + 2, 1 + 4, and the rest
 
 
 def test_a_drafter_without_a_worker_is_an_error():

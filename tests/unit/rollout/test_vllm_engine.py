@@ -1,13 +1,18 @@
 """VllmEngine over stand-in replicas: its start, its sleep, and engines that are lost on the way."""
 
+import logging
+import pathlib
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from megatron_rl.config import load_config
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.engines.engine import NO_WEIGHTS, EngineLost
-from megatron_rl.rollout.engines.replica import ReplicaFacts, ReplicaLost
+from megatron_rl.rollout.engines.replica import Completion, ReplicaFacts, ReplicaLost, RequestRefused
+from megatron_rl.rollout.groups.serialization import pack_groups, unpack_history
+from megatron_rl.rollout.speculation.history import History, key_of
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from tests.unit.rollout.fake_engine import manager_of, prompt_of
 from tests.unit.rollout.receiving_engine import sender_of
@@ -52,8 +57,11 @@ class FakeReplica:
         return []  # the receipts of no worker
 
 
-def vllm_engine_of(*replicas: FakeReplica, drives=True, start_late=False, max_restarts=3) -> VllmEngine:
-    rollout = load_config(None, ["rollout.max_response_tokens=2", f"rollout.max_restarts={max_restarts}"]).rollout
+def vllm_engine_of(
+    *replicas: FakeReplica, drives=True, start_late=False, max_restarts=3, speculation="off"
+) -> VllmEngine:
+    settings = [f"rollout.max_restarts={max_restarts}", f"rollout.speculation={speculation!r}"]
+    rollout = load_config(None, ["rollout.max_response_tokens=2", *settings]).rollout
     given = {"seed": 0, "stop_ids": (0,), "vocab_size": 17, "longest": 8, "start_late": start_late}
     return VllmEngine(replicas, sender_of(1), _tokenizer(), rollout, drives=drives, **given)
 
@@ -118,3 +126,66 @@ def test_a_rank_without_an_engine_is_not_behind():
     assert engine.weight_version == 4
     engine.sleep()
     assert engine.weight_version == NO_WEIGHTS
+
+
+class DraftingReplica(FakeReplica):
+    """Reads the answers that it is given to draft from, or refuses them."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        super().__init__()
+        self.refuses, self.given, self.paths = refuses, [], []
+
+    def control(self, method: str, arguments, timeout_s: float) -> object:
+        if method == "load_history":
+            self.paths.append(pathlib.Path(arguments["path"]))
+            if self.refuses:
+                raise RequestRefused("no room")
+            history = History()
+            with np.load(arguments["path"], allow_pickle=False) as file:
+                history.load_state(dict(file))
+            self.given.append(history)
+        return super().control(method, arguments, timeout_s)
+
+
+def sampled(*ids: int, version: int) -> Completion:
+    given = {"logprobs": np.zeros(len(ids), np.float32), "finish_reason": "length", "drafts": (3, 1)}
+    return Completion(token_ids=np.array(ids), weight_versions=((version - 1, 1), (version, len(ids) - 1)), **given)
+
+
+def test_each_engine_that_starts_gets_the_answers_that_its_rank_keeps():
+    """They are the distinct answers of a prompt's two latest versions, and those of a checkpoint. No file is left."""
+    engine = vllm_engine_of(replica := DraftingReplica(), speculation="history")
+    engine.speculation.history.load_state(unpack_history(pack_groups({})))  # of a run without drafts
+    engine.recover(())
+    assert replica.given == []  # it has none yet
+    for version, last in ((4, 7), (5, 8), (5, 8), (6, 9)):
+        engine.speculation.note((2, 3), [sampled(5, last, version=version)] * 2)
+    engine.recover([replica.name])  # names an engine that is lost
+    (given,) = replica.given
+    assert [x.tolist() for x in given.answers(key_of((2, 3)))] == [[5, 8], [5, 9]]
+    assert engine.speculation.take_counts()["speculation/drafted"] == 3 * 8
+    resumed = vllm_engine_of(other := DraftingReplica(), speculation="history")
+    saved = pack_groups({}, engine.speculation.history.state())
+    resumed.speculation.history.load_state(unpack_history(saved))
+    resumed.recover(())
+    assert [x.tolist() for x in other.given[0].answers(key_of((2, 3)))] == [[5, 8], [5, 9]]
+    assert not any(path.exists() for path in (*replica.paths, *other.paths))
+
+
+def test_an_engine_that_refuses_the_answers_begins_without(caplog):
+    engine = vllm_engine_of(replica := DraftingReplica(refuses=True), speculation="history")
+    engine.speculation.note((2, 3), [sampled(5, 6, version=1)])
+    with caplog.at_level(logging.WARNING):
+        engine.recover(())
+    assert replica.asked == ["start", "ready"] and len(replica.paths) == 1
+    assert "the engine begins without earlier answers to draft from: no room" in caplog.text
+
+
+@pytest.mark.parametrize("speculation", ["ngram", "off"])
+def test_an_engine_that_drafts_from_no_answers_gets_none(speculation):
+    engine = vllm_engine_of(replica := DraftingReplica(), speculation=speculation)
+    if engine.speculation is not None:
+        engine.speculation.note((2, 3), [sampled(5, 6, version=1)])
+        assert engine.speculation.history is None
+    engine.recover(())
+    assert replica.paths == []
