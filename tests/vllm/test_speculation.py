@@ -2,17 +2,16 @@
 
 import os
 import signal
-from collections import Counter
 from dataclasses import replace
 
 import pytest
-import torch
 
 from megatron_rl.rollout.engines.engine import EngineLost
 from megatron_rl.rollout.engines.replica import GenerateRequest
 from megatron_rl.rollout.speculation.counts import ACCEPTED, DRAFTED, PASSES
 from tests.runs.command import few_prompts, rows_of
 from tests.vllm.calls import LONG, spans_hold
+from tests.vllm.pairs import chance_of_pairs
 from tests.vllm.rig import BLOCK_TOKENS, LOGPROB_TOLERANCE, REQUEST_S, make_prompts, running, told
 from tests.vllm.served import GAP
 
@@ -23,7 +22,6 @@ PROMPTS = make_prompts(5, 2, 40, 1, 17, BLOCK_TOKENS + 1, 100, 64)
 SHORT = "rollout.vllm={max_num_seqs: 64, speculative_config: {num_speculative_tokens: 4, prompt_lookup_min: 1}}"
 METHODS = {"history": ("rollout.speculation=history",), "ngram": ("rollout.speculation=ngram", SHORT)}
 SAMPLES, CALLS = 16, 30
-LEAST = 5.0  # expected samples of a cell; rarer pairs share one
 
 
 @pytest.fixture(scope="module", params=["history", pytest.param("ngram", marks=pytest.mark.long)])
@@ -52,37 +50,11 @@ def test_logprobs_equal_hugging_faces(drafting):
         assert drafting.largest_gap(prompts, 8) < LOGPROB_TOLERANCE
 
 
-@torch.no_grad()
-def pair_probabilities(model, prompt, temperature: float, stop: int) -> dict[tuple[int, ...], float]:
-    """Return the exact probability of each first pair of tokens, and of the stop token alone."""
-    ids = torch.tensor([prompt])
-    vocabulary = model.config.vocab_size
-    first = torch.softmax(model(ids).logits[0, -1].double() / temperature, dim=-1)
-    after = torch.cat([ids.expand(vocabulary, -1), torch.arange(vocabulary)[:, None]], dim=1)
-    second = torch.softmax(model(after).logits[:, -1].double() / temperature, dim=-1)
-    pairs = {(a, b): float(first[a] * second[a, b]) for a in range(vocabulary) for b in range(vocabulary) if a != stop}
-    return pairs | {(stop,): float(first[stop])}
-
-
 def test_sampled_pairs_have_the_models_distribution(drafting):
     """A chi-square test of all samples of a prompt, most of them drafted; of 1000 right engines one fails."""
     drafting.engine.speculation.take_counts()
     for place, length in enumerate((7, BLOCK_TOKENS + 1)):
-        (prompt,) = make_prompts(length)
-        asked = [replace(prompt, prompt_id=f"{place}@{call}") for call in range(CALLS)]
-        rollouts = drafting.engine.generate(asked, SAMPLES, max_tokens=[3] * CALLS)
-        found = Counter(x.response_ids[:2] for x in rollouts)
-        wanted = pair_probabilities(drafting.model, prompt.token_ids, drafting.config.rollout.temperature, stop=0)
-        total = CALLS * SAMPLES
-        assert sum(found.values()) == total and set(found) <= set(wanted)
-        often = [pair for pair, chance in wanted.items() if chance * total >= LEAST]
-        rare = total - sum(found[pair] for pair in often), total * (1 - sum(wanted[pair] for pair in often))
-        cells = [*((found[pair], total * wanted[pair]) for pair in often), *([rare] if rare[1] >= LEAST else [])]
-        scale = sum(x for x, _ in cells) / sum(x for _, x in cells)
-        statistic = sum((x - wanted_x * scale) ** 2 / (wanted_x * scale) for x, wanted_x in cells)
-        chance = torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2).double(), torch.tensor(statistic / 2))
-        print(f"length {length}: {len(cells)} cells, p = {chance:.3f}")
-        assert chance > 1e-3
+        assert chance_of_pairs(drafting, length, CALLS, SAMPLES) > 1e-3
         counts = drafting.engine.speculation.take_counts()
         assert place or min(counts[DRAFTED], 4 * counts[ACCEPTED]) > 0.5 * CALLS * SAMPLES
 

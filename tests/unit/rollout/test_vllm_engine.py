@@ -21,7 +21,7 @@ class FakeReplica:
 
     def __init__(self) -> None:
         self.name, self.weight_version, self.asked, self.silent = "the engine", NO_WEIGHTS, [], ()
-        self.failing_starts, self.levels = 0, []
+        self.failing_starts, self.levels, self.receipts = 0, [], []
 
     def start(self) -> None:
         self.asked.append("start")
@@ -49,11 +49,12 @@ class FakeReplica:
         if method == "sleep":
             self.levels.append(arguments["level"])
         self.asked.append(" ".join([method, *arguments.get("tags", ())]))
-        return []  # the receipts of no worker
+        return self.receipts  # of no worker, unless a test sets them
 
 
-def vllm_engine_of(*replicas: FakeReplica, drives=True, start_late=False, max_restarts=3) -> VllmEngine:
-    rollout = load_config(None, ["rollout.max_response_tokens=2", f"rollout.max_restarts={max_restarts}"]).rollout
+def vllm_engine_of(*replicas: FakeReplica, drives=True, start_late=False, max_restarts=3, more=()) -> VllmEngine:
+    given = ["rollout.max_response_tokens=2", f"rollout.max_restarts={max_restarts}", *more]
+    rollout = load_config(None, given).rollout
     given = {"seed": 0, "stop_ids": (0,), "vocab_size": 17, "longest": 8, "start_late": start_late}
     return VllmEngine(replicas, sender_of(1), _tokenizer(), rollout, drives=drives, **given)
 
@@ -85,6 +86,22 @@ def test_an_engine_that_does_not_sleep_or_wake_is_lost_and_mended_by_the_next_sy
         engine.generate([prompt_of(0)], 1)
     engine.recover(engine.lost)
     assert replica.asked[-3:] == ["close", "restart", "ready"] and engine.lost == []
+    engine.close()
+
+
+@pytest.mark.parametrize("held", ["0a", "0b"])
+def test_a_drafter_that_a_sleep_spoiled_loses_the_engine_at_its_wake(held):
+    """The receipts are asked for once the weights are back, and not for another drafter."""
+    engine = vllm_engine_of(replica := FakeReplica(), more=["rollout.speculation=draft_model"])
+    engine.recover(())
+    drafter = {"model": "the folder", "loaded": "0a", "held": held}
+    replica.receipts = [{"version": 3, "checksum": "c", "num_tensors": 1, "failure": "", "drafter": drafter}]
+    engine.sleep()
+    engine.wake(tags=["weights"])
+    assert engine.lost == (["the engine"] if held == "0b" else [])
+    engine.wake(tags=["kv_cache"])
+    last = ["close"] if held == "0b" else ["wake kv_cache"]
+    assert replica.asked == ["start", "ready", "sleep", "wake weights", "weights_received", *last]
     engine.close()
 
 

@@ -1,0 +1,160 @@
+"""Drafters with weights in a real engine on a CPU: they change counts alone, and what spoils their weights is seen."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_rl.rollout.engines.replica import check_drafters
+from megatron_rl.rollout.speculation.counts import ACCEPTED, DRAFTED, PASSES
+from tests.vllm.calls import LONG, spans_hold
+from tests.vllm.heads import draft_model, head
+from tests.vllm.pairs import chance_of_pairs
+from tests.vllm.rig import (
+    BLOCK_TOKENS,
+    DEADLINE_S,
+    LOGPROB_TOLERANCE,
+    Bench,
+    make_prompts,
+    model_folder,
+    ready,
+    running,
+    start_bench,
+    told,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
+
+# Of lengths 1 and BLOCK_TOKENS + 1 one token is left to compute, and vLLM pads their first steps with drafts of −1.
+PROMPTS = make_prompts(5, 2, 40, 1, 17, BLOCK_TOKENS + 1, 100, 64)
+SAMPLES, CALLS = 16, 30
+# kind → method, how it samples its drafts; "policy" has the policy's weights of seed 1, the others have random ones
+KINDS = {
+    "policy": ("draft_model", "greedy"),
+    "policy_drawn": ("draft_model", "probabilistic"),
+    "other": ("draft_model", "greedy"),
+    "other_drawn": ("draft_model", "probabilistic"),
+    "eagle": ("eagle", "greedy"),
+    "eagle3": ("eagle3", "probabilistic"),
+}
+SOME = ["policy", "other_drawn", "eagle"]
+
+
+def settings(inputs, root, kind: str, fields: str = "") -> tuple[str, ...]:
+    """Write the drafter's folder, and return the run's settings that name it."""
+    method, sampling = KINDS[kind]
+    if method == "draft_model":
+        given = {"seed": 1} if kind.startswith("policy") else {"seed": 9, "intermediate": 48}
+        folder = draft_model(inputs / "model", root / "drafter", **given)
+    else:
+        folder = head(root / "drafter", method)
+    drafts = f"speculative_config: {{model: {folder}, draft_sample_method: {sampling}}}"
+    return f"rollout.speculation={method}", f"rollout.vllm={{max_num_seqs: 64, {drafts}{fields}}}"
+
+
+@pytest.fixture(scope="module", params=[x if x in SOME else pytest.param(x, marks=pytest.mark.long) for x in KINDS])
+def drafting(request, inputs, tmp_path_factory):
+    """Return an engine that drafts, with the weights of seed 1, and the kind of its drafter."""
+    root = tmp_path_factory.mktemp("drafting")
+    with running(inputs, root, "qwen2", *settings(inputs, root, request.param)) as started:
+        started.load(1)
+        yield started, request.param
+
+
+def receipts_of(bench: Bench) -> list[dict]:
+    return bench.replica.control("weights_received", {}, DEADLINE_S)
+
+
+def test_greedy_tokens_equal_the_plain_engines(drafting):
+    """The policy's own weights have nearly all drafts accepted; where an answer ends, the rest of a draft is lost."""
+    bench, kind = drafting
+    wanted = told(bench.in_this_process(1).generate(PROMPTS, 1, temperature=0.0))
+    bench.engine.speculation.take_counts()
+    assert told(bench.engine.generate(PROMPTS, 1, temperature=0.0)) == wanted
+    counts = bench.engine.speculation.take_counts()
+    print(kind, counts)
+    tokens = sum(len(ids) for _, ids, _ in wanted)
+    assert counts[DRAFTED] > 0
+    if kind.startswith("policy"):
+        assert counts[ACCEPTED] > 0.8 * counts[DRAFTED] and counts[PASSES] < 0.4 * tokens
+    else:
+        assert counts[ACCEPTED] < 0.5 * counts[DRAFTED]
+
+
+def test_logprobs_equal_hugging_faces(drafting):
+    bench, _ = drafting
+    for attempt in range(2):
+        prompts = [replace(prompt, attempt=attempt) for prompt in PROMPTS]
+        assert bench.largest_gap(prompts, 8) < LOGPROB_TOLERANCE
+
+
+def test_sampled_pairs_have_the_models_distribution(drafting):
+    """A chi-square test of all samples of a prompt; of 1000 right engines one fails."""
+    bench, kind = drafting
+    bench.engine.speculation.take_counts()
+    for length in (7, BLOCK_TOKENS + 1):
+        assert chance_of_pairs(bench, length, CALLS, SAMPLES) > 1e-3
+    counts = bench.engine.speculation.take_counts()
+    print(kind, counts)
+    assert counts[ACCEPTED] > 0 and counts[DRAFTED] > CALLS * SAMPLES
+
+
+def test_a_sync_moves_the_policy_and_not_the_drafter(drafting):
+    """After each sync tokens are those of the new weights, and the drafter's checksum is that of its start."""
+    bench, kind = drafting
+    (before,) = receipts_of(bench)
+    assert before["drafter"]["loaded"] == before["drafter"]["held"] and len(before["drafter"]["held"]) == 16
+    assert before["drafter"]["model"].endswith("drafter")
+    accepted = []
+    for seed in (2, 3, 1):
+        bench.load(seed)
+        bench.engine.speculation.take_counts()
+        wanted = told(bench.in_this_process(seed).generate(PROMPTS, 1, temperature=0.0))
+        assert told(bench.engine.generate(PROMPTS, 1, temperature=0.0)) == wanted
+        counts = bench.engine.speculation.take_counts()
+        accepted.append(counts[ACCEPTED] / counts[DRAFTED])
+        (after,) = receipts_of(bench)
+        assert after["drafter"] == before["drafter"] and after["version"] == bench.engine.weight_version
+        check_drafters("the engine", [after])
+    print(kind, accepted)
+    assert not kind.startswith("policy") or max(accepted[:2]) < 0.8 < accepted[2]
+
+
+def test_requests_find_whole_blocks_again_and_have_the_right_logprobs(drafting):
+    """The drafter's keys and values lie in the same blocks; a prompt in the cache is drafted for all the same."""
+    bench, _ = drafting
+    prompts = make_prompts(3 * BLOCK_TOKENS + 4, 2 * BLOCK_TOKENS + 9)
+    for _ in range(2):
+        assert bench.largest_gap(prompts) < LOGPROB_TOLERANCE
+
+
+@pytest.mark.parametrize("worker", ["SpoilingParameter", pytest.param("SpoilingLayer", marks=pytest.mark.long)])
+def test_spoiled_weights_end_the_engine_at_the_next_sync(inputs, tmp_path, worker):
+    """The sync fails and names the drafter; the engine is started again, with the drafter's weights from its files."""
+    folder = model_folder(inputs / "model", tmp_path / "model", "qwen2", tied=True)
+    bench = start_bench(folder, tmp_path / "run", *settings(inputs, tmp_path, "policy"))
+    bench.replica.arguments["worker_extension_cls"] = f"tests.vllm.spoiling.{worker}"
+    bench.replica.restart()
+    with ready(bench):
+        bench.load(1)
+        (whole,) = receipts_of(bench)
+        bench.replica.control("use_adapter", {}, DEADLINE_S)
+        (spoiled,) = receipts_of(bench)
+        assert spoiled["drafter"]["held"] != whole["drafter"]["held"] == spoiled["drafter"]["loaded"]
+        report = bench.sync(bench.weights(2).items())
+        (reason,) = report.failed.values()
+        assert "other weights of the drafter" in reason and str(tmp_path / "drafter") in reason
+        assert report.lost
+        bench.load_again(1, report.version, report.lost)
+        assert receipts_of(bench)[0]["drafter"] == whole["drafter"]
+        wanted = told(bench.in_this_process(1).generate(PROMPTS, 1, temperature=0.0))
+        assert told(bench.engine.generate(PROMPTS, 1, temperature=0.0)) == wanted
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["policy", "other_drawn", "eagle"])
+def test_weights_in_flight(kind, inputs, tmp_path):
+    """Each token is of the weights of its span; LONG's requests meet two syncs."""
+    _, few = given = settings(inputs, tmp_path, kind)
+    with running(inputs, tmp_path, "qwen2", given[0], *LONG, few.replace("64", "4", 1)) as bench:
+        bench.engine._stop_ids = ()
+        spans_hold(bench, bench.load, bench.weights)
