@@ -157,7 +157,7 @@ class RolloutConfig:
     routing_replay: str = "off"
     """Source of training's experts: `off`: the router; `old_logprobs`: the pass of π_old; `rollout`: the engine."""
     speculation: str = "off"
-    """Drafter: `off`, `history` (docs/tuning.md), or vLLM's: `ngram`, `suffix`, `draft_model`, `eagle`, `eagle3`, `mtp`."""
+    """Drafter: `off`, `history` (docs/tuning.md); vLLM's `ngram`, `suffix`, `draft_model`, `eagle`, `eagle3`, `mtp`."""
     adaptive_groups: AdaptiveGroupsConfig = field(default_factory=AdaptiveGroupsConfig)
     producer: ProducerConfig = field(default_factory=ProducerConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)

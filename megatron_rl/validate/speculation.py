@@ -49,8 +49,8 @@ REASONS = {
     **VERIFYING,
     **dict.fromkeys(
         ("model", "draft_sample_method"),
-        f"a drafter with weights is named by rollout.speculation, one of {', '.join(WEIGHT_DRAFTERS)}, and mtp takes no "
-        "model",
+        f"a drafter with weights is named by rollout.speculation, one of {', '.join(WEIGHT_DRAFTERS)}, and mtp takes "
+        "no model",
     ),
     "draft_load_config": "a drafter's weights come from the safetensors files of its folder",
     **dict.fromkeys(

@@ -1,4 +1,4 @@
-"""The chi-square test of the first two tokens that an engine samples after a prompt, against their exact distribution."""
+"""The chi-square test of the first two tokens that an engine samples against their exact distribution."""
 
 from collections import Counter
 from dataclasses import replace

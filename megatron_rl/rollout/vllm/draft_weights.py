@@ -78,8 +78,8 @@ def _check_vocabulary(folder: pathlib.Path, fields: Mapping[str, object], hf_pat
     policy = read_fields(hf_path).get("vocab_size")
     if fields.get("vocab_size") != policy:
         raise ConfigError(
-            f"{folder / CONFIG} has vocab_size={quoted(fields.get('vocab_size'))} and {hf_path} has {policy}; a drafter "
-            f"drafts token ids of the policy. Name one of the policy's vocabulary by {KEY}, or set "
+            f"{folder / CONFIG} has vocab_size={quoted(fields.get('vocab_size'))} and {hf_path} has {policy}; a "
+            f"drafter drafts token ids of the policy. Name one of the policy's vocabulary by {KEY}, or set "
             "rollout.speculation=off"
         )
 

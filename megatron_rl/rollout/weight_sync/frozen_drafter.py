@@ -67,15 +67,13 @@ class FrozenDrafter:
         On a CPU vLLM keeps a layer's weight only packed, in a form that cannot be read. Then its
         product with a fixed vector stands for it, up to rounding.
         """
-        shared = {id(parameter) for parameter in self._policy.parameters()}
-        shared_layers = {id(module) for module in self._policy.modules()}
+        shared = {id(x) for x in (*self._policy.parameters(), *self._policy.modules())}
         for name, parameter in self._drafter.named_parameters():
             if id(parameter) not in shared and parameter.numel():
                 yield name, parameter
         for name, layer in self._drafter.named_modules():
-            weight = getattr(layer, "weight", None)
-            is_packed = isinstance(weight, torch.Tensor) and not weight.numel() and hasattr(layer, "cpu_linear")
-            if is_packed and id(layer) not in shared_layers:
+            weight = layer._parameters.get("weight")
+            if weight is not None and not weight.numel() and "cpu_linear" in vars(layer) and id(layer) not in shared:
                 yield f"{name}.packed", _product(layer, weight)
 
 

@@ -416,10 +416,10 @@ class Receiver:
         if engine.frozen_drafter is not None or not isinstance(drafter, torch.nn.Module):
             return
         settings = self.vllm_config.speculative_config
-        if settings.uses_draft_model() and not getattr(drafter, "is_from_files", False):
+        if settings.uses_draft_model() and "is_from_files" not in vars(drafter):
             raise RuntimeError(
-                f"vLLM {vllm.__version__} loaded the draft model {settings.model} in another way than 0.32.0, so it may "
-                "have random weights; install vllm==0.32.0, or set rollout.speculation=off"
+                f"vLLM {vllm.__version__} loaded the draft model {settings.model} in another way than 0.32.0, so it "
+                "may have random weights; install vllm==0.32.0, or set rollout.speculation=off"
             )
         engine.frozen_drafter = FrozenDrafter(self.model_runner.get_model(), drafter, settings.model)
 
@@ -444,7 +444,7 @@ class Receiver:
         self.weight_transfer_engine.use_adapter()
 
     def describe(self) -> dict:
-        """Return the facts that a trainer checks before the first sync. A drafter's weights are remembered from here."""
+        """Return the facts that a trainer checks before its first sync, and remember the drafter's weights."""
         self.freeze_drafter()
         model, config = self.vllm_config.model_config, self.vllm_config
         return {

@@ -171,7 +171,7 @@ DRAFTED = "rollout.speculation=draft_model|rollout.vllm={speculative_config: {mo
     ("rollout.speculation=medusa", "rollout.speculation='medusa'|suffix"),
     ("rollout.speculation=eagle3", "rollout.speculation=eagle3|speculative_config.model|folder"),
     ("rollout.speculation=draft_model|rollout.vllm={speculative_config: {model: 3}}", "model=3|folder"),
-    ("rollout.speculation=mtp|rollout.vllm={speculative_config: {model: a}}", "model='a'|mtp takes no model"),
+    ("rollout.speculation=mtp|rollout.vllm={speculative_config: {model: a}}", "model='a'|takes no model"),
     (f"{DRAFTED}, draft_sample_method: gumbel}}}}", "draft_sample_method='gumbel'|greedy, probabilistic"),
     (f"{DRAFTED}, draft_load_config: {{load_format: dummy}}}}}}", "draft_load_config=|files of its folder"),
     (f"{DRAFTED}, rejection_sample_method: synthetic}}}}", "rejection_sample_method='synthetic'|another policy"),
