@@ -67,6 +67,8 @@ def speculative_arguments(
             f"lower {keys}, or set rollout.speculation=off"
         )
     frozen = frozen_arguments(rollout, hf_path, room, sleeps=sleeps)
+    if not on_gpu:  # prompts are not cut there, so a step takes the longest request, and a draft model's slot
+        frozen["max_num_batched_tokens"] = rollout.vllm.get("max_num_batched_tokens", max(4096, room))
     return frozen | {
         "speculative_config": fields,
         "per_request_spec_decode_metrics": "summary",
