@@ -8,10 +8,13 @@ from megatron_rl.rollout.weight_sync.receiver import Receiver
 class SpoilingParameter(Receiver):
     """Changes one value of a parameter, at a message that the engine sends otherwise only with adapters."""
 
-    def use_adapter(self) -> None:
+    def use_adapter(self) -> dict[str, float]:
+        """Return the sum of each parameter of the drafter before the change."""
+        sums = {name: x.double().sum().item() for name, x in self.get_draft_model().named_parameters() if x.numel()}
         parameter = next(x for x in self.get_draft_model().parameters() if x.numel())
         with torch.no_grad():
             parameter.view(-1)[3] += 0.5
+        return sums
 
 
 class SpoilingLayer(Receiver):

@@ -3,11 +3,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from megatron_rl.rollout.engines.replica import check_drafters
 from megatron_rl.rollout.speculation.counts import ACCEPTED, DRAFTED, PASSES
+from tests.reference import file_weights
 from tests.vllm.calls import LONG, spans_hold
-from tests.vllm.heads import draft_model, head
+from tests.vllm.heads import draft_model, head, model_with_heads
 from tests.vllm.pairs import chance_of_pairs
 from tests.vllm.rig import (
     BLOCK_TOKENS,
@@ -127,17 +130,36 @@ def test_requests_find_whole_blocks_again_and_have_the_right_logprobs(drafting):
         assert bench.largest_gap(prompts) < LOGPROB_TOLERANCE
 
 
-@pytest.mark.parametrize("worker", ["SpoilingParameter", pytest.param("SpoilingLayer", marks=pytest.mark.long)])
-def test_spoiled_weights_end_the_engine_at_the_next_sync(inputs, tmp_path, worker):
-    """The sync fails and names the drafter; the engine is started again, with the drafter's weights from its files."""
-    folder = model_folder(inputs / "model", tmp_path / "model", "qwen2", tied=True)
-    bench = start_bench(folder, tmp_path / "run", *settings(inputs, tmp_path, "policy"))
+def start_spoiling(worker: str, folder, root, *overrides: str) -> Bench:
+    """Start an engine whose workers spoil their drafter at the message ``use_adapter``."""
+    bench = start_bench(folder, root / "run", *overrides)
     bench.replica.arguments["worker_extension_cls"] = f"tests.vllm.spoiling.{worker}"
     bench.replica.restart()
-    with ready(bench):
+    return bench
+
+
+def holds_norms(bench: Bench, folder, *parts: str) -> None:
+    """Assert that norms of the drafter have the sums of their tensors in the folder's file; then spoil the drafter."""
+    (found,) = bench.replica.control("use_adapter", {}, DEADLINE_S)
+    wanted = {name: x.double().sum().item() for name, x in load_file(folder / "model.safetensors").items()}
+    for part in parts:
+        (in_engine,), (in_file,) = ([x for name, x in sums.items() if part in name] for sums in (found, wanted))
+        assert in_engine == pytest.approx(in_file, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("worker", "kind"), [("SpoilingParameter", "eagle"), pytest.param("SpoilingLayer", "policy", marks=pytest.mark.long)]
+)
+def test_spoiled_weights_end_the_engine_at_the_next_sync(inputs, tmp_path, worker, kind):
+    """The sync fails and names the drafter; the engine is started again, with the drafter's weights from its files."""
+    folder = model_folder(inputs / "model", tmp_path / "model", "qwen2", tied=True)
+    with ready(start_spoiling(worker, folder, tmp_path, *settings(inputs, tmp_path, kind))) as bench:
         bench.load(1)
         (whole,) = receipts_of(bench)
-        bench.replica.control("use_adapter", {}, DEADLINE_S)
+        if worker == "SpoilingParameter":
+            holds_norms(bench, tmp_path / "drafter", "post_attention_layernorm")
+        else:
+            bench.replica.control("use_adapter", {}, DEADLINE_S)
         (spoiled,) = receipts_of(bench)
         assert spoiled["drafter"]["held"] != whole["drafter"]["held"] == spoiled["drafter"]["loaded"]
         report = bench.sync(bench.weights(2).items())
@@ -148,6 +170,40 @@ def test_spoiled_weights_end_the_engine_at_the_next_sync(inputs, tmp_path, worke
         assert receipts_of(bench)[0]["drafter"] == whole["drafter"]
         wanted = told(bench.in_this_process(1).generate(PROMPTS, 1, temperature=0.0))
         assert told(bench.engine.generate(PROMPTS, 1, temperature=0.0)) == wanted
+
+
+@torch.no_grad()
+def likeliest(bench: Bench, rollout) -> list[int]:
+    """Return the token that Hugging Face finds likeliest at each place of a response."""
+    ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.response_ids]])
+    return bench.model(ids).logits[0, len(rollout.prompt.token_ids) - 1 : -1].argmax(dim=-1).tolist()
+
+
+def test_heads_of_the_policys_own_checkpoint_draft(inputs, tmp_path):
+    """MTP heads come from the files of model.hf_path, and stay as they are; embedding and output move with syncs."""
+    folder = tmp_path / "model"
+    model = model_with_heads(inputs / "model", folder)
+    fields = "rollout.vllm={max_num_seqs: 64, speculative_config: {num_speculative_tokens: 2}}"
+    with ready(start_spoiling("SpoilingParameter", folder, tmp_path, "rollout.speculation=mtp", fields)) as bench:
+        bench.model = model
+        checksums = set()
+        for factor in (1.0, 1.1):
+            with torch.no_grad():
+                model.lm_head.weight.mul_(factor)
+            report = bench.sync(file_weights(model).items())
+            assert not report.failed, report.failed
+            bench.engine.speculation.take_counts()
+            rollouts = bench.engine.generate(PROMPTS, 1, temperature=0.0)
+            counts = bench.engine.speculation.take_counts()
+            print(counts)
+            assert all(list(x.response_ids) == likeliest(bench, x) for x in rollouts)
+            assert counts[DRAFTED] > 0
+            assert bench.largest_gap(PROMPTS) < LOGPROB_TOLERANCE
+            checksums |= {receipt["drafter"]["held"] for receipt in receipts_of(bench)}
+        assert len(checksums) == 1 and len(receipts_of(bench)[0]["drafter"]["held"]) == 16
+        holds_norms(bench, folder, "enorm", "hnorm", "shared_head.norm")
+        (reason,) = bench.sync(file_weights(model).items()).failed.values()
+        assert f"other weights of the drafter {folder}" in reason
 
 
 @pytest.mark.long

@@ -79,6 +79,7 @@ class FrozenDrafter:
 
 def _product(layer: torch.nn.Module, weight: torch.Tensor) -> torch.Tensor:
     """Return the product of a layer's packed weight with a vector of numbers between 0.5 and 1.5."""
-    places = torch.arange(layer.input_size_per_partition, dtype=torch.float64)
+    width = vars(layer).get("input_size_per_partition", layer.input_size)  # a layer that no worker cuts has no part
+    places = torch.arange(width, dtype=torch.float64)
     vector = (0.5 + (places * 0.6180339887498949) % 1.0).to(weight.dtype)
     return layer.cpu_linear(vector[None], weight, None)
