@@ -22,14 +22,15 @@ def pair_probabilities(model, prompt, temperature: float, stop: int) -> dict[tup
     return pairs | {(stop,): float(first[stop])}
 
 
-def chance_of_pairs(bench: Bench, length: int, calls: int, samples: int) -> float:
+def chance_of_pairs(bench: Bench, place: int, length: int, calls: int, samples: int) -> float:
     """Return the chance that a right engine's pairs are as far from the distribution as this engine's, or farther.
 
+    place: of the prompt in its test; the samples' seeds depend on it.
     length: of the prompt.
     calls, samples: calls of the engine, and samples of the prompt in each.
     """
     (prompt,) = make_prompts(length)
-    asked = [replace(prompt, prompt_id=f"{length}@{call}") for call in range(calls)]
+    asked = [replace(prompt, prompt_id=f"{place}@{call}") for call in range(calls)]
     rollouts = bench.engine.generate(asked, samples, max_tokens=[3] * calls)
     found = Counter(x.response_ids[:2] for x in rollouts)
     wanted = pair_probabilities(bench.model, prompt.token_ids, bench.config.rollout.temperature, stop=0)

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from megatron_rl.rollout.engines.replica import check_drafters
 from megatron_rl.rollout.speculation.counts import ACCEPTED, DRAFTED, PASSES
 from tests.reference import file_weights
+from tests.runs.command import few_prompts, rows_of
 from tests.vllm.calls import LONG, spans_hold
 from tests.vllm.heads import draft_model, head, model_with_heads
 from tests.vllm.pairs import chance_of_pairs
@@ -24,6 +25,7 @@ from tests.vllm.rig import (
     start_bench,
     told,
 )
+from tests.vllm.served import GAP
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
 
@@ -84,18 +86,23 @@ def test_greedy_tokens_equal_the_plain_engines(drafting):
 
 
 def test_logprobs_equal_hugging_faces(drafting):
-    bench, _ = drafting
+    """Drafts that are drawn from the policy's own distribution are nearly all accepted, as are greedy ones of it."""
+    bench, kind = drafting
+    bench.engine.speculation.take_counts()
     for attempt in range(2):
         prompts = [replace(prompt, attempt=attempt) for prompt in PROMPTS]
         assert bench.largest_gap(prompts, 8) < LOGPROB_TOLERANCE
+    counts = bench.engine.speculation.take_counts()
+    print(kind, counts)
+    assert kind != "policy_drawn" or counts[ACCEPTED] > 0.8 * counts[DRAFTED]
 
 
 def test_sampled_pairs_have_the_models_distribution(drafting):
     """A chi-square test of all samples of a prompt; of 1000 right engines one fails."""
     bench, kind = drafting
     bench.engine.speculation.take_counts()
-    for length in (7, BLOCK_TOKENS + 1):
-        assert chance_of_pairs(bench, length, CALLS, SAMPLES) > 1e-3
+    for place, length in enumerate((7, BLOCK_TOKENS + 1)):
+        assert chance_of_pairs(bench, place, length, CALLS, SAMPLES) > 1e-3
     counts = bench.engine.speculation.take_counts()
     print(kind, counts)
     assert counts[ACCEPTED] > 0 and counts[DRAFTED] > CALLS * SAMPLES
@@ -148,7 +155,8 @@ def holds_norms(bench: Bench, folder, *parts: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("worker", "kind"), [("SpoilingParameter", "eagle"), pytest.param("SpoilingLayer", "policy", marks=pytest.mark.long)]
+    ("worker", "kind"),
+    [("SpoilingParameter", "eagle"), pytest.param("SpoilingLayer", "policy", marks=pytest.mark.long)],
 )
 def test_spoiled_weights_end_the_engine_at_the_next_sync(inputs, tmp_path, worker, kind):
     """The sync fails and names the drafter; the engine is started again, with the drafter's weights from its files."""
@@ -214,3 +222,33 @@ def test_weights_in_flight(kind, inputs, tmp_path):
     with running(inputs, tmp_path, "qwen2", given[0], *LONG, few.replace("64", "4", 1)) as bench:
         bench.engine._stop_ids = ()
         spans_hold(bench, bench.load, bench.weights)
+
+
+@pytest.mark.long
+def test_two_workers_sign_for_their_slices(inputs, tmp_path):
+    """Each of two workers holds half of the drafter; drafts of the policy's own weights are accepted."""
+    given = settings(inputs, tmp_path, "policy")
+    with running(inputs, tmp_path, "qwen2", *given, "rollout.tensor_parallel=2", ranks=2) as bench:
+        bench.load(1)
+        before = [x["drafter"] for x in receipts_of(bench)]
+        assert len(before) == 2 and all(x["held"] == x["loaded"] for x in before)
+        bench.engine.speculation.take_counts()
+        wanted = told(bench.in_this_process(1).generate(PROMPTS, 1, temperature=0.0))
+        assert told(bench.engine.generate(PROMPTS, 1, temperature=0.0)) == wanted
+        counts = bench.engine.speculation.take_counts()
+        assert counts[ACCEPTED] > 0.8 * counts[DRAFTED]
+        bench.load(2)
+        assert [x["drafter"] for x in receipts_of(bench)] == before
+
+
+@pytest.mark.long
+def test_a_run_counts_what_was_drafted(run, arithmetic, tmp_path):
+    """Weights move between rollouts, the gap stays a plain run's, and the counts are in the metrics."""
+    folder = draft_model(arithmetic / "model", tmp_path / "drafter", 1)
+    fields = f"rollout.vllm={{speculative_config: {{model: {folder}, num_speculative_tokens: 2}}}}"
+    run("rollout.speculation=draft_model", fields, few_prompts(arithmetic, tmp_path, 16), "train.num_rollouts=3")
+    rows = [row for row in rows_of(tmp_path) if "speculation/drafted" in row and "train/logprob_gap_max" in row]
+    assert len(rows) >= 2 and max(row["train/logprob_gap_max"] for row in rows) < GAP
+    assert all(0 <= row["speculation/accepted"] <= row["speculation/drafted"] for row in rows)
+    assert sum(row["speculation/drafted"] for row in rows) > 0
+    assert all(row["speculation/tokens_per_pass"] >= 1 for row in rows)

@@ -54,7 +54,7 @@ def test_sampled_pairs_have_the_models_distribution(drafting):
     """A chi-square test of all samples of a prompt, most of them drafted; of 1000 right engines one fails."""
     drafting.engine.speculation.take_counts()
     for place, length in enumerate((7, BLOCK_TOKENS + 1)):
-        assert chance_of_pairs(drafting, length, CALLS, SAMPLES) > 1e-3
+        assert chance_of_pairs(drafting, place, length, CALLS, SAMPLES) > 1e-3
         counts = drafting.engine.speculation.take_counts()
         assert place or min(counts[DRAFTED], 4 * counts[ACCEPTED]) > 0.5 * CALLS * SAMPLES
 
