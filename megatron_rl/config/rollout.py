@@ -10,6 +10,9 @@ from megatron_rl.config.checks import Range, choose
 from megatron_rl.config.environment import EndpointConfig
 from megatron_rl.errors import ConfigError, quoted
 
+TOKEN_DRAFTERS = ("history", "ngram", "ngram_gpu", "suffix")  # draft from tokens alone
+WEIGHT_DRAFTERS = ("draft_model", "eagle", "eagle3", "mtp")  # draft with weights of their own
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProducerConfig:
@@ -154,7 +157,7 @@ class RolloutConfig:
     routing_replay: str = "off"
     """Source of training's experts: `off`: the router; `old_logprobs`: the pass of π_old; `rollout`: the engine."""
     speculation: str = "off"
-    """`history`: draft tokens from earlier answers to a prompt (docs/tuning.md); vLLM's `ngram`, `suffix`; or `off`."""
+    """Drafter: `off`, `history` (docs/tuning.md); vLLM's `ngram`, `suffix`, `draft_model`, `eagle`, `eagle3`, `mtp`."""
     adaptive_groups: AdaptiveGroupsConfig = field(default_factory=AdaptiveGroupsConfig)
     producer: ProducerConfig = field(default_factory=ProducerConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
@@ -165,7 +168,7 @@ class RolloutConfig:
         choose("rollout.sleep", self.sleep, ("auto", "always", "never"))
         choose("rollout.routing_replay", self.routing_replay, ("off", "old_logprobs", "rollout"))
         choose("rollout.group_sizes", self.group_sizes, ("fixed", "adaptive"))
-        choose("rollout.speculation", self.speculation, ("off", "history", "ngram", "ngram_gpu", "suffix"))
+        choose("rollout.speculation", self.speculation, ("off", *TOKEN_DRAFTERS, *WEIGHT_DRAFTERS))
         choose("rollout.start_order", self.start_order, ("drawn", "longest_first"))
         self._check_servers()
 

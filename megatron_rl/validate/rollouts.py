@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.config.checks import choose
 from megatron_rl.config.lora import VLLM_LORA_RANKS
+from megatron_rl.config.rollout import WEIGHT_DRAFTERS
 from megatron_rl.errors import quoted
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ OWNED_ARGUMENTS = {
     "worker_extension_cls": "it takes the weights",
     "weight_transfer_config": "weight_sync.channel",
     "enable_sleep_mode": "rollout.sleep",
+    "sleep_preserve_parameter_names": "rollout.speculation",
     "generation_config": "rollout.temperature",
     "load_format": "weights come by weight_sync",
     "enable_return_routed_experts": "rollout.routing_replay",
@@ -267,7 +269,7 @@ def vllm_arguments(arguments: Mapping[str, object], drafter: str) -> str | None:
     for name, value in arguments.items():
         if name in OWNED_ARGUMENTS:
             return f"rollout.vllm.{name}={quoted(value)} must not be set: {OWNED_ARGUMENTS[name]} decides it"
-    if arguments.get("speculative_config") is None:
+    if drafter == "off" and arguments.get("speculative_config") is None:
         return None
     from megatron_rl.validate.speculation import speculation
 
@@ -310,6 +312,11 @@ def adapters_alone(adapters: str, rank: int | None, rollout: RolloutConfig) -> s
         return (
             f"lora.rank={rank} is more than vLLM's engines hold, {most}; lower lora.rank, or set "
             "weight_sync.adapters=merged"
+        )
+    if rollout.speculation in WEIGHT_DRAFTERS:
+        return (
+            f"weight_sync.adapters=alone with rollout.speculation={rollout.speculation}: vLLM's adapters were not run "
+            "beside a drafter with weights; set weight_sync.adapters=merged, or rollout.speculation=off"
         )
     return None
 

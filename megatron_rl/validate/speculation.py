@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from megatron_rl.config.rollout import WEIGHT_DRAFTERS
 from megatron_rl.errors import quoted
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ ALLOWED = frozenset(
         *("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
     )
 )
+# Such fields of a drafter with weights. ``model`` is its folder, except of mtp, whose heads lie in the policy's folder.
+OF_WEIGHTS = frozenset(("model", "draft_sample_method"))
+SAMPLE_METHODS = ("greedy", "probabilistic")
 # Fields that decide which tokens are kept → why another value than vLLM's default is refused.
 VERIFYING = {
     **dict.fromkeys(
@@ -44,9 +48,14 @@ DEFAULTS = {"rejection_sample_method": "standard", "enable_adaptive_verification
 REASONS = {
     **VERIFYING,
     **dict.fromkeys(
-        ("model", "draft_sample_method", "draft_load_config", "quantization", "parallel_drafting"),
-        "a drafter with weights gets none here (the engines load no weights from files, and a sync sends the policy's "
-        "alone)",
+        ("model", "draft_sample_method"),
+        f"a drafter with weights is named by rollout.speculation, one of {', '.join(WEIGHT_DRAFTERS)}, and mtp takes "
+        "no model",
+    ),
+    "draft_load_config": "a drafter's weights come from the safetensors files of its folder",
+    **dict.fromkeys(
+        ("quantization", "parallel_drafting", "use_heterogeneous_vocab"),
+        "drafters were run only with the policy's dtype and vocabulary, one token after the other",
     ),
 }
 
@@ -88,6 +97,21 @@ def lossy(fields: Mapping[str, object]) -> str | None:
     return None
 
 
+def _field_of(name: str, value: object, drafter: str) -> str | None:
+    """Return an error message if a field of ``rollout.vllm.speculative_config`` is not allowed, else None."""
+    allowed = ALLOWED
+    if drafter in WEIGHT_DRAFTERS:
+        allowed |= OF_WEIGHTS - ({"model"} if drafter == "mtp" else set())
+    if name not in allowed and not _is_default(name, value):
+        reason = REASONS.get(name, "it was not shown to keep the distribution that samples are drawn from")
+        return f"{KEY}.{name}={quoted(value)} is refused: {reason}; remove it"
+    if name == "draft_sample_method" and value not in SAMPLE_METHODS:
+        return f"{KEY}.draft_sample_method={quoted(value)} is none of {', '.join(SAMPLE_METHODS)}"
+    if name == "model" and not (isinstance(value, str) and value):
+        return f"{KEY}.model={quoted(value)} must be the local folder of the drafter, with config.json and weights"
+    return None
+
+
 def speculation(arguments: Mapping[str, object], drafter: str) -> str | None:
     """Return an error message unless ``rollout.vllm.speculative_config`` keeps the model's distribution, else None.
 
@@ -97,14 +121,15 @@ def speculation(arguments: Mapping[str, object], drafter: str) -> str | None:
     Example: ``{"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}`` → None.
     """
     given = arguments.get("speculative_config")
+    if given is not None and not isinstance(given, Mapping):
+        return f"{KEY}={quoted(given)} must be a mapping of fields, as in {{method: ngram, num_speculative_tokens: 3}}"
+    for name, value in (given or {}).items():
+        if error := _field_of(str(name), value, drafter):
+            return error
+    if drafter in WEIGHT_DRAFTERS and drafter != "mtp" and "model" not in (given or {}):
+        return f"rollout.speculation={drafter} needs its weights: set {KEY}.model to the drafter's local folder"
     if given is None:
         return None
-    if not isinstance(given, Mapping):
-        return f"{KEY}={quoted(given)} must be a mapping of fields, as in {{method: ngram, num_speculative_tokens: 3}}"
-    for name, value in given.items():
-        if name not in ALLOWED and not _is_default(name, value):
-            reason = REASONS.get(str(name), "it was not shown to keep the distribution that samples are drawn from")
-            return f"{KEY}.{name}={quoted(value)} is refused: {reason}; remove it"
     method = given.get("method")
     if drafter != "off":
         if method in (None, drafter):

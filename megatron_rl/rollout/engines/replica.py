@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -138,16 +138,34 @@ class WeightReceipt:
     """Holds what weights an engine's worker has after a sync: version, checksum and number of tensors.
 
     failure: why the worker has no whole set of weights; empty if it has one.
+    drafter: of a drafter with weights of its own, its folder (``model``) and the checksums of these
+        weights at the engine's start (``loaded``) and now (``held``); else {}.
     """
 
     version: int
     checksum: str
     num_tensors: int
     failure: str = ""
+    drafter: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 class ReplicaLost(RuntimeError):
     """Raised if the engine is gone, missed a deadline, or aborted a request. Any engine may get the request again."""
+
+
+def check_drafters(name: str, receipts: Sequence[Mapping[str, object]]) -> None:
+    """Raise ReplicaLost if a worker's drafter has other weights than at the engine's start: no sync may write them.
+
+    name: the engine's name, for messages.
+    receipts: each worker's fields of a ``WeightReceipt``.
+    """
+    for worker, receipt in enumerate(receipts):
+        drafter = WeightReceipt(**receipt).drafter
+        if drafter and drafter["held"] != drafter["loaded"]:
+            raise ReplicaLost(
+                f"worker {worker} of {name} has other weights of the drafter {drafter['model']} than it loaded: their "
+                f"checksum was {drafter['loaded']} and is {drafter['held']}; a sync or a sleep spoiled them"
+            )
 
 
 class RequestRefused(RuntimeError):

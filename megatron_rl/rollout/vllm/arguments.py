@@ -68,7 +68,8 @@ def engine_arguments(
     if rollout.speculation != "off" or rollout.vllm.get("speculative_config") is not None:
         from megatron_rl.rollout.vllm.speculation import speculative_arguments
 
-        arguments |= speculative_arguments(rollout, model.hf_path, longest, on_gpu=on_gpu)
+        sleeps = shares_device(rollout, device)
+        arguments |= speculative_arguments(rollout, model.hf_path, longest, on_gpu=on_gpu, sleeps=sleeps)
     return arguments
 
 

@@ -60,7 +60,7 @@ def replacements(
         rows = torch.arange(len(drafts))[drafts >= 0]
         left[rows, drafts[rows].long()] = 0.0
     else:
-        left = (target_probs - draft_probs).clamp_(min=0.0)
+        left = torch.where(drafts[:, None] < 0, target_probs, (target_probs - draft_probs).clamp_(min=0.0))
     counts = _counts(cu_num_draft_tokens)
     output.copy_((left * inverse_noise.repeat_interleave(counts, dim=0)).argmax(dim=-1))
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.config import RolloutConfig
+from megatron_rl.config.rollout import WEIGHT_DRAFTERS, RolloutConfig
 from megatron_rl.errors import ConfigError, EngineError
 from megatron_rl.rollout.engines.engine import (
     NO_WEIGHTS,
@@ -41,6 +41,7 @@ from megatron_rl.rollout.engines.replica import (
     Replica,
     ReplicaLost,
     RequestRefused,
+    check_drafters,
     check_facts,
 )
 from megatron_rl.rollout.engines.sampling import SampleRequest, SampleResult
@@ -66,8 +67,7 @@ class _Call:
     version: the weight version of the replicas.
     present: the replicas that may be used.
     restarts: how often replicas were restarted since the latest call during which none was.
-    lives: a replica's id → how often the replica was restarted, or, if it is a server, was tried
-        again after a loss.
+    lives: a replica's id → how often it was restarted, or, a server, was tried again after a loss.
     """
 
     number: int
@@ -460,8 +460,7 @@ class VllmEngine:
     def sleep(self) -> None:
         """Free the engines' GPU memory by dropping weights, keys and values. The next sync sends the weights again.
 
-        vLLM's sleep level 1 would copy the weights to the host and back. Level 2, which is used,
-        drops them and keeps only the model's buffers (vLLM 0.32.0, gpu_worker.py).
+        Sleep level 2 keeps the model's buffers and a drafter's weights alone (vLLM 0.32.0, gpu_worker.py).
         """
         self._everywhere("sleep", {"level": 2})
         for replica in self._replicas:
@@ -471,16 +470,19 @@ class VllmEngine:
     def wake(self, *, tags: Sequence[str]) -> None:
         """Give sleeping engines GPU memory again. ``tags``: "weights" before a sync, "kv_cache" before generating."""
         self._everywhere("wake", {"tags": list(tags)})
+        if "weights" in tags and self._rollout.speculation in WEIGHT_DRAFTERS:
+            self._everywhere("weights_received", {})
 
     def _everywhere(self, method: str, arguments: Mapping[str, object]) -> None:
         """Call a control method of every replica that this rank drives, except replicas that still start or are lost.
 
-        A replica that fails or does not answer counts as lost. Its process is ended to free the
-        memory, and the next ``recover`` starts it again.
+        One that fails, does not answer, or whose drafter was spoiled is lost and ended, and started by ``recover``.
         """
         for replica in [x for x in self._replicas if self._drives and x not in self._unready and x not in self._lost]:
             try:
-                replica.control(method, arguments, self._sync.deadline_s)
+                answer = replica.control(method, arguments, self._sync.deadline_s)
+                if method == "weights_received":
+                    check_drafters(replica.name, answer)
             except (ReplicaLost, RequestRefused) as error:
                 self._why_lost = f"{error}"
                 log.warning("%s is ended: %s", replica.name, error)

@@ -40,8 +40,11 @@ class EngineProcess:
         self.connection = connection
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.partial = PartialTokens(self.engine, lambda *message: frames.send(self.connection, *message))
-        if (arguments.get("speculative_config") or {}).get("method") == "custom_class":
+        wanted = (arguments.get("speculative_config") or {}).get("method")
+        if wanted == "custom_class":
             self._ask("attach_drafter")
+        elif wanted is not None and (method := self.engine.vllm_config.speculative_config.method) != wanted:
+            raise RuntimeError(f"vLLM drafts by method={method} where rollout.speculation={wanted} was wanted")
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.lora = None
         if arguments.get("enable_lora"):

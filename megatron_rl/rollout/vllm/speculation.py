@@ -15,10 +15,13 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engines.replica import Completion, Replica, RequestRefused
 from megatron_rl.rollout.speculation.counts import Counts
 from megatron_rl.rollout.speculation.history import History, key_of
+from megatron_rl.rollout.vllm.draft_weights import frozen_arguments
 from megatron_rl.weights.config_json import read_fields
 
 log = logging.getLogger(__name__)
 DRAFTER = "megatron_rl.rollout.vllm.drafter.HistoryDrafter"
+# The policy's own load_format is dummy, since its weights come by sync.
+FROM_FILES: dict[str, object] = {"draft_load_config": {"load_format": "auto"}}
 # rollout.speculation → fields of vLLM's SpeculativeConfig (0.32.0)
 FIELDS: dict[str, dict[str, object]] = {
     "off": {},
@@ -26,10 +29,16 @@ FIELDS: dict[str, dict[str, object]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
     "ngram_gpu": {"method": "ngram_gpu", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
     "suffix": {"method": "suffix", "num_speculative_tokens": 8},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 4} | FROM_FILES,
+    "eagle": {"method": "eagle", "num_speculative_tokens": 3} | FROM_FILES,
+    "eagle3": {"method": "eagle3", "num_speculative_tokens": 3} | FROM_FILES,
+    "mtp": {"method": "mtp", "num_speculative_tokens": 1} | FROM_FILES,
 }
 
 
-def speculative_arguments(rollout: RolloutConfig, hf_path: str, longest: int, *, on_gpu: bool) -> dict[str, object]:
+def speculative_arguments(
+    rollout: RolloutConfig, hf_path: str, longest: int, *, on_gpu: bool, sleeps: bool
+) -> dict[str, object]:
     """Return {field: value} of vllm.EngineArgs for an engine that drafts tokens.
 
     The fields of ``rollout.vllm.speculative_config`` replace those of ``rollout.speculation``. vLLM
@@ -38,6 +47,7 @@ def speculative_arguments(rollout: RolloutConfig, hf_path: str, longest: int, *,
 
     hf_path: the model's folder.
     longest: the maximum of tokens of a prompt and its response together.
+    sleeps: whether the engine shares its GPU with the trainer.
 
     Raises ConfigError for a method that cannot run here, and for a model without that room.
     """
@@ -63,7 +73,14 @@ def speculative_arguments(rollout: RolloutConfig, hf_path: str, longest: int, *,
             f"{hf_path} has max_position_embeddings={most}, and drafts of requests of {longest} tokens need {room}; "
             f"lower {keys}, or set rollout.speculation=off"
         )
-    return {"speculative_config": fields, "per_request_spec_decode_metrics": "summary", "max_model_len": given}
+    frozen = frozen_arguments(rollout, hf_path, room, sleeps=sleeps)
+    if not on_gpu:  # prompts are not cut there, so a step takes the longest request, and a draft model's slot
+        frozen["max_num_batched_tokens"] = rollout.vllm.get("max_num_batched_tokens", max(4096, room))
+    return frozen | {
+        "speculative_config": fields,
+        "per_request_spec_decode_metrics": "summary",
+        "max_model_len": given,
+    }
 
 
 class Speculation:

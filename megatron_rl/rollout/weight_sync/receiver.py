@@ -38,6 +38,7 @@ from megatron_rl.rollout.weight_sync.engine_model import (
     plain,
     process_tied,
 )
+from megatron_rl.rollout.weight_sync.frozen_drafter import FrozenDrafter, load_from_files
 from megatron_rl.rollout.weight_sync.mapped import MappedSegments
 from megatron_rl.rollout.weight_sync.transport import Tally, join_group, open_storage, receive, view_of
 from megatron_rl.weights.bucket_digest import NUM_PARTS, checksum_of, part_digests, parts_of
@@ -139,6 +140,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
 
             cpu_verification.mend(vllm.__version__)
         self._has_weights = False  # whether all weights came from this trainer
+        self.frozen_drafter: FrozenDrafter | None = None
         self.receipt = {"version": -1, "checksum": "", "num_tensors": 0}
 
     def init_transfer_engine(self, init_info: ChannelInfo) -> None:
@@ -396,9 +398,30 @@ class Receiver:
         """Return this worker's receipt of the latest sync: version, checksum, number of tensors, and failure.
 
         The version is −1 before the first sync, during a sync, and after a sync that failed. The
-        failure is an error text; "" if there is none.
+        failure is an error text; "" if there is none. If a drafter has weights of its own, the
+        receipt has their checksums too (``FrozenDrafter.receipt``), unless a sync is under way.
         """
-        return self.weight_transfer_engine.receipt | {"failure": self.weight_transfer_engine.failure}
+        engine = self.weight_transfer_engine
+        receipt = engine.receipt | {"failure": engine.failure}
+        if engine.frozen_drafter is None or self._weight_update_active:
+            return receipt
+        return receipt | {"drafter": engine.frozen_drafter.receipt()}
+
+    def freeze_drafter(self) -> None:
+        """Remember the weights that the drafter has at the engine's start; do nothing for one without weights.
+
+        Raises RuntimeError for a draft model that was not loaded from its files.
+        """
+        engine, drafter = self.weight_transfer_engine, self.get_draft_model()
+        if engine.frozen_drafter is not None or not isinstance(drafter, torch.nn.Module):
+            return
+        settings = self.vllm_config.speculative_config
+        if settings.uses_draft_model() and "is_from_files" not in vars(drafter):
+            raise RuntimeError(
+                f"vLLM {vllm.__version__} loaded the draft model {settings.model} in another way than 0.32.0, so it "
+                "may have random weights; install vllm==0.32.0, or set rollout.speculation=off"
+            )
+        engine.frozen_drafter = FrozenDrafter(self.model_runner.get_model(), drafter, settings.model)
 
     def attach_drafter(self) -> None:
         """Give the drafter of ``rollout.speculation=history`` this worker's batches, and the weights' version."""
@@ -425,6 +448,8 @@ class Receiver:
         self.weight_transfer_engine.use_adapter()
 
     def describe(self) -> dict:
+        """Return the facts that a trainer checks before its first sync, and remember the drafter's weights."""
+        self.freeze_drafter()
         model, config = self.vllm_config.model_config, self.vllm_config
         return {
             "routed_experts": hasattr(config, "aux_output_config")
@@ -436,5 +461,6 @@ class Receiver:
         }
 
 
+load_from_files()  # vLLM imports this module before it loads a model
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, ReceivingEngine)

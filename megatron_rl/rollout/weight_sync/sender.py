@@ -26,7 +26,7 @@ import torch
 
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.engines.engine import NO_WEIGHTS, SyncReport
-from megatron_rl.rollout.engines.replica import UPDATING, Replica, ReplicaLost, WeightReceipt
+from megatron_rl.rollout.engines.replica import UPDATING, Replica, ReplicaLost, WeightReceipt, check_drafters
 from megatron_rl.rollout.weight_sync.double_buffer import BucketBuffer, room_of
 from megatron_rl.rollout.weight_sync.encoder import BucketEncoder, WholeEncoder
 from megatron_rl.rollout.weight_sync.group import BroadcastGroup
@@ -334,11 +334,13 @@ class _Delivery:
         for method in self.encoder.finishing:
             call(method, {}, deadline_s)
         call("reset_prefix_cache", {"running": True} if self.in_flight else {}, deadline_s)
-        for worker, receipt in enumerate(call("weights_received", {}, deadline_s)):
+        receipts = call("weights_received", {}, deadline_s)
+        for worker, receipt in enumerate(receipts):
             if WeightReceipt(**receipt) != wanted:
                 raise EngineError(
                     f"worker {worker} of {replica.name} says that it holds {receipt} after a sync of {wanted}"
                 )
+        check_drafters(replica.name, receipts)
         if self.in_flight:
             call("resume", {}, deadline_s)
         replica.weight_version = self.version

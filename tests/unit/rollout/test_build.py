@@ -162,18 +162,30 @@ def test_speculation_that_keeps_the_distribution_is_allowed():
     assert config.rollout.vllm["speculative_config"]["prompt_lookup_max"] == 4
 
 
+DRAFTED = "rollout.speculation=draft_model|rollout.vllm={speculative_config: {model: a"
+
+
 @pytest.mark.parametrize(("overrides", "words"), [
     ("rollout.speculation=history|rollout.vllm={speculative_config: {method: ngram}}", "method='ngram'|=history"),
     ("rollout.speculation=history|rollout.vllm={speculative_config: {model: mine.Drafter}}", "model='mine.Drafter'"),
-    ("rollout.speculation=eagle3", "rollout.speculation='eagle3'|suffix"),
+    ("rollout.speculation=medusa", "rollout.speculation='medusa'|suffix"),
+    ("rollout.speculation=eagle3", "rollout.speculation=eagle3|speculative_config.model|folder"),
+    ("rollout.speculation=draft_model|rollout.vllm={speculative_config: {model: 3}}", "model=3|folder"),
+    ("rollout.speculation=mtp|rollout.vllm={speculative_config: {model: a}}", "model='a'|takes no model"),
+    (f"{DRAFTED}, draft_sample_method: gumbel}}}}", "draft_sample_method='gumbel'|greedy, probabilistic"),
+    (f"{DRAFTED}, draft_load_config: {{load_format: dummy}}}}}}", "draft_load_config=|files of its folder"),
+    (f"{DRAFTED}, rejection_sample_method: synthetic}}}}", "rejection_sample_method='synthetic'|another policy"),
+    (f"{DRAFTED}, quantization: fp8}}}}", "quantization='fp8'"),
+    (f"{DRAFTED}}}, sleep_preserve_parameter_names: []}}", "sleep_preserve_parameter_names=[]"),
+    ("rollout.speculation=draft_model|rollout.engine=transformers", "rollout.engine=transformers|the method is vLLM's"),
     ("rollout.speculation=ngram|rollout.engine=transformers", "rollout.speculation=ngram|=history"),
     ("rollout.speculation=history|rollout.servers=[http://127.0.0.1:8000]", "rollout.servers"),
 ])
 def test_a_drafter_that_cannot_be_used_is_refused(overrides, words):
     def check():
         config = config_of(*overrides.split("|"))
-        validate_config(config, rollouts.vllm_arguments)
         validate_config(config, rollouts.drafts)
+        validate_config(config, rollouts.vllm_arguments)
 
     refused_with(words, check)
 

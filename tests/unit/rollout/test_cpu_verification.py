@@ -35,7 +35,7 @@ def looped(counts, drafts, target, noise, uniforms, bonus, draft_probs=None):
             left = p.clone()
             if draft_probs is None and x >= 0:
                 left[x] = 0.0
-            elif draft_probs is not None:
+            elif x >= 0:
                 left = (p - q).clamp(min=0)
             tokens.append(int((left / noise[request]).argmax()))
             break
@@ -56,8 +56,7 @@ def test_verification_equals_a_loop_over_tokens(has_probabilities):
         total = sum(counts)
         target = torch.softmax(2 * torch.randn(total, VOCABULARY, generator=random), dim=-1)
         drafts = torch.where(torch.rand(total, generator=random) < 0.7, target.argmax(dim=-1), 3).to(torch.int32)
-        if not has_probabilities:
-            drafts[::5] = -1
+        drafts[::5] = -1
         given = dict(
             target=target,
             noise=torch.empty(7, VOCABULARY).exponential_(generator=random),
@@ -92,6 +91,25 @@ def test_tokens_have_the_policys_distribution(draft):
         bonus=torch.zeros(number, 1, dtype=torch.int32),
     )
     found = drawn([1] * number, torch.full((number,), draft, dtype=torch.int32), **given)[:, 0]
+    counts = torch.bincount(found.long(), minlength=VOCABULARY).double()
+    statistic = ((counts - number * target) ** 2 / (number * target)).sum()
+    assert torch.special.gammaincc(torch.tensor((VOCABULARY - 1) / 2).double(), statistic / 2) > 1e-4
+
+
+def test_tokens_drafted_from_probabilities_have_the_policys_distribution():
+    """Drafts are drawn from q, which differs from p; chi-square as above."""
+    random, number = torch.Generator().manual_seed(5), 20_000
+    target = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.04, 0.01])
+    drafter = torch.tensor([0.05, 0.3, 0.05, 0.3, 0.2, 0.1])
+    given = dict(
+        target=target.expand(number, -1).contiguous(),
+        draft_probs=drafter.expand(number, -1).contiguous(),
+        noise=torch.empty(number, VOCABULARY).exponential_(generator=random),
+        uniforms=torch.rand(number, dtype=torch.float64, generator=random),
+        bonus=torch.zeros(number, 1, dtype=torch.int32),
+    )
+    drafts = torch.multinomial(drafter, number, replacement=True, generator=random).to(torch.int32)
+    found = drawn([1] * number, drafts, **given)[:, 0]
     counts = torch.bincount(found.long(), minlength=VOCABULARY).double()
     statistic = ((counts - number * target) ** 2 / (number * target)).sum()
     assert torch.special.gammaincc(torch.tensor((VOCABULARY - 1) / 2).double(), statistic / 2) > 1e-4

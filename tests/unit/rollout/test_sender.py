@@ -45,6 +45,16 @@ def test_an_engine_whose_receipt_differs_has_no_version(sync: WeightSender, fiel
     assert liar.weight_version == NO_WEIGHTS and honest.weight_version == VERSION
 
 
+def test_an_engine_whose_drafter_was_spoiled_is_lost(sync: WeightSender) -> None:
+    """The weights of the policy arrived whole; the checksum of the drafter's is not that of its start."""
+    drafter = {"model": "the folder", "loaded": "0a", "held": "0a"}
+    spoiled, whole = (Engine(held, drafter=drafter | {"held": held}) for held in ("0b", "0a"))
+    report = sync.deliver(exported(TENSORS), VERSION, [spoiled, whole])
+    assert set(report.failed) == set(report.lost) == {"0b"}
+    assert "worker 0 of 0b has other weights of the drafter the folder than it loaded" in report.failed["0b"]
+    assert spoiled.weight_version == NO_WEIGHTS and whole.weight_version == VERSION
+
+
 class Cudart:
     """Stands for CUDA's runtime: keeps what is registered, in calls' order, and refuses where told to."""
 

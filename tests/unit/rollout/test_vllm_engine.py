@@ -26,7 +26,7 @@ class FakeReplica:
 
     def __init__(self) -> None:
         self.name, self.weight_version, self.asked, self.silent = "the engine", NO_WEIGHTS, [], ()
-        self.failing_starts, self.levels = 0, []
+        self.failing_starts, self.levels, self.receipts = 0, [], []
 
     def start(self) -> None:
         self.asked.append("start")
@@ -54,14 +54,12 @@ class FakeReplica:
         if method == "sleep":
             self.levels.append(arguments["level"])
         self.asked.append(" ".join([method, *arguments.get("tags", ())]))
-        return []  # the receipts of no worker
+        return self.receipts  # of no worker, unless a test sets them
 
 
-def vllm_engine_of(
-    *replicas: FakeReplica, drives=True, start_late=False, max_restarts=3, speculation="off"
-) -> VllmEngine:
-    settings = [f"rollout.max_restarts={max_restarts}", f"rollout.speculation={speculation!r}"]
-    rollout = load_config(None, ["rollout.max_response_tokens=2", *settings]).rollout
+def vllm_engine_of(*replicas: FakeReplica, drives=True, start_late=False, max_restarts=3, more=()) -> VllmEngine:
+    given = ["rollout.max_response_tokens=2", f"rollout.max_restarts={max_restarts}", *more]
+    rollout = load_config(None, given).rollout
     given = {"seed": 0, "stop_ids": (0,), "vocab_size": 17, "longest": 8, "start_late": start_late}
     return VllmEngine(replicas, sender_of(1), _tokenizer(), rollout, drives=drives, **given)
 
@@ -93,6 +91,22 @@ def test_an_engine_that_does_not_sleep_or_wake_is_lost_and_mended_by_the_next_sy
         engine.generate([prompt_of(0)], 1)
     engine.recover(engine.lost)
     assert replica.asked[-3:] == ["close", "restart", "ready"] and engine.lost == []
+    engine.close()
+
+
+@pytest.mark.parametrize("held", ["0a", "0b"])
+def test_a_drafter_that_a_sleep_spoiled_loses_the_engine_at_its_wake(held):
+    """The receipts are asked for once the weights are back, and not for another drafter."""
+    engine = vllm_engine_of(replica := FakeReplica(), more=["rollout.speculation=draft_model"])
+    engine.recover(())
+    drafter = {"model": "the folder", "loaded": "0a", "held": held}
+    replica.receipts = [{"version": 3, "checksum": "c", "num_tensors": 1, "failure": "", "drafter": drafter}]
+    engine.sleep()
+    engine.wake(tags=["weights"])
+    assert engine.lost == (["the engine"] if held == "0b" else [])
+    engine.wake(tags=["kv_cache"])
+    last = ["close"] if held == "0b" else ["wake kv_cache"]
+    assert replica.asked == ["start", "ready", "sleep", "wake weights", "weights_received", *last]
     engine.close()
 
 
@@ -154,7 +168,7 @@ def sampled(*ids: int, version: int) -> Completion:
 
 def test_each_engine_that_starts_gets_the_answers_that_its_rank_keeps():
     """They are the distinct answers of a prompt's two latest versions, and those of a checkpoint. No file is left."""
-    engine = vllm_engine_of(replica := DraftingReplica(), speculation="history")
+    engine = vllm_engine_of(replica := DraftingReplica(), more=["rollout.speculation=history"])
     engine.speculation.history.load_state(unpack_history(pack_groups({})))  # of a run without drafts
     engine.recover(())
     assert replica.given == []  # it has none yet
@@ -164,7 +178,7 @@ def test_each_engine_that_starts_gets_the_answers_that_its_rank_keeps():
     (given,) = replica.given
     assert [x.tolist() for x in given.answers(key_of((2, 3)))] == [[5, 8], [5, 9]]
     assert engine.speculation.take_counts()["speculation/drafted"] == 3 * 8
-    resumed = vllm_engine_of(other := DraftingReplica(), speculation="history")
+    resumed = vllm_engine_of(other := DraftingReplica(), more=["rollout.speculation=history"])
     saved = pack_groups({}, engine.speculation.history.state())
     resumed.speculation.history.load_state(unpack_history(saved))
     resumed.recover(())
@@ -173,7 +187,7 @@ def test_each_engine_that_starts_gets_the_answers_that_its_rank_keeps():
 
 
 def test_an_engine_that_refuses_the_answers_begins_without(caplog):
-    engine = vllm_engine_of(replica := DraftingReplica(refuses=True), speculation="history")
+    engine = vllm_engine_of(replica := DraftingReplica(refuses=True), more=["rollout.speculation=history"])
     engine.speculation.note((2, 3), [sampled(5, 6, version=1)])
     with caplog.at_level(logging.WARNING):
         engine.recover(())
@@ -183,7 +197,7 @@ def test_an_engine_that_refuses_the_answers_begins_without(caplog):
 
 @pytest.mark.parametrize("speculation", ["ngram", "off"])
 def test_an_engine_that_drafts_from_no_answers_gets_none(speculation):
-    engine = vllm_engine_of(replica := DraftingReplica(), speculation=speculation)
+    engine = vllm_engine_of(replica := DraftingReplica(), more=[f"rollout.speculation={speculation!r}"])
     if engine.speculation is not None:
         engine.speculation.note((2, 3), [sampled(5, 6, version=1)])
         assert engine.speculation.history is None
