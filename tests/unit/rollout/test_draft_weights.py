@@ -76,6 +76,17 @@ def test_a_folder_without_a_config_and_a_path_that_vllm_takes_for_another_method
     assert arguments_of(policy, "eagle3", misleading)["speculative_config"]["method"] == "eagle3"
 
 
+def test_mtp_heads_need_a_checkpoint_that_has_them(tmp_path):
+    """Their folder is the policy's, so no model is named."""
+    with_heads = folder_of(tmp_path / "with", num_nextn_predict_layers=1)
+    found = arguments_of(with_heads, "mtp", None)["speculative_config"]
+    assert found == {"method": "mtp", "num_speculative_tokens": 3, "draft_load_config": {"load_format": "auto"}}
+    with pytest.raises(ConfigError, match="speculation=mtp: .*without/config.json has no num_nextn_predict_layers"):
+        arguments_of(folder_of(tmp_path / "without"), "mtp", None)
+    with pytest.raises(ConfigError, match="speculation=mtp: .*empty holds neither model.safetensors"):
+        arguments_of(folder_of(tmp_path / "empty", weights=False, num_nextn_predict_layers=1), "mtp", None)
+
+
 def test_latent_attention_is_refused_where_engines_sleep(tmp_path):
     policy, drafter = folder_of(tmp_path / "policy"), folder_of(tmp_path / "drafter", kv_lora_rank=8)
     with pytest.raises(ConfigError, match="kv_lora_rank=8.*rollout.sleep=never"):
