@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from megatron_rl.rollout.engines.drawing import distribution, inverted
-from megatron_rl.rollout.engines.prefill import run_prompts
+from megatron_rl.rollout.engines.prefix_rows import PrefixRows
 
 if TYPE_CHECKING:
     from megatron_rl.rollout.engines.router_records import RouterRecords
 
 Decode = Callable[[list[int]], str]
-# Dropping finished rows copies the cache of the others, which costs about one decode step's torch.cat.
-# With less than a quarter finished, the saved rows do not pay for that copy within a few steps.
-COMPACT_FRACTION = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,62 +127,31 @@ def decode_rows(
 ) -> Decoded:
     """Generate a batch of rows (samples) to their ends, and return their tokens. Finished rows leave the batch.
 
+    Samples of a prompt whose tokens are equal so far are computed once (prefix_rows.py).
+
     prompts: the prompts' token ids; several rows may share one (``Row.prompt``).
     decode: the tokenizer's function from token ids to their text, special tokens included.
     routers: records the experts of every forward pass; None: not needed.
     """
     device, max_steps = next(model.parameters()).device, max(row.max_tokens for row in rows)
-    cache, logits, position, mask, padded = _run_rows(model, prompts, [row.prompt for row in rows], max_steps)
-    prompt_width = mask.shape[1] - max_steps
+    prefixes = PrefixRows(model, prompts, [row.prompt for row in rows], max_steps)
     if routers is not None:
         routers.begin(len(prompts), len(rows), max_steps)
     draws, ends = Draws(rows, max_steps, device), _Ends(rows, decode, device)
-    running = torch.arange(len(rows), device=device)  # numbers of the rows in the batch
-    done = torch.zeros(len(rows), dtype=torch.bool, device=device)
+    running = torch.arange(len(rows), device=device)  # numbers of the rows that have not ended
     for step in range(max_steps):
-        tokens = draws.take(logits, step, running)
-        done = ends.after(done, tokens, step, running, draws.token_ids)
-        num_done = int(done.sum()) if ends.come_early else 0  # the only wait for the device in this loop
+        tokens = draws.take(prefixes.logits, step, running, prefixes.place)
+        done = ends.after(tokens, step, running, draws.token_ids)
+        num_done = int(done.sum()) if ends.come_early else 0
         if num_done == len(running) or step + 1 == max_steps:
             break
-        # Drop finished rows from the batch, then run the model on the others' tokens.
-        if num_done >= COMPACT_FRACTION * len(running):
-            staying = torch.nonzero(~done).squeeze(1)
-            cache.reorder_cache(staying)
-            running, tokens, position, mask, done = (
-                tensor[staying] for tensor in (running, tokens, position, mask, done)
-            )
-        output = model(
-            input_ids=tokens[:, None],
-            attention_mask=mask[:, : prompt_width + step + 1] if padded else None,
-            position_ids=position,
-            past_key_values=cache,
-            use_cache=True,
-        )
-        logits, position = output.logits[:, -1], position + 1
+        stays = ~done if num_done else None
+        if stays is not None:
+            running, tokens = running[stays], tokens[stays]
+        prefixes.advance(tokens, stays)
         if routers is not None:
-            routers.note(step, running)
+            routers.note(step, running, prefixes.place, len(prefixes.logits))
     return draws.decoded(step + 1, ends.text_ends, ends.early_ends)
-
-
-def _run_rows(
-    model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], prompt_of_row: Sequence[int], max_steps: int
-) -> tuple[DynamicCache, torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-    """Run the model on each prompt once, and copy its outputs to each of the R rows (samples) that have the prompt.
-
-    prompt_of_row: for each row the index of its prompt.
-    max_steps: the maximum of tokens to generate.
-
-    Returns the cache, the last position's logits [R, V], the next position [R, 1], the mask [R,
-    longest prompt + max_steps], and whether any prompt is padded.
-    """
-    cache, logits, position, mask, padded = run_prompts(model, prompts)
-    mask = torch.cat([mask, mask.new_ones(len(prompts), max_steps)], dim=1)
-    if prompt_of_row != list(range(len(prompts))):
-        chosen = torch.tensor(prompt_of_row, device=mask.device)
-        cache.reorder_cache(chosen)  # batch_select_indices (transformers 5.19) knows no states of delta nets
-        logits, position, mask = logits[chosen], position[chosen], mask[chosen]
-    return cache, logits, position, mask, padded
 
 
 class Draws:
@@ -209,27 +175,33 @@ class Draws:
             top_p = [1.0 if row.greedy else row.top_p for row in rows]
             self._cuts = torch.tensor(top_k, device=device), torch.tensor(top_p, device=device)
 
-    def take(self, logits: torch.Tensor, step: int, running: torch.Tensor) -> torch.Tensor:
+    def take(
+        self, logits: torch.Tensor, step: int, running: torch.Tensor, place: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Draw the next token of each running row (sample); return the tokens, int64 [R].
 
-        logits: [R, vocab].
+        logits: [C, vocab].
         step: the number of tokens that were drawn before, for each row.
         running: int64 [R], the indices of the R rows that still run.
+        place: int64 [R], the entry of ``logits`` of each running row; None: they are in its order.
         """
+        if place is not None and (self._temperature is None or self._cuts is not None):
+            logits, place = logits[place], None  # the settings may differ among samples of one entry
         temperature = self._temperatures[running] if self._temperature is None else self._temperature
         cuts = None if self._cuts is None else tuple(values[running] for values in self._cuts)
         logprobs = distribution(logits, temperature, cuts)
+        rows = torch.arange(len(logits), device=logits.device) if place is None else place
         if self._uniforms is None:
-            tokens = logits.argmax(dim=-1)
+            tokens = logits.argmax(dim=-1)[rows]
         else:
-            tokens = inverted(logprobs, self._uniforms[step, running])
+            tokens = inverted(logprobs, self._uniforms[step, running], place)
             if self._greedy is not None:
-                tokens = torch.where(self._greedy[running], logits.argmax(dim=-1), tokens)
+                tokens = torch.where(self._greedy[running], logits.argmax(dim=-1)[rows], tokens)
         self.token_ids[step, running] = tokens
-        self._logprobs[step, running] = logprobs.gather(1, tokens[:, None]).squeeze(1)
+        self._logprobs[step, running] = logprobs[rows, tokens]
         if self._most:
             top = torch.topk(logprobs, self._most, dim=-1)
-            self._top_ids[step, running], self._top_logprobs[step, running] = top.indices, top.values
+            self._top_ids[step, running], self._top_logprobs[step, running] = top.indices[rows], top.values[rows]
         return tokens
 
     def decoded(self, num_steps: int, text_ends: Mapping[int, int], early_ends: Mapping[int, int]) -> Decoded:
@@ -276,20 +248,18 @@ class _Ends:
         self.early_ends: dict[int, int] = {}  # row → its length, for rows that ``Row.ends_early`` ended
         self.come_early = bool(most or self._uneven or self._by_text or self._looked_at)
 
-    def after(
-        self, done: torch.Tensor, tokens: torch.Tensor, step: int, running: torch.Tensor, token_ids: torch.Tensor
-    ) -> torch.Tensor:
+    def after(self, tokens: torch.Tensor, step: int, running: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Return which of the R running rows (samples) are done after this step, bool [R].
 
-        done: bool [R], the rows that were done before.
         tokens: int64 [R], the step's tokens.
         step: the step's index, from 0.
         running: int64 [R], the indices of the running rows.
         token_ids: [steps, rows], the tokens of all rows so far.
         """
         if self._shared is None:
-            done = done | (tokens[:, None] == self._stop_ids[running]).any(dim=1)
+            done = (tokens[:, None] == self._stop_ids[running]).any(dim=1)
         else:
+            done = torch.zeros_like(tokens, dtype=torch.bool)
             for stop_id in self._shared:
                 done = done | (tokens == stop_id)
         if self._uneven:

@@ -34,17 +34,20 @@ def distribution(
     return torch.log_softmax(scaled if cuts is None else cut(scaled, *cuts), dim=-1)
 
 
-def inverted(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def inverted(logprobs: torch.Tensor, uniforms: torch.Tensor, place: torch.Tensor | None = None) -> torch.Tensor:
     """Return for each row the first token, int64 [R], whose cumulative probability exceeds the row's random number.
 
     So a token of probability 0 is never drawn.
 
-    logprobs: float32 [R, vocab], the rows' distributions.
+    logprobs: float32 [C, vocab], distributions.
     uniforms: float64 [R] in [0, 1), the random numbers.
+    place: int64 [R], the distribution of each row; None: the rows have one each, in their order.
     """
     # float64: over 150,000 tokens the error of a float32 sum is larger than a rare token's probability.
     # The number is scaled by the row's total, which rounding keeps from being exactly 1.
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    if place is not None:
+        cumulative = cumulative[place]
     total = cumulative[:, -1]
     target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)

@@ -69,14 +69,17 @@ class RouterRecords:
         shape = (max_steps, num_rows, *self._prompts.shape[2:])
         self._steps = torch.full(shape, -1, dtype=torch.int16, device=self._prompts.device)
 
-    def note(self, step: int, rows: torch.Tensor) -> None:
+    def note(self, step: int, rows: torch.Tensor, place: torch.Tensor | None, num_cached: int) -> None:
         """Record the experts that the latest forward pass chose for its input.
 
-        The input was one token per row, drawn at decoding step ``step``.
+        The input was one token per row of the cache, drawn at decoding step ``step``.
 
-        rows: int64, the indices of the rows (samples) in this forward pass.
+        rows: int64 [R], the indices of the running rows (samples).
+        place: int64 [R], the row of the cache of each of them; None: their own, in order.
+        num_cached: the number of the cache's rows.
         """
-        self._steps[step, rows] = self._pass(len(rows))[:, 0]
+        experts = self._pass(num_cached)[:, 0]
+        self._steps[step, rows] = experts if place is None else experts[place]
 
     def of(
         self, prompt_of_row: Sequence[int], prompt_lengths: Sequence[int], lengths: Sequence[int]
