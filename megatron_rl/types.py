@@ -196,6 +196,8 @@ class BatchFacts:
                      known.
     response_inputs: int64, numbers of response tokens that the model reads: those before the last
         loss token, or 0 without a loss token. None: it reads the whole responses.
+    sample_keys:     int64, equal for samples that are equal in all but their name: tokens, loss mask,
+                     engine's log-probs, experts and weight version. None if not known.
 
     Example: two groups of two samples on two ranks: ``groups=[0,0,1,1], owners=[0,0,1,1],
     owner_rows=[0,1,0,1]``.
@@ -213,6 +215,7 @@ class BatchFacts:
     weight_versions: np.ndarray | None = None
     prompt_keys: np.ndarray | None = None
     response_inputs: np.ndarray | None = None
+    sample_keys: np.ndarray | None = None
 
     @property
     def num_samples(self) -> int:
@@ -270,8 +273,8 @@ class LossInputs:
         ``advantages`` (``gae``); None: ``advantages`` are used.
     kl_coefficient: β of the KL to the reference in the loss; at 0 the KL is only measured. None:
         ``loss.kl_coefficient``.
-    measured: bool [S], the samples whose tokens the step's metrics count; None: all samples in its
-        micro-batches.
+    measured: [S], how often the step's metrics count each token of a sample; None: once for all
+        samples in its micro-batches.
     """
 
     advantages: np.ndarray

@@ -242,6 +242,7 @@ def loss_inputs(
     drops: bool,
     max_response_tokens: int,
     group_size: int | None = None,
+    copies: np.ndarray | None = None,
 ) -> LossInputs:
     """Return the inputs of one mini-batch's loss: ``reduction_weights``, and the advantages times these weights.
 
@@ -253,6 +254,8 @@ def loss_inputs(
     drops: whether samples without signal are dropped. False under ``skip.mode=off``: then the
            denominators and the metrics count every sample.
     max_response_tokens, group_size: see ``reduction_weights``.
+    copies: int64 [S], for how many samples with signal each sample stands (algorithm/repeats.py).
+            Its weight and its metrics count so often. None: each stands for itself.
     """
     members = mini_batch.members
     counts_all = loss.denominator == "original" or not drops
@@ -260,11 +263,13 @@ def loss_inputs(
     weights = reduction_weights(
         loss.reduction, facts, counted, max_response_tokens=max_response_tokens, group_size=group_size
     )
+    if copies is not None:
+        weights *= copies
     per_token = None if advantages.of_token is None else advantages.of_token * np.repeat(weights, facts.response_tokens)
     return LossInputs(
         advantages=advantages.of_sample * weights,
         weights=weights,
         token_advantages=per_token,
         kl_coefficient=0.0,
-        measured=signal if drops else None,
+        measured=(signal if copies is None else copies) if drops else None,
     )

@@ -27,7 +27,7 @@ class Objective:
     Both methods take a micro-batch's N loss tokens, their log-probs [N] and entropies [N]. They
     return the loss, a scalar with gradient, and nine numbers for the metrics, float64 [9]:
 
-    - the loss and the number of tokens that ``LossTokens.measured`` marks;
+    - the loss and the number of tokens, each counted ``LossTokens.measured`` times;
     - over these tokens the sums of entropy, KL, clip mark (1 if clipped), ratio π_θ/π_old, |g| and
       e^−g + g − 1;
     - over these tokens the maximum of |g|. Here g = log π − log μ, and μ is the engine's policy.
@@ -122,18 +122,19 @@ def _sums(
 ) -> torch.Tensor:
     """Return the nine numbers for metrics that ``Objective`` lists, float64 [9] without gradient.
 
-    measured: [N], above 0 at tokens that the sums count; None: they count all.
+    measured: [N], how often the sums count a token; None: once.
     per_token: entropy, kl, clipped and ratio, each [N] or a scalar 0. Each is summed over tokens.
     gap: [N] or a scalar 0, g = log π − log μ in nats. It gives the sums of |g| and of e^−g + g − 1, a
         KL estimate, and the largest |g|.
     """
     tokens = torch.full((), logprobs.shape[0], device=logprobs.device)
     gap = gap.double()
-    summed = [*(x.detach() for x in per_token), gap.abs(), (-gap).exp() + gap - 1]
+    values = [*(x.detach() for x in per_token), gap.abs(), (-gap).exp() + gap - 1]
+    sums = [x.sum() for x in values]
     if measured is not None:
-        counted = measured > 0  # a token that is not measured may be NaN or infinite
-        summed = [torch.where(counted, x, 0) for x in summed]
-        tokens = counted.sum()
-    absolute = summed[-2]
+        # a token that is not measured may be NaN or infinite
+        values = [torch.where(measured > 0, x, 0) for x in values]
+        tokens, sums = measured.sum(), [(x * measured).sum() for x in values]
+    absolute = values[-2]
     highest = absolute.max() if absolute.numel() else absolute.sum()
-    return torch.stack([x.detach().double() for x in (loss, tokens, *(x.sum() for x in summed), highest)])
+    return torch.stack([x.detach().double() for x in (loss, tokens, *sums, highest)])

@@ -32,7 +32,7 @@ class LossTokens(Protocol):
     old_logprobs, rollout_logprobs, reference_logprobs: [N], log-probs by the trainer before the
         update, by the engine and by the reference policy. None: no pass computed them.
     kl_coefficient: β; None: ``loss.kl_coefficient``.
-    measured: [N], 1 at tokens that the sums for the metrics count and 0 at others; None: all count.
+    measured: [N], how often the sums for the metrics count a token; None: once.
     """
 
     num_sequences: int

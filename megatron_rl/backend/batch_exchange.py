@@ -24,7 +24,7 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import NonFiniteAdvantage
 from megatron_rl.types import BatchFacts, BatchPlan, Sample, Score
 
-PROMPT_BYTES = 7  # length of a prompt's digest, so that it fits int64; packing compares the tokens themselves
+KEY_BYTES = 7  # length of a prompt's and of a sample's digest, so that it fits int64
 
 
 def gather_facts(
@@ -92,6 +92,7 @@ def _own_facts(
         "response_inputs": [int(tokens[-1]) if len(tokens) else 0 for tokens in chosen],
         "weight_versions": [int(s.weight_version) for s in samples],
         "prompt_keys": [_prompt_digest(s) for s in samples],
+        "sample_keys": [_sample_digest(s) for s in samples],
         "routed_shapes": [
             (0, 0) if s.routed_experts is None or fault else s.routed_experts.shape[1:]
             for s, fault in zip(samples, faults, strict=True)
@@ -102,7 +103,20 @@ def _own_facts(
 
 def _prompt_digest(sample: Sample) -> int:
     prompt = np.ascontiguousarray(sample.token_ids[: sample.prompt_tokens], dtype=np.int64).tobytes()
-    return int.from_bytes(hashlib.blake2b(prompt, digest_size=PROMPT_BYTES).digest(), "little")
+    return _digest(prompt)  # packing compares the tokens themselves
+
+
+def _sample_digest(sample: Sample) -> int:
+    """Return a number that is equal for samples of one content. It covers all fields but ``sample_id``."""
+    parts = [sample.token_ids.astype(np.int64), sample.loss_mask.astype(bool), sample.logprobs.astype(np.float32)]
+    routed = sample.routed_experts
+    parts += [] if routed is None else [routed]
+    sizes = (sample.prompt_tokens, sample.weight_version, *(size for part in parts for size in part.shape))
+    return _digest(np.array(sizes, dtype=np.int64).tobytes() + b"".join(part.tobytes() for part in parts))
+
+
+def _digest(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=KEY_BYTES).digest(), "little")
 
 
 def _check_facts(columns: Mapping[str, Sequence]) -> None:

@@ -50,7 +50,7 @@ class PackedMicroBatch:
     weights: the factor on each token's loss.
     advantages, old_logprobs, reference_logprobs: inputs of a policy's loss, as is the number
         ``kl_coefficient``.
-    measured: above 0 for a token that the step's metrics count; None: they count all.
+    measured: how often the step's metrics count a token; None: once.
     returns, old_values: inputs of a critic's loss.
     """
 

@@ -198,15 +198,22 @@ class TrainableModel:
         signal: bool [S], the samples with signal (an advantage other than 0).
         drops: whether samples without signal are left out.
         """
-        skip, members = self.config.skip, np.arange(batch.facts.num_samples)
+        return self._plan(self.training, self.step_members(batch, drops=drops), batch, signal, drops=drops)
+
+    def step_members(self, batch: Batch, *, drops: bool) -> list[np.ndarray]:
+        """Return the samples of each of the batch's optimizer steps, before any is dropped. Not a collective.
+
+        drops: whether samples without signal are left out.
+        """
+        skip, samples = self.config.skip, np.arange(batch.facts.num_samples)
         mini_batches = split_mini_batches(
-            members,
+            samples,
             self.config.train.samples_per_mini_batch,
             groups=batch.facts.groups,
             group_size=self.config.rollout.unequal_group_size,
         )
         merge = skip.steps == "merge" and drops and skip.mode != "off"
-        return self._plan(self.training, mini_batches, batch, signal, drops=drops, merge=merge)
+        return [np.concatenate(mini_batches)] if merge and mini_batches else mini_batches
 
     def plan_pass(self, batch: Batch, chosen: np.ndarray, *, drops: bool = True) -> BatchPlan:
         """Return the plan of one forward pass over the samples ``chosen`` (bool [S]). Not a collective.

@@ -77,6 +77,8 @@ class SkipConfig:
     """`approximate`: an advantage of at most this size counts as zero."""
     logprob_passes: bool = True
     """Whether dropped samples are left out of log-prob passes too."""
+    merge_repeats: bool = True
+    """Whether of a step's equal samples of a group one runs, and counts as often as there are (docs/skip.md)."""
 
     def __post_init__(self) -> None:
         choose("skip.mode", self.mode, ("exact", "approximate", "off"))

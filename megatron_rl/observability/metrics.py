@@ -119,6 +119,9 @@ def skip_metrics(
 
     A sample's tokens here are its prompt and its response before the last loss token, without pads.
 
+    - ``skip/samples_dropped``: the samples that do not run, those of ``skip/samples_merged`` among them.
+    - ``skip/samples_merged``: the samples with signal that do not run, since an equal one counts for
+      them (algorithm/repeats.py).
     - ``skip/tokens_dense``: the tokens of all samples of the mini-batch.
     - ``skip/tokens_executed``: the tokens that run, those of fillers (samples of weight 0) included.
     - ``skip/speedup_ideal``: ``skip/tokens_dense`` divided by the tokens of the samples not dropped;
@@ -141,6 +144,7 @@ def skip_metrics(
     tokens_dropped = int(tokens_S[mini_batch.dropped].sum())
     metrics = {
         "skip/samples_dropped": len(mini_batch.dropped),
+        "skip/samples_merged": int(signal_S[mini_batch.dropped].sum()) if mini_batch.kind is StepKind.REAL else 0,
         "skip/tokens_dropped": tokens_dropped,
         "skip/microbatches_dropped": int(mini_batch.microbatches_dropped),
         "skip/silent_ranks": mini_batch.silent_ranks,

@@ -58,9 +58,9 @@ class Corrections:
         tokens.
 
         decision: the choice by the advantages alone. ``trained`` are the samples to train on;
-            ``runs`` are those that the plan runs, which may be more.
+            ``passed`` are those that the plan runs, which may be more, and those that they stand for.
         old: [T], log π_old of each response token, sample after sample; known for samples in
-            ``runs``.
+            ``passed``.
         """
         return apply_corrections(
             self.settings,
@@ -68,7 +68,7 @@ class Corrections:
             batch,
             advantages=advantages,
             signal=decision.trained,
-            passed=decision.runs,
+            passed=decision.passed,
             old_logprobs=old,
             advantage_epsilon=self.advantage_epsilon,
         )

@@ -147,6 +147,8 @@ class PartChooser:
             epochs=config.train.epochs_per_rollout,
             held_rollouts=config.critic.warmup_rollouts if config.has_critic else 0,
             group_size=config.rollout.unequal_group_size,
+            # without repack the samples beside a kept one run too, and its repeats may be among them
+            merges_repeats=config.skip.merge_repeats and config.plan.repack,
         )
         if config.correction.is_on:
             from megatron_rl.trainer.corrections import Corrections

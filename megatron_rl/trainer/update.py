@@ -4,7 +4,8 @@ This file alone decides them, in this order. A sample has signal if it has a los
 |advantage| is larger than ``skip.advantage_epsilon`` (0 by default). The log-prob pass runs the
 samples with signal. The log-probs give the importance weights. Weights of 0 take a sample's signal
 away; no weight gives signal. If a sample lost its signal, the steps are planned again without it.
-Every rank decides from the same numbers.
+Every rank decides from the same numbers. Of equal samples of a step one is passed and runs, and its
+log-probs are those of all.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class UpdateRules:
     epochs:        how often each rollout is trained on.
     group_size:    the mean number of samples of a group where groups may be unequal; None: groups
         are equal.
+    merges_repeats: whether of equal samples of a step one runs (algorithm/repeats.py).
     held_rollouts: the number of first rollouts that train the critic alone and leave the policy as
                    it is (a critic's warm-up).
     """
@@ -56,6 +58,7 @@ class UpdateRules:
     epochs: int
     held_rollouts: int = 0
     group_size: int | None = None
+    merges_repeats: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +125,7 @@ class Update:
             drops=self.rules.signal.drops,
             max_response_tokens=self.rules.max_response_tokens,
             group_size=self.rules.group_size,
+            copies=self.decision.copies,
         )
         return replace(
             inputs,
@@ -170,7 +174,7 @@ class UpdatePlanner:
         batch, kind = taken.batch, StepKind.HELD if index < self.rules.held_rollouts else StepKind.REAL
         signal = self._signal(result.advantages, taken)
         with self.timer.measure("plan"):
-            decision = self._decide(batch, signal, kind)
+            decision = self._decide(batch, signal, kind, result.advantages)
         with self.timer.measure("logprob"):
             old = passes.old
             if old is None:
@@ -178,11 +182,12 @@ class UpdatePlanner:
             equal = self.gap.of_rollout(taken, old)
             weights, corrected = None, {}
             if self.correct is not None:
+                old = old.of_repeats(decision.stand_in, batch.facts)
                 verdict = self.correct(batch, decision, result.advantages, old.flat)
                 weights, corrected = verdict.weights, verdict.metrics
                 # If masks took samples away, plan anew: fewer run, and none that was not passed.
                 if not np.array_equal(verdict.signal, decision.trained):
-                    decision = self._decide(batch, verdict.signal, kind)
+                    decision = self._decide(batch, verdict.signal, kind, result.advantages)
             reference = passes.reference
             if reference is None and self.reference.is_needed:
                 dense = np.ones_like(decision.runs)
@@ -223,8 +228,9 @@ class UpdatePlanner:
             way_out="look at the rewards of its group and at the settings advantage.*",
         )
 
-    def _decide(self, batch: Batch, signal: np.ndarray, kind: StepKind) -> Decision:
-        return decide(self.backend, batch, signal, kind, drops=self.rules.signal.drops)
+    def _decide(self, batch: Batch, signal: np.ndarray, kind: StepKind, advantages: Advantages) -> Decision:
+        merged_by = advantages if self.rules.merges_repeats else None
+        return decide(self.backend, batch, signal, kind, drops=self.rules.signal.drops, merged_by=merged_by)
 
     def gap_metrics(self, update: Update, step: UpdateStep, result: StepResult) -> dict[str, float]:
         """Return an optimizer step's metrics of the gap to the engine; {} if the step measures none. Not a collective.

@@ -10,10 +10,11 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron_rl.algorithm.repeats import given_to_repeats
 from megatron_rl.backend.batch import Batch
 from megatron_rl.backend.part import Recorded
 from megatron_rl.rollout.training_batch import TrainingBatch
-from megatron_rl.types import StepPlan
+from megatron_rl.types import BatchFacts, StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,6 +37,15 @@ class OldLogProbs:
     sums: Mapping[str, float]
     metrics: Mapping[str, float]
     recorded: tuple[Recorded, ...] = ()
+
+    def of_repeats(self, stand_in: np.ndarray | None, facts: BatchFacts) -> OldLogProbs:
+        """Return these log-probs, where each sample has those of the one that stands in for it.
+
+        stand_in: the result of ``stand_ins`` (algorithm/repeats.py); None: each is its own.
+        """
+        if stand_in is None:
+            return self
+        return dataclasses.replace(self, flat=given_to_repeats(self.flat, stand_in, facts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
