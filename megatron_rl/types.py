@@ -196,8 +196,8 @@ class BatchFacts:
                      known.
     response_inputs: int64, numbers of response tokens that the model reads: those before the last
         loss token, or 0 without a loss token. None: it reads the whole responses.
-    sample_keys:     int64, equal for samples that are equal in all but their name: tokens, loss mask,
-                     engine's log-probs, experts and weight version. None if not known.
+    sample_keys:     int64, equal for samples that are equal in tokens, loss mask, experts, weight
+                     version, and the engine's log-probs if the loss may read them. None if not known.
 
     Example: two groups of two samples on two ranks: ``groups=[0,0,1,1], owners=[0,0,1,1],
     owner_rows=[0,1,0,1]``.

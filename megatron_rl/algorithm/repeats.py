@@ -1,8 +1,9 @@
 """Equal samples of an optimizer step, of which one runs and counts as often as there are (docs/semantics.md §1).
 
 The loss is a sum over tokens. Two samples of a group that are equal in their tokens, loss masks,
-log-probs and advantages have equal terms in it. One of them with twice the weight gives the same
-loss and gradient, up to float rounding. A group of low entropy has many such samples.
+advantages, and whatever else the loss reads of them, have equal terms in it. One of them with twice
+the weight gives the same loss and gradient, up to float rounding. A group of low entropy has many
+such samples.
 
 Invariants (``assert_invariants`` in tests/unit/algorithm/test_repeats.py):
 
@@ -17,7 +18,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_rl.config import Config
 from megatron_rl.types import Advantages, BatchFacts
+from megatron_rl.users_code import is_own
+
+
+def reads_engine_logprobs(config: Config) -> bool:
+    """Return whether the loss of a sample may depend on the engine's log-probs.
+
+    Two engines' passes over equal samples round differently. Where the loss does not read the
+    result, samples that differ in it alone are equal.
+    """
+    return bool(
+        config.correction.is_on
+        or config.correction.old_logprobs == "rollout"
+        or config.loss.policy == "dro"
+        or is_own(config.loss.policy)
+        or (config.replay.capacity_groups and not config.replay.recompute_logprobs)
+        or config.rollout.bitwise
+    )
 
 
 def stand_ins(

@@ -28,7 +28,12 @@ KEY_BYTES = 7  # length of a prompt's and of a sample's digest, so that it fits 
 
 
 def gather_facts(
-    samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int], *, num_experts: int = 0
+    samples: Sequence[Sample],
+    groups: Sequence[int],
+    order: Sequence[int],
+    *,
+    num_experts: int = 0,
+    trains_by_engine: bool = True,
 ) -> BatchFacts:
     """Return the facts (lengths, groups, owners) of every rank's samples, in the order of ``order``. A collective.
 
@@ -36,8 +41,10 @@ def gather_facts(
     groups: the prompt of each local sample, as an index into the batch's list of prompts.
     order: the position of each local sample in the batch, unique over ranks.
     num_experts: the model's number of experts, to check routed experts; 0 skips the check.
+    trains_by_engine: whether samples of other log-probs by the engine are others (``sample_keys``).
     """
-    return _facts_of(gather_json(_own_facts(samples, groups, order, num_experts)))
+    own = _own_facts(samples, groups, order, num_experts, trains_by_engine=trains_by_engine)
+    return _facts_of(gather_json(own))
 
 
 def replicated_facts(samples: Sequence[Sample]) -> BatchFacts:
@@ -72,11 +79,17 @@ def _facts_of(parts: Sequence[dict[str, list]]) -> BatchFacts:
 
 
 def _own_facts(
-    samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int], num_experts: int = 0
+    samples: Sequence[Sample],
+    groups: Sequence[int],
+    order: Sequence[int],
+    num_experts: int = 0,
+    *,
+    trains_by_engine: bool = True,
 ) -> dict[str, list]:
     """Return {name of a fact, such as ``loss_tokens``: its values for this rank's samples}.
 
     groups, order: for each local sample, its prompt's index and its position in the batch.
+    num_experts, trains_by_engine: see ``gather_facts``.
 
     The fact ``faults`` is a message about a sample's wrong routed experts; None if there is no fault.
     """
@@ -92,7 +105,7 @@ def _own_facts(
         "response_inputs": [int(tokens[-1]) if len(tokens) else 0 for tokens in chosen],
         "weight_versions": [int(s.weight_version) for s in samples],
         "prompt_keys": [_prompt_digest(s) for s in samples],
-        "sample_keys": [_sample_digest(s) for s in samples],
+        "sample_keys": [_sample_digest(s, trains_by_engine=trains_by_engine) for s in samples],
         "routed_shapes": [
             (0, 0) if s.routed_experts is None or fault else s.routed_experts.shape[1:]
             for s, fault in zip(samples, faults, strict=True)
@@ -106,9 +119,13 @@ def _prompt_digest(sample: Sample) -> int:
     return _digest(prompt)  # packing compares the tokens themselves
 
 
-def _sample_digest(sample: Sample) -> int:
-    """Return a number that is equal for samples of one content. It covers all fields but ``sample_id``."""
-    parts = [sample.token_ids.astype(np.int64), sample.loss_mask.astype(bool), sample.logprobs.astype(np.float32)]
+def _sample_digest(sample: Sample, *, trains_by_engine: bool) -> int:
+    """Return a number that is equal for samples of one content. It covers all fields but ``sample_id``.
+
+    trains_by_engine: whether it covers the engine's log-probs.
+    """
+    parts = [sample.token_ids.astype(np.int64), sample.loss_mask.astype(bool)]
+    parts += [sample.logprobs.astype(np.float32)] if trains_by_engine else []
     routed = sample.routed_experts
     parts += [] if routed is None else [routed]
     sizes = (sample.prompt_tokens, sample.weight_version, *(size for part in parts for size in part.shape))

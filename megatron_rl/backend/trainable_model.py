@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithm.repeats import reads_engine_logprobs
 from megatron_rl.algorithm.sharing import shares_prompts, token_coupling
 from megatron_rl.algorithm.signal import refuse_uncounted_losses
 from megatron_rl.backend import batch_exchange
@@ -186,7 +187,10 @@ class TrainableModel:
 
     def gather(self, samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int]) -> Batch:
         """Return a batch of every rank's samples; ``batch_exchange.gather_facts`` describes the arguments."""
-        facts = batch_exchange.gather_facts(samples, groups, order, num_experts=self.shape.num_experts)
+        trains_by_engine = reads_engine_logprobs(self.config)
+        facts = batch_exchange.gather_facts(
+            samples, groups, order, num_experts=self.shape.num_experts, trains_by_engine=trains_by_engine
+        )
         batch_exchange.refuse_too_long(facts, self.shape.context_tokens)
         if token_coupling(self.config.megatron):  # then unused tokens change other tokens' numbers: read them all
             facts = dataclasses.replace(facts, response_inputs=None)

@@ -157,5 +157,10 @@ class RolloutJob:
         """Return the number of samples of a ``Rollout.finish_reason``, such as "length" for those cut off."""
         return sum(rollout.finish_reason == reason for group in self.rollouts.values() for rollout in group)
 
+    def num_repeats(self) -> int:
+        """Return the number of samples that equal an earlier one of their group, token for token."""
+        groups = ([(sample.context_ids, sample.response_ids) for sample in group] for group in self.rollouts.values())
+        return sum(len(group) - len(set(group)) for group in groups)
+
     def num_samples(self) -> int:
         return sum(len(group) for group in self.rollouts.values())

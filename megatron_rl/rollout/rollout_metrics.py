@@ -45,7 +45,8 @@ class RolloutMetrics:
         self._derive, self._read_engines = derive, read_engines
         self.engines: Sequence[Sequence[Mapping[str, object]]] = ()  # readings [rank][engine], at the last job's end
         self._values: dict[str, float] = {}
-        self._turns = self._samples = self._truncated = self._decided = 0  # of the jobs noted since ``take``
+        # of the jobs noted since ``take``
+        self._turns = self._samples = self._truncated = self._decided = self._repeats = 0
         self.waited_s = 0.0  # seconds of waiting for weights and rollouts since ``take``
         self._last_end = time.perf_counter()  # when ``take`` was last called
         self.totals = {
@@ -91,6 +92,7 @@ class RolloutMetrics:
             "samples": job.num_samples(),
             "truncated": job.num_ended_by("length"),
             "decided": job.num_ended_by("decided"),
+            "repeats": job.num_repeats(),
             "ended_s": list(job.ended_s.values()),
             "further": dict(self._take_counts()),
             "engines": [] if self._read_engines is None else [dataclasses.asdict(x) for x in self._read_engines()],
@@ -110,12 +112,14 @@ class RolloutMetrics:
         self._samples += sum(rank["samples"] for rank in ranks)
         self._truncated += sum(rank["truncated"] for rank in ranks)
         self._decided += sum(rank["decided"] for rank in ranks)
+        self._repeats += sum(rank["repeats"] for rank in ranks)
         if self._has_turns:
             self._values["rollout/turns_mean"] = self._turns / max(1, self._samples)
         if self._ends_early:
             self._values["rollout/decided_share"] = self._decided / max(1, self._samples)
         self._values |= {
             "rollout/truncated_share": self._truncated / max(1, self._samples),
+            "rollout/repeat_share": self._repeats / max(1, self._samples),
             "perf/rollout_tokens_per_second": tokens / max(seconds, 1e-9),
             "perf/rollout_wait_share": min(1.0, self.waited_s / max(now - self._last_end, 1e-9)),
         }
@@ -127,7 +131,7 @@ class RolloutMetrics:
     def take(self) -> dict[str, float]:
         """Return metric name → value since the last call, and reset the metrics."""
         values, self._values = self._values, {}
-        self._turns = self._samples = self._truncated = self._decided = 0
+        self._turns = self._samples = self._truncated = self._decided = self._repeats = 0
         self.totals["tokens"] += values.get("rollout/tokens", 0.0)
         self.totals["generation_s"] += values.get("perf/rollout_generation_s", 0.0)
         self.waited_s, self._last_end = 0.0, time.perf_counter()

@@ -147,8 +147,11 @@ class PartChooser:
             epochs=config.train.epochs_per_rollout,
             held_rollouts=config.critic.warmup_rollouts if config.has_critic else 0,
             group_size=config.rollout.unequal_group_size,
-            # without repack the samples beside a kept one run too, and its repeats may be among them
-            merges_repeats=config.skip.merge_repeats and config.plan.repack,
+            # Without repack the samples beside a kept one run too, and its repeats may be among them. Under capacities
+            # or dropout equal samples have unequal gradients.
+            merges_repeats=config.skip.merge_repeats
+            and config.plan.repack
+            and not any(term.startswith("megatron.") for term in rule.approximated),
         )
         if config.correction.is_on:
             from megatron_rl.trainer.corrections import Corrections

@@ -90,6 +90,39 @@ def test_one_of_equal_samples_gives_the_step_of_all(pool, case):
             assert each["merged"] > 0, term
 
 
+def with_an_engines_rounding(rank: int, world: int, family: str, layout: tuple[str, ...]) -> dict[str, dict]:
+    """Equal samples get other log-probs of the engine each; return what runs, and the error, by settings."""
+    found = {}
+    for name, settings in READ_BY.items():
+        with open_rig(family, *layout, *settings) as rig:
+            noise = np.random.default_rng(0)
+            rig.take([dataclasses.replace(x, logprobs=x.logprobs + noise.normal(0, 1e-3, len(x.logprobs)).astype("f"))
+                      for x in drawn()], GROUPS)
+            runs, weights = {}, {}
+            for merges in (False, True):
+                given = (*STEPS, *settings, f"skip.merge_repeats={str(merges).lower()}")
+                runs[merges] = train_once(fresh_run(rig, ADVANTAGES, *given))
+                weights[merges] = {key: value.clone() for key, value in rig.weights().items()}
+            found[name] = {"ran": runs[True].plan.mini_batches[0].ran.tolist(),
+                           "error": relative_error(weights[True], weights[False]) if rig.is_main else 0.0}
+    return found
+
+
+READ_BY = {
+    "nothing": (),
+    "dro": ("loss.policy=dro", "skip.mode=approximate"),
+    "correction": ("correction.mode=token_truncate",),
+    "old log-probs": ("correction.old_logprobs=rollout",),
+}
+
+
+def test_log_probs_that_an_engine_rounded_tell_samples_apart_only_where_the_loss_reads_them(pool):
+    for found in measured(pool, f"PP2 {FAMILY}", with_an_engines_rounding):
+        for name, each in found.items():
+            assert each["ran"] == (RUN[None] if name == "nothing" else list(range(13))), (name, each)
+            assert each["error"] < BOUND
+
+
 def without_repack(rank: int, world: int, family: str, layout: tuple[str, ...]) -> list[int]:
     """Return the samples that run where the others of a micro-batch run beside a kept one."""
     with open_rig(family, *layout, "plan.repack=false") as rig:

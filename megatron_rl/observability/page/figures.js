@@ -58,6 +58,10 @@ const RL_FIGURES = [
     subtitle: "of a sample in one forward pass of the engine; 1 without drafts",
   },
   {
+    title: "Repeated answers", lines: [["rollout/repeat_share", "repeats", 1]],
+    subtitle: "share of the rollout's samples that equal an earlier one of their group", nonzero: true,
+  },
+  {
     title: "Early ends", lines: [["rollout/decided_share", "ended early", 1]],
     subtitle: "share of the rollout's samples that reward.decided ended", nonzero: true,
   },

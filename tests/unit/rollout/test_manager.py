@@ -111,6 +111,20 @@ def test_the_truncated_share_is_that_of_all_samples_since_the_metrics_were_taken
     assert generation.take_metrics()["rollout/truncated_share"] == 0.0
 
 
+def test_the_repeat_share_counts_samples_seen_before_in_their_own_group():
+    """Equal answers to two prompts are no repeats; nor are samples that differ in the context an agent made."""
+    generation = generation_of(LossyEngine())
+    job = generation.job(NAMED, dict.fromkeys(NAMED, SAMPLES))
+    for place, prompt in NAMED.items():
+        first, *others = group_of(prompt, SAMPLES)
+        ids = [(5, 6), (5, 6), (5, 6)] if place == 0 else [(5, 6), (5,), (5, 6)] if place == 1 else [(5, 6), (7,), (8,)]
+        context = (4,) if place == 1 else None
+        group = [dataclasses.replace(sample, response_ids=x) for sample, x in zip((first, *others), ids, strict=True)]
+        job.put(place, [dataclasses.replace(group[0], context_ids=context), *group[1:]], None)
+    generation.finish(job)
+    assert generation.take_metrics()["rollout/repeat_share"] == 2 / (len(NAMED) * SAMPLES)
+
+
 def test_what_an_engine_refuses_is_raised_and_not_asked_again():
     generation = generation_of(engine := LossyEngine(refusal=ValueError("the prompt is too long")))
     with pytest.raises(ValueError, match="the prompt is too long"):
