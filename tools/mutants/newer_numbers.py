@@ -124,4 +124,23 @@ ROW_INVARIANT = (
     ),
 )
 
-NEWER_NUMBERS = (*SHARED_PROMPTS, *REPLAYED_EXPERTS, *SKIP, *CORRECTIONS, *ROW_INVARIANT)
+REPEATS = (
+    Mutant(
+        name="equal-whatever-their-advantage",
+        file="megatron_rl/algorithm/repeats.py",
+        line="key = int(facts.groups[sample]), int(facts.sample_keys[sample]), own",
+        becomes='key = int(facts.groups[sample]), int(facts.sample_keys[sample]), b""',
+        fault="a sample counts for others of equal tokens and another advantage, as noise gives them",
+        tests=("tests/unit/algorithm/test_repeats.py",),
+    ),
+    Mutant(
+        name="counts-once-for-all",
+        file="megatron_rl/algorithm/repeats.py",
+        line="return np.bincount(stand_in[signal], minlength=len(stand_in))",
+        becomes="return signal & (stand_in == np.arange(len(stand_in)))",
+        fault="of equal samples one runs, and the loss has lost the others",
+        tests=("tests/unit/algorithm/test_repeats.py",),
+    ),
+)
+
+NEWER_NUMBERS = (*SHARED_PROMPTS, *REPLAYED_EXPERTS, *SKIP, *CORRECTIONS, *ROW_INVARIANT, *REPEATS)

@@ -151,4 +151,23 @@ DRAFTS = (
     ),
 )
 
-NEWER_ROLLOUTS = (*CHANGES, *SESSIONS, *BUFFERS, *SERVED, *SIZES, *DRAFTS)
+PREFIXES = (
+    Mutant(
+        name="one-row-for-two-tokens",
+        file="megatron_rl/rollout/engines/prefix_rows.py",
+        line="children, child = torch.unique(place * size + tokens, return_inverse=True)",
+        becomes="children, child = torch.unique(tokens, return_inverse=True)",
+        fault="samples of two prompts that drew the same token go on from one of them",
+        tests=("tests/unit/rollout/test_prefix_rows.py",),
+    ),
+    Mutant(
+        name="parted-rows-keep-their-parents-place",
+        file="megatron_rl/rollout/engines/prefix_rows.py",
+        line="self._position, self._mask = self._position[parents], self._mask[parents]",
+        becomes="self._position = self._position[parents]",
+        fault="where samples part, a row has the pads of another prompt",
+        tests=("tests/unit/rollout/test_prefix_rows.py",),
+    ),
+)
+
+NEWER_ROLLOUTS = (*CHANGES, *SESSIONS, *BUFFERS, *SERVED, *SIZES, *DRAFTS, *PREFIXES)

@@ -68,7 +68,7 @@ FINITE = (
     Mutant(
         name="metrics-count-the-dropped",
         file="megatron_rl/algorithm/advantage.py",
-        line="measured=signal if drops else None,",
+        line="measured=(signal if copies is None else copies) if drops else None,",
         becomes="measured=None,",
         fault="dropped samples in a survivor's micro-batch are in its entropy, ratio and KL",
         tests=("tests/equality/test_steps.py::test_metrics_count_survivors_alone_whoever_shares_their_micro_batches",),
