@@ -17,9 +17,8 @@ from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.model.costs import layout_of
 from megatron_rl.model.settings import ModelSettings
 from megatron_rl.weights.families.family import class_fields
-from megatron_rl.weights.families.refusals import refuse_other_masks
+from megatron_rl.weights.families.layer_fields import FULL, refuse_other_masks
 from megatron_rl.weights.families.register import FAMILIES, check_family
-from megatron_rl.weights.families.windows import FULL
 from megatron_rl.weights.model_shape import ModelShape
 
 SCALINGS = ("linear", "llama3", "yarn")

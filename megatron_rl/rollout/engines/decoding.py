@@ -7,10 +7,10 @@ requests to a server may differ in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -18,11 +18,13 @@ from transformers import PreTrainedModel
 
 from megatron_rl.rollout.engines.drawing import distribution, inverted
 from megatron_rl.rollout.engines.prefix_rows import PrefixRows
+from megatron_rl.weights.families.register import family_of
 
 if TYPE_CHECKING:
     from megatron_rl.rollout.engines.router_records import RouterRecords
 
 Decode = Callable[[list[int]], str]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,3 +304,38 @@ class _Ends:
                 self.early_ends[number] = step + 1
                 is_done[place] = True
         return torch.tensor(is_done, device=done.device)
+
+
+def counts_pads(model: PreTrainedModel) -> bool:
+    """Return whether a model counts padding before a prompt as positions. Then its prompts may not be padded."""
+    config = model.config.get_text_config()
+    family = family_of(config.model_type)
+    return family is not None and family.counts_pads(config)
+
+
+def cut_batches(
+    prompts: Sequence[T],
+    length_of: Callable[[T], int],
+    most: int,
+    *,
+    alike: bool,
+    rows_of: Callable[[T], int] = lambda prompt: 1,
+) -> Iterator[Sequence[T]]:
+    """Yield batches of prompts in their order, each of at most ``most`` rows or of one prompt.
+
+    length_of: a callable that returns a prompt's number of tokens.
+    alike: whether a batch has prompts of one length only.
+    rows_of: a callable that returns a prompt's number of rows (samples).
+
+    Example: prompts a, b, c, d of lengths 2, 2, 2, 5, and ``most`` 2: [a, b], [c, d]. With
+    ``alike``: [a, b], [c], [d].
+    """
+    start = 0
+    while start < len(prompts):
+        stop, rows, first = start + 1, rows_of(prompts[start]), length_of(prompts[start])
+        while stop < len(prompts) and (rows := rows + rows_of(prompts[stop])) <= most:
+            if alike and length_of(prompts[stop]) != first:
+                break
+            stop += 1
+        yield prompts[start:stop]
+        start = stop

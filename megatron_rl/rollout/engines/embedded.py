@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.rollout.engines.decoding import Decoded, Row, decode_rows
+from megatron_rl.rollout.engines.decoding import Decoded, Row, counts_pads, cut_batches, decode_rows
 from megatron_rl.rollout.engines.engine import (
     NO_WEIGHTS,
     OnFinished,
@@ -23,7 +23,6 @@ from megatron_rl.rollout.engines.engine import (
     sample_seed,
     token_bounds,
 )
-from megatron_rl.rollout.engines.prefill import counts_pads, cut_batches
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weights.config_json import parse_hf_config, settle_tying, stop_ids, transformers_model
 from megatron_rl.weights.fused import file_tensors

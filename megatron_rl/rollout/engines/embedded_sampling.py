@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from megatron_rl.rollout.engines.decoding import Decode, Decoded, Row
-from megatron_rl.rollout.engines.prefill import counts_pads, cut_batches
+from megatron_rl.rollout.engines.decoding import Decode, Decoded, Row, counts_pads, cut_batches
 from megatron_rl.rollout.engines.sampling import EMPTY, SampledSequence, SampleRequest, SampleResult, TopLogProbs
 
 LOGIT_ROWS = 256  # rows of a prompt's logits that are in memory at a time

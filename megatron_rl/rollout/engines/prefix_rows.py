@@ -1,4 +1,4 @@
-"""The rows of an embedded model's cache: samples of a prompt share a row while their tokens are equal.
+"""The rows of an embedded model's cache, which prompts fill: samples share a row while their tokens are equal.
 
 Each distribution depends on the tokens before it alone. Samples whose tokens are equal so far have
 the same one, so a single row gives it to all of them. Each draws from it by its own random number.
@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
-from transformers import PreTrainedModel
-
-from megatron_rl.rollout.engines.prefill import run_prompts
+from transformers import DynamicCache, PreTrainedModel
 
 # Dropping rows copies the cache of the others, which costs about one decode step's torch.cat. With less than a
 # quarter to drop, the saved rows do not pay for that copy within a few steps.
@@ -100,3 +99,42 @@ class PrefixRows:
 def _has_twins(parents: torch.Tensor) -> bool:
     """Return whether two children have one parent. ``parents``: int64, equal ones are neighbours."""
     return bool((parents[1:] == parents[:-1]).any())
+
+
+def run_prompts(
+    model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], cache: DynamicCache | None = None
+) -> tuple[DynamicCache, torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    """Run the model on P prompts as one batch, padded on the left.
+
+    cache: an empty cache to fill. None: one of the kinds that the model's config names.
+
+    Returns the cache, the last position's logits [P, V], the next position [P, 1], the mask [P,
+    longest prompt], and whether any prompt is padded.
+
+    Without padding the model is passed no mask. So scaled_dot_product_attention can use its fast
+    kernels, and the model does not build a mask at every step.
+    """
+    input_ids, mask = _left_pad(prompts, next(model.parameters()).device)
+    positions = mask.long().cumsum(1).sub_(1).clamp_(min=0)
+    padded = not all(len(prompt) == input_ids.shape[1] for prompt in prompts)
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    output = model(
+        input_ids=input_ids,
+        attention_mask=mask if padded else None,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return cache, output.logits[:, -1], positions[:, -1:] + 1, mask, padded
+
+
+def _left_pad(prompts: Sequence[tuple[int, ...]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the prompts as int64 ids and a bool mask, both [P, longest]. All prompts end in the last column."""
+    longest = max(len(prompt) for prompt in prompts)
+    token_ids = np.zeros((len(prompts), longest), dtype=np.int64)
+    mask = np.zeros((len(prompts), longest), dtype=bool)
+    for row, prompt in enumerate(prompts):
+        token_ids[row, longest - len(prompt) :] = prompt
+        mask[row, longest - len(prompt) :] = True
+    return torch.from_numpy(token_ids).to(device), torch.from_numpy(mask).to(device)

@@ -18,8 +18,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from megatron_rl.rollout.engines.decoding import Decode, Decoded, Draws, Row, decode_rows
-from megatron_rl.rollout.engines.prefill import run_prompts
-from megatron_rl.rollout.engines.prefix_rows import COMPACT_FRACTION
+from megatron_rl.rollout.engines.prefix_rows import COMPACT_FRACTION, run_prompts
 from megatron_rl.rollout.speculation.counts import Counts
 from megatron_rl.rollout.speculation.drafter import Drafter
 from megatron_rl.rollout.speculation.pace import Pace, Switch

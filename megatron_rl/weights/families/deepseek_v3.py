@@ -16,7 +16,7 @@ from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.weights.entry import Entry, Layout
 from megatron_rl.weights.families.dense_layer import dense_layer
 from megatron_rl.weights.families.family import Family
-from megatron_rl.weights.families.refusals import refuse_attention_bias, refuse_other_layers
+from megatron_rl.weights.families.layer_fields import refuse_attention_bias, refuse_other_layers
 from megatron_rl.weights.families.sigmoid_router import (
     EXPERTS,
     refuse_other_routers,

@@ -15,7 +15,7 @@ from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.weights.entry import Entry, Layout
 from megatron_rl.weights.families.dense_layer import attention_sizes
 from megatron_rl.weights.families.family import FURTHER_TOKENS
-from megatron_rl.weights.families.windows import FULL
+from megatron_rl.weights.families.layer_fields import FULL
 from megatron_rl.weights.model_shape import DeltaNetShape, ModelShape
 
 LINEAR = "linear_attention"

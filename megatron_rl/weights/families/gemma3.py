@@ -9,8 +9,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.weights.entry import Entry, Layout
 from megatron_rl.weights.families.dense_layer import dense_layer
 from megatron_rl.weights.families.family import Family
-from megatron_rl.weights.families.refusals import refuse_attention_bias
-from megatron_rl.weights.families.windows import windows_of
+from megatron_rl.weights.families.layer_fields import refuse_attention_bias, windows_of
 from megatron_rl.weights.model_shape import ModelShape
 
 # Hugging Face's names of the norms after attention and MLP, by the names of megatron_rl/model/post_norm.py.

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_rl.weights.entry import Entry
 from megatron_rl.weights.families.dense_layer import attention_entries, attention_sizes, dense_layer
 from megatron_rl.weights.families.family import Family
-from megatron_rl.weights.families.refusals import refuse_other_layers
+from megatron_rl.weights.families.layer_fields import refuse_other_layers
 from megatron_rl.weights.families.sigmoid_router import (
     EXPERTS,
     refuse_other_routers,

@@ -9,9 +9,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.weights.entry import Entry, Layout
 from megatron_rl.weights.families.dense_layer import attention_entries, attention_sizes
 from megatron_rl.weights.families.family import ExpertNames, Family
+from megatron_rl.weights.families.layer_fields import refuse_other_layers, windows_of
 from megatron_rl.weights.families.mixture_layer import softmax_router
-from megatron_rl.weights.families.refusals import refuse_other_layers
-from megatron_rl.weights.families.windows import windows_of
 from megatron_rl.weights.model_shape import ModelShape
 
 EXPERTS = ExpertNames(

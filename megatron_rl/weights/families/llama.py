@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.families.family import Family
-from megatron_rl.weights.families.refusals import refuse_other_layers
+from megatron_rl.weights.families.layer_fields import refuse_other_layers
 
 
 def refuse(hf_config: Any) -> None:

@@ -13,7 +13,7 @@ from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.weights.entry import Entry, Layout
 from megatron_rl.weights.families.dense_layer import attention_entries, attention_sizes
 from megatron_rl.weights.families.family import ExpertNames, Family
-from megatron_rl.weights.families.refusals import refuse_attention_bias
+from megatron_rl.weights.families.layer_fields import refuse_attention_bias
 from megatron_rl.weights.model_shape import ChunkedAttentionShape, ModelShape
 
 EXPERTS = ExpertNames(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.weights.families.family import Family
-from megatron_rl.weights.families.refusals import refuse_other_layers
-from megatron_rl.weights.families.windows import windows_of
+from megatron_rl.weights.families.layer_fields import refuse_other_layers, windows_of
 
 
 def refuse(hf_config: Any) -> None:

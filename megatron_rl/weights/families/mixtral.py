@@ -7,9 +7,8 @@ from typing import Any
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.families.family import ExpertNames, Family
+from megatron_rl.weights.families.layer_fields import refuse_other_layers, windows_of
 from megatron_rl.weights.families.mixture_layer import mixture_layer, mixture_sizes, softmax_router
-from megatron_rl.weights.families.refusals import refuse_other_layers
-from megatron_rl.weights.families.windows import windows_of
 
 EXPERTS = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 

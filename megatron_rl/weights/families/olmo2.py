@@ -7,7 +7,7 @@ from typing import Any
 from megatron_rl.weights.entry import Entry, Layout
 from megatron_rl.weights.families.dense_layer import dense_layer, dense_sizes
 from megatron_rl.weights.families.family import Family
-from megatron_rl.weights.families.refusals import refuse_attention_bias, refuse_other_layers
+from megatron_rl.weights.families.layer_fields import refuse_attention_bias, refuse_other_layers
 from megatron_rl.weights.model_shape import ModelShape
 
 # megatron_rl/model/post_norm.py's names, with Hugging Face's.

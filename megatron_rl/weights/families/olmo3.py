@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.weights.families.family import Family
+from megatron_rl.weights.families.layer_fields import refuse_attention_bias, refuse_other_layers, windows_of
 from megatron_rl.weights.families.olmo2 import post_norm_layer, post_norm_sizes
-from megatron_rl.weights.families.refusals import refuse_attention_bias, refuse_other_layers
-from megatron_rl.weights.families.windows import windows_of
 
 
 def refuse(hf_config: Any) -> None:

@@ -9,8 +9,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.weights.entry import Entry, Layout
 from megatron_rl.weights.families.dense_layer import dense_layer, dense_sizes
 from megatron_rl.weights.families.family import Family
-from megatron_rl.weights.families.refusals import refuse_other_layers
-from megatron_rl.weights.families.windows import windows_of
+from megatron_rl.weights.families.layer_fields import refuse_other_layers, windows_of
 from megatron_rl.weights.model_shape import ModelShape
 
 _JOINED = {Layout.QKV: "self_attn.qkv_proj.weight", Layout.GATE_UP: "mlp.gate_up_proj.weight"}

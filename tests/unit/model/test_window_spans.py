@@ -21,7 +21,7 @@ from megatron_rl.model.attention.window_spans import windowed_spans
 from megatron_rl.model.build import _window_fields
 from megatron_rl.model.hf_config import read_shape
 from megatron_rl.model.invariant.parts import require_shown
-from megatron_rl.weights.families.windows import windows_of
+from megatron_rl.weights.families.layer_fields import windows_of
 from tests.reference import tiny_config
 from tests.unit.backend.packed import CPU, attention_config
 

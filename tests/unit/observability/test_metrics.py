@@ -71,9 +71,13 @@ def test_skip_metrics_of_a_real_step_of_skip_off_and_of_a_ghost():
     signal_S = np.asarray([True, False, True, False, True, True])
     metrics = skip_metrics(mini_batch(StepKind.REAL, [0, 1, 2, 3], [1, 3], [2, 0]), facts(), signal_S)
     wanted = dict(zero_advantage_ratio=0.5, samples_dropped=2, tokens_dropped=60, microbatches_dropped=2)
+    wanted |= dict(samples_merged=0)
     wanted |= dict(silent_ranks=1, filler_microbatches=0, tokens_executed=40, tokens_dense=100, speedup_ideal=2.5)
     assert metrics == {f"skip/{name}": value for name, value in wanted.items()} | {"tokens/trailing": 0}
     metrics = skip_metrics(mini_batch(StepKind.REAL, [0, 1, 2, 3], [], [0, 1, 2, 3]), facts(), np.arange(6) == 0)
+    # sample 2 has signal and does not run: another one of the step counts for it
+    merged = skip_metrics(mini_batch(StepKind.REAL, [0, 1, 2, 3], [1, 2, 3], [0]), facts(), signal_S)
+    assert (merged["skip/samples_dropped"], merged["skip/samples_merged"]) == (3, 1)
     names = ("skip/zero_advantage_ratio", "skip/samples_dropped", "skip/speedup_ideal")
     assert [metrics[name] for name in names] == [0.75, 0, 1.0]
     ghost = skip_metrics(mini_batch(StepKind.GHOST, [0, 1], [0, 1], []), facts(), np.zeros(6, dtype=bool))
