@@ -40,8 +40,7 @@ IMPORTS = {
     "from transformer_engine.pytorch.optimizers import FusedAdam",
     "apex": "from apex.optimizers import FusedAdam",
     "vllm": "import vllm",
-    "fla": "from megatron_rl.model.delta_net.kernels import fla_fault; fault = fla_fault(); "
-    "exec('raise RuntimeError(fault)' if fault else '')",
+    "fla": "from megatron_rl.model.delta_net.kernels import fla_fault; fault = fla_fault(); assert not fault, fault",
 }
 WITHOUT_GPU = ("vllm", "CPU")  # modules that also have a CPU build, and a host without a GPU
 COUNT_GPUS = (

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -76,11 +77,11 @@ class SpeculativeDecoder:
                 self._drafter.ended(row, batch.tokens[row])
             if not (running := batch.running):
                 return batch.decoded()
-            batch.compact()
-            started = time.perf_counter()
-            asked = min(self._pace.width(len(running)), max(0, MAX_LOGITS // (len(running) * batch.vocab_size) - 1))
-            found = batch.step({row: self._draft(batch, row, asked) for row in running})
-            self._pace.note(asked, time.perf_counter() - started, [*found.values()])
+            # Rows of equal tokens are one row of the cache: the first of them has a draft, which is checked for all.
+            leaders, started = batch.leaders, time.perf_counter()
+            asked = min(self._pace.width(len(leaders)), max(0, MAX_LOGITS // (len(leaders) * batch.vocab_size) - 1))
+            found = batch.step({row: self._draft(batch, row, asked) for row in leaders})
+            self._pace.note(asked, time.perf_counter() - started, [found[row] for row in leaders])
             self.counts.note([*found.values()])
             for row, (drafted, accepted) in found.items():
                 self._drafter.verified(row, drafted, accepted)
@@ -90,11 +91,26 @@ class SpeculativeDecoder:
         return self._drafter.draft(row, batch.tokens[row], most) if most > 0 else ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Cached:
+    """Names the rows (samples) of equal tokens that share a row of the cache.
+
+    first: the first of them, or the last one that ended.
+    members: those that still run; () if the row of the cache waits to be dropped.
+    """
+
+    first: int
+    members: tuple[int, ...]
+
+
 class _Batch:
     """Holds a batch of rows (samples): their tokens so far, and the cache of those that still run.
 
+    Rows of a prompt share a row of the cache while their tokens are equal (engines/prefix_rows.py).
+
     tokens: each row's tokens.
     running: the numbers of the rows that have not ended.
+    leaders: of each row of the cache in use, the first of its rows (samples).
     """
 
     def __init__(
@@ -111,52 +127,92 @@ class _Batch:
         # Sliding layers need all columns too, since a row's tokens move when its pads are left out.
         cache, logits, positions, mask, _ = run_prompts(model, prompts, DynamicCache())
         prompt_of_row = torch.tensor([row.prompt for row in rows], device=self._device)
-        self._cache = RowCache(cache, mask.shape[1] - mask.sum(dim=1), prompt_of_row)
+        self._cache = RowCache(cache, mask.shape[1] - mask.sum(dim=1), torch.arange(len(prompts), device=self._device))
         self._prompt_tokens = positions[prompt_of_row, 0].tolist()
         self.vocab_size = logits.shape[-1]
         self._draws = Draws(rows, max(row.max_tokens for row in rows), self._device)
         self.tokens: list[list[int]] = [[] for _ in rows]
         self._text_ends: dict[int, int] = {}  # row → its length, for rows that a stop text ended
         self._early_ends: dict[int, int] = {}  # row → its length, for rows that ``Row.ends_early`` ended
-        self._cached = list(range(len(rows)))  # the rows in the cache, in its order
+        self._cached: list[_Cached] = []  # in the cache's order
         self._has_ended = [False] * len(rows)
-        first = self._draws.take(logits[prompt_of_row], 0, torch.arange(len(rows), device=self._device))
-        for row, token in enumerate(first.tolist()):
+        everyone = torch.arange(len(rows), device=self._device)
+        first = self._draws.take(logits, 0, everyone, prompt_of_row).tolist()
+        parts: list[dict[tuple[int, ...], list[int]]] = [{} for _ in prompts]
+        for row, token in enumerate(first):
             self._append(row, [token])
+            parts[rows[row].prompt].setdefault((token,), []).append(row)
+        self._part(parts)
 
     @property
     def running(self) -> list[int]:
-        return [row for row in self._cached if not self._has_ended[row]]
+        return sorted(row for cached in self._cached for row in cached.members)
+
+    @property
+    def leaders(self) -> list[int]:
+        return [cached.first for cached in self._cached if cached.members]
 
     def room(self, row: int) -> int:
         """Return how many tokens may be drafted for a row, so that one more is within its maximum."""
         return self._rows[row].max_tokens - len(self.tokens[row]) - 1
 
     def step(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, int]]:
-        """Run the model on each row's last token and its draft, and append the tokens that are drawn.
+        """Run the model on each leader's last token and its draft, and append the tokens that its rows draw.
 
-        drafts: running row → its draft.
+        drafts: leader → its draft.
 
         Returns running row → the tokens drafted and accepted.
         """
-        logits = self._forward([drafts.get(row, ()) for row in self._cached])
-        # Draw the tokens after each position of a draft; the positions of shorter drafts' padding are left out.
+        given = [drafts[cached.first] if cached.members else () for cached in self._cached]
+        logits = self._forward(given)
+        # Draw each row's tokens after each position of its draft; the padding of shorter drafts is left out.
+        starts = np.cumsum([0, *(len(draft) + 1 for draft in given)]).tolist()
+        in_cache = [place for place, draft in enumerate(given) for _ in range(len(draft) + 1)]
+        at = [position for draft in given for position in range(len(draft) + 1)]
         places = [
-            (place, at, len(self.tokens[row]) + at, row)
-            for place, row in enumerate(self._cached)
-            if row in drafts
-            for at in range(len(drafts[row]) + 1)
+            (starts[place] + position, len(self.tokens[row]) + position, row)
+            for place, cached in enumerate(self._cached)
+            for row in cached.members
+            for position in range(len(given[place]) + 1)
         ]
-        in_cache, at, steps, rows = torch.tensor(places, device=self._device).unbind(1)
-        drawn = self._draws.take(logits[in_cache, at], steps, rows).tolist()
+        entries, steps, rows = torch.tensor(places, device=self._device).unbind(1)
+        drawn = iter(self._draws.take(logits[in_cache, at], steps, rows, entries).tolist())
         # Accept each draft up to its first token that is not the drawn one.
-        found, start = {}, 0
-        for row in (row for row in self._cached if row in drafts):
-            draft, own = drafts[row], drawn[start : start + len(drafts[row]) + 1]
-            start += len(own)
-            accepted = next((i for i, token in enumerate(draft) if token != own[i]), len(draft))
-            found[row] = len(draft), min(accepted, self._append(row, own[: accepted + 1]))
+        found: dict[int, tuple[int, int]] = {}
+        parts: list[dict[tuple[int, ...], list[int]]] = []
+        for cached, draft in zip(self._cached, given, strict=True):
+            parts.append({})
+            for row in cached.members:
+                own = [next(drawn) for _ in range(len(draft) + 1)]
+                accepted = next((i for i, token in enumerate(draft) if token != own[i]), len(draft))
+                found[row] = len(draft), min(accepted, self._append(row, own[: accepted + 1]))
+                parts[-1].setdefault(tuple(own[: accepted + 1]), []).append(row)
+        self._part(parts)
         return found
+
+    def _part(self, parts: Sequence[Mapping[tuple[int, ...], Sequence[int]]]) -> None:
+        """Give the rows whose tokens part a row of the cache each, and drop those without a running row, if enough.
+
+        parts: for each row of the cache, the tokens that a pass appended → the rows that got them.
+        """
+        children = [
+            (place, _Cached(running[0], tuple(running)))
+            for place, part in enumerate(parts)
+            for members in part.values()
+            if (running := [row for row in members if not self._has_ended[row]])
+        ]
+        parents = [place for place, _ in children]
+        if not children:
+            self._cached = []
+        elif len(set(parents)) < len(parents) or len(parts) - len(parents) >= COMPACT_FRACTION * len(parts):
+            self._cache.keep(torch.tensor(parents, device=self._device))
+            self._cached = [child for _, child in children]
+        else:
+            of_place = dict(children)
+            self._cached = [
+                of_place.get(place) or _Cached(next(iter(part.values()))[0] if part else self._cached[place].first, ())
+                for place, part in enumerate(parts)
+            ]
 
     def _forward(self, drafts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return the logits [R, Q, vocab] after the last token of each cached row, and after each drafted one.
@@ -166,7 +222,8 @@ class _Batch:
         width = 1 + max(len(draft) for draft in drafts)
         inputs = np.zeros((len(drafts), width), dtype=np.int64)
         first, last = np.empty((len(drafts), 1), dtype=np.int64), np.empty((len(drafts), 1), dtype=np.int64)
-        for place, (row, draft) in enumerate(zip(self._cached, drafts, strict=True)):
+        for place, (cached, draft) in enumerate(zip(self._cached, drafts, strict=True)):
+            row = cached.first
             inputs[place, : 1 + len(draft)] = self.tokens[row][-1], *draft
             first[place] = self._prompt_tokens[row] + len(self.tokens[row]) - 1
             last[place] = first[place] + len(draft)
@@ -213,13 +270,6 @@ class _Batch:
         if any(text in tail for text in texts):
             self._text_ends[row] = len(tokens)
         return row in self._text_ends
-
-    def compact(self) -> None:
-        """Drop the ended rows from the cache, if they are enough."""
-        staying = [place for place, row in enumerate(self._cached) if not self._has_ended[row]]
-        if staying and len(self._cached) - len(staying) >= COMPACT_FRACTION * len(self._cached):
-            self._cache.keep(torch.tensor(staying, device=self._device))
-            self._cached = [self._cached[place] for place in staying]
 
     def decoded(self) -> Decoded:
         return self._draws.decoded(max(len(tokens) for tokens in self.tokens), self._text_ends, self._early_ends)

@@ -77,7 +77,7 @@ class RowCache(Cache):
                 )
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Drop all rows but these, int64."""
+        """Hold these rows alone, int64, in their order. One that is named several times is copied."""
         self.reorder_cache(rows)
 
 

@@ -52,6 +52,24 @@ def test_samples_equal_those_without_drafts(model, hf_path, share, temperature):
     assert counts.accepted <= counts.drafted and tokens - counts.passes <= counts.accepted < tokens
 
 
+@pytest.mark.parametrize("temperature", [None, GREEDY])
+def test_samples_of_equal_tokens_share_a_row_and_its_draft(model, hf_path, temperature):
+    """Greedy samples of a prompt are one row to their end; drawn ones part, and go on with what they have accepted."""
+    prompts = prompts_of(5, 2, 9)
+    engine = engine_of(hf_path, model, temperature=0.3)
+    want = engine.generate(prompts, 8, temperature=temperature)
+    drafter = KnownDrafter(want, 0.2, len(VOCAB))
+    decoder, sizes = speculating(engine, drafter), []
+    engine._model.register_forward_pre_hook(
+        lambda module, _, given: sizes.append(len(given["input_ids"])), with_kwargs=True
+    )
+    assert_equal_samples(engine.generate(prompts, 8, temperature=temperature), want)
+    assert sorted(drafter.ends) == sorted(list(x.response_ids) for x in want)
+    assert sizes[0] == len(prompts)
+    rows, passes = sum(sizes[1:]), decoder.counts.passes  # a pass counts once for each sample in it
+    assert passes == 8 * rows if temperature == GREEDY else rows < passes
+
+
 def test_batches_without_drafts_fill_the_history_for_those_with(model, hf_path):
     """The second visit under equal weights drafts what the first, without drafts, has answered: nearly all holds."""
     prompts = prompts_of(5, 2, 9)
