@@ -168,10 +168,11 @@ def test_an_error_of_the_function_ends_its_request(watched) -> None:
 def test_a_share_of_decided_samples_is_counted() -> None:
     from megatron_rl.rollout.rollout_metrics import RolloutMetrics
 
-    counts = dict(tokens=9, generation_s=1.0, turns=4, samples=4, truncated=1, decided=3, ended_s=[], further={},
-                  engines=[])
+    counts = dict(tokens=9, generation_s=1.0, turns=4, samples=4, truncated=1, decided=3, repeats=2, ended_s=[],
+                  further={}, engines=[])
     for ends_early, wanted in ((True, 0.75), (False, None)):
         metrics = RolloutMetrics(has_turns=False, has_delta=False, ends_early=ends_early)
         metrics.note_job([counts])
         found = metrics.take()
         assert found.get("rollout/decided_share") == wanted and found["rollout/truncated_share"] == 0.25
+        assert found["rollout/repeat_share"] == 0.5

@@ -47,8 +47,9 @@ def test_samples_equal_those_without_drafts(model, hf_path, share, temperature):
     assert sorted(drafter.ends) == sorted(list(x.response_ids) for x in want)
     counts = decoder.counts
     tokens = sum(len(x.response_ids) - 1 for x in want)  # the first comes with the prompt's pass
-    if share == 0.0:  # each pass gives five tokens, or what is left of the sample
-        assert counts.passes == sum(-(-(len(x.response_ids) - 1) // 5) for x in want)
+    if share == 0.0:  # a pass gives five tokens, or what is left of the sample; fewer where a sample leaves its leader
+        fewest = sum(-(-(len(x.response_ids) - 1) // 5) for x in want)
+        assert counts.passes == fewest if temperature == GREEDY else fewest <= counts.passes < 1.3 * fewest
     assert counts.accepted <= counts.drafted and tokens - counts.passes <= counts.accepted < tokens
 
 
@@ -184,7 +185,8 @@ def test_triples_of_tokens_have_the_models_distribution(tmp_path, share, tempera
     decoder = speculating(engine, None if share is None else KnownDrafter(want, share, size), asked=2)
     for _ in range(2 if share is None else 1):  # from the history of the first time
         rollouts = engine.generate([prompt], rounds)
-    assert decoder.counts.drafted > 1.5 * rounds and decoder.counts.accepted > 0.2 * rounds
+    # A draft is checked for all samples that begin alike, so a drawn one holds for few of them, or for many.
+    assert decoder.counts.drafted > 1.5 * rounds and decoder.counts.accepted > (0.2 if share is None else 0.03) * rounds
     found = np.bincount([np.dot(x.response_ids[:3], (size**2, size, 1)) for x in rollouts], minlength=size**3)
     statistic, bound = chi_square(found, rounds * enumerated(made, prompt.token_ids, temperature, size))
     assert statistic < bound
