@@ -135,10 +135,10 @@ def test_the_summary_adds_up(traces):
 def test_the_log_has_the_summary(ended, traces):
     said, _ = ended[1]
     operations = traces[0, FIRST].summary["operations"]
-    longest = max(operations, key=lambda name: operations[name]["own_s"])
+    longest = max(operations, key=lambda name: operations[name]["own_s"])  # the table cuts names at 43 characters
     assert re.search(rf"profile of rank 0 .*, steps {FIRST} to {LAST}: .*rank0\.{FIRST}\.pt\.trace\.json\.gz", said)
     assert re.search(r"profile of rank 0 .*, before step 1: .*rank0\.1\.pt\.trace\.json\.gz", said)
-    for words in ("main thread in no operation of torch", "passes that train", longest, "waits for the device"):
+    for words in ("main thread in no operation of torch", "passes that train", longest[:43], "waits for the device"):
         assert words in said, words
 
 
