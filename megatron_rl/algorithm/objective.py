@@ -127,11 +127,11 @@ def _sums(
     gap: [N] or a scalar 0, g = log π − log μ in nats. It gives the sums of |g| and of e^−g + g − 1, a
         KL estimate, and the largest |g|.
     """
-    tokens = torch.full((), logprobs.shape[0], device=logprobs.device)
     gap = gap.double()
     values = [*(x.detach() for x in per_token), gap.abs(), (-gap).exp() + gap - 1]
-    sums = [x.sum() for x in values]
-    if measured is not None:
+    if measured is None:
+        tokens, sums = torch.full((), logprobs.shape[0], device=logprobs.device), [x.sum() for x in values]
+    else:
         # a token that is not measured may be NaN or infinite
         values = [torch.where(measured > 0, x, 0) for x in values]
         tokens, sums = measured.sum(), [(x * measured).sum() for x in values]

@@ -27,12 +27,11 @@ class Decision:
     runs:    bool [S], the samples that the plan runs: those of ``trained`` less repeats, or all samples if
              drops are off. Under ``plan.repack=false`` samples are packed before any is dropped. Then the other
              samples of a micro-batch run too if one of them is trained.
+    stand_in: int64 [S], the sample that runs in each one's place: the first that equals it in its step.
+             None: every sample runs itself.
 
     Example under ``plan.repack=false``: of four samples, two to a micro-batch, the first has signal.
     ``signal`` and ``trained`` are (T, F, F, F), ``runs`` is (T, T, F, F).
-
-    stand_in: int64 [S], the sample that runs in each one's place: the first that equals it in its step.
-             None: every sample runs itself.
     """
 
     signal: np.ndarray

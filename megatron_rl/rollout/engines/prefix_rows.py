@@ -25,7 +25,6 @@ class PrefixRows:
 
     logits: [C, vocab], of the next token after each row's prefix.
     place: int64 [R], the row of each of the R running samples; None: C is R, and sample r has row r.
-    computed: the number of rows that decoding has run, summed over its passes.
 
     model: a model of transformers, in eval mode.
     prompts: the prompts' token ids.
@@ -46,7 +45,6 @@ class PrefixRows:
         self._width = mask.shape[1]  # of the prefixes with their pads
         self._shares = len(set(prompt_of_sample)) < len(prompt_of_sample)  # whether a row has several samples
         self.place: torch.Tensor | None = torch.tensor(prompt_of_sample, device=mask.device)
-        self.computed = 0
 
     def advance(self, tokens: torch.Tensor, stays: torch.Tensor | None = None) -> None:
         """Append a token to each sample, and run the model on the tokens. ``logits`` and ``place`` follow.
@@ -93,7 +91,6 @@ class PrefixRows:
             use_cache=True,
         )
         self.logits, self._position = output.logits[:, -1], self._position + 1
-        self.computed += len(inputs)
 
 
 def _has_twins(parents: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What a config's fields say of its layers: each one's sliding window, and features that a layer built here lacks."""
+"""The fields of a config that describe its layers: sliding windows, and features that a layer built here lacks."""
 
 from __future__ import annotations
 
