@@ -15,6 +15,7 @@ import functools
 import importlib.util
 import logging
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ BF16_PEAK_FLOPS = {
     "A100": 312e12,
     "B200": 2250e12,
 }
+HUGE_PAGES = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 log = logging.getLogger(__name__)
 _largest_taken = [0]  # bytes, the largest peak that ``take_peak_memory_bytes`` has reset
@@ -354,7 +356,23 @@ def _detect() -> Host:
             "import megatron_rl.distributed.platform (or anything of megatron_rl) first"
         )
     _present_cpu_as_cuda()
+    if huge_pages_on_request(HUGE_PAGES):
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read at torch's first allocation of 2 MiB or more
     return Host(device_type="cpu", backend="gloo")
+
+
+def huge_pages_on_request(setting: pathlib.Path) -> bool:
+    """Return whether the kernel gives a process memory in pages of 2 MiB where it asks for them.
+
+    Large tensors live for one operation or one micro-batch. In pages of 4 KiB their first touch takes as long as an
+    exponential of each element.
+
+    setting: the kernel's file, absent where there are no such pages.
+    """
+    try:
+        return "[never]" not in setting.read_text(encoding="ascii")
+    except OSError:
+        return False
 
 
 def _transformer_engine_fault(error: Exception) -> str:

@@ -155,7 +155,8 @@ def _turned(x: torch.Tensor, mirrored: bool, dim: int = 0) -> torch.Tensor:
 class _CpuFlash:
     """Calls torch's flash kernel for CPUs once for each span: a range of queries with the keys that they see.
 
-    Fewer key heads than query heads need torch 2.9 or later.
+    Fewer key heads than query heads need torch 2.9 or later. Backward computes in float32 at least: over spans of
+    some tens of tokens torch 2.13's kernel takes several times as long in bfloat16 (docs/evidence/performance.md).
     """
 
     @staticmethod
@@ -173,6 +174,7 @@ class _CpuFlash:
 
     @staticmethod
     def backward(gradient, query, key, value, out, lse, batch, scale) -> Iterator[tuple]:
+        gradient, query, key, value, out = (x.to(_wide(x.dtype)) for x in (gradient, query, key, value, out))
         for span in batch.spans:
             gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 _heads_first(gradient, span.queries, span.mirrored),

@@ -337,7 +337,8 @@ def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, devic
     """Build the model of ``hf_path``'s config in eval mode. Its weights are loaded later.
 
     Attention runs by torch's scaled_dot_product_attention if transformers offers it for the model's
-    family. transformers does not offer it for families with attention sinks.
+    family. transformers does not offer it for families with attention sinks. On a CPU query heads that
+    share a key head are one head's queries (grouped_queries.py).
 
     Raises ConfigError if the config cannot be read, or if the model is too large.
     """
@@ -348,7 +349,20 @@ def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, devic
     accelerators = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=accelerators), torch.device(device):
         model = transformers_model(config, hf_path, dtype=dtype)
+    if device.type == "cpu" and _shares_keys(model):
+        from megatron_rl.rollout.engines.grouped_queries import use_grouped_queries
+
+        use_grouped_queries(model)
+    # run_prompts keeps one position of each prompt. torch would copy the head's weights for every row of such a view.
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, given: (given[0].contiguous(),))
     return model.requires_grad_(False).eval()
+
+
+def _shares_keys(model: PreTrainedModel) -> bool:
+    """Return whether a model has fewer key heads than query heads."""
+    fields = model.config.get_text_config().to_dict()
+    heads, key_heads = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
+    return heads is not None and key_heads is not None and key_heads < heads
 
 
 def check_embedded(hf_path: str, rollout: RolloutConfig) -> None:

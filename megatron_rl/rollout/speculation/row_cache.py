@@ -14,6 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.rollout.engines.grouped_queries import GROUPED
 from megatron_rl.weights.families.register import family_of
 
 GROWTH = 1.25  # of the columns, when they are full
@@ -137,7 +138,7 @@ def windows_of(model: PreTrainedModel) -> dict[str, int | None]:
             raise refused("its layers' states (of delta nets, chunks or indexers) do not go back by some tokens")
     if len(windows) > 1 and family_of(config.model_type) is None:
         raise refused("its layers are of several kinds, and whether it takes a mask for each was not shown")
-    if model.config._attn_implementation not in ("sdpa", "eager"):
+    if model.config._attn_implementation not in ("sdpa", GROUPED, "eager"):
         raise refused(f"its attention is {quoted(model.config._attn_implementation)}, and sdpa or eager is needed")
     if kinds := _changing_ropes(config.to_dict().get("rope_parameters")):
         raise refused(f"rope_parameters of type {', '.join(kinds)} turn a token by the longest sample of its batch")

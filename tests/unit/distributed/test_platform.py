@@ -2,13 +2,15 @@
 
 import dataclasses
 import logging
+import os
 import pathlib
+import subprocess
 import sys
 
 import pytest
 
 from megatron_rl.distributed import platform
-from megatron_rl.distributed.platform import choose_device
+from megatron_rl.distributed.platform import choose_device, huge_pages_on_request
 from megatron_rl.errors import ConfigError
 
 CDLL = "import ctypes; ctypes.CDLL"
@@ -96,3 +98,27 @@ def test_a_library_that_does_not_load_is_no_transformer_engine_and_is_logged(pla
     with caplog.at_level(logging.WARNING):
         assert platform.transformer_engine_importable.__wrapped__() is False
     assert "needs the library libnccl_of_nobody.so.2, which is not found" in caplog.text
+
+
+@pytest.mark.parametrize("setting, wanted", [
+    ("always [madvise] never\n", True), ("[always] madvise never\n", True), ("always madvise [never]\n", False),
+    (None, False),
+])
+def test_huge_pages_are_asked_for_where_the_kernel_has_them(tmp_path, setting, wanted) -> None:
+    file = tmp_path / "enabled"
+    if setting is not None:
+        file.write_text(setting)
+    assert huge_pages_on_request(file) is wanted
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+def test_a_process_on_a_cpu_asks_torch_for_huge_pages_unless_told_otherwise(given) -> None:
+    """Before its first large tensor, since torch reads the variable then."""
+    environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    environment |= {"MEGATRON_RL_DEVICE": "cpu"} | ({} if given is None else {"THP_MEM_ALLOC_ENABLE": given})
+    code = "import os, megatron_rl.distributed.platform as p; print(os.environ.get('THP_MEM_ALLOC_ENABLE'), "
+    code += "p.huge_pages_on_request(p.HUGE_PAGES))"
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    value, has = found.stdout.split()
+    assert value == (given or ("1" if has == "True" else "None"))
