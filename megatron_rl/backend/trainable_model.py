@@ -209,15 +209,15 @@ class TrainableModel:
 
         drops: whether samples without signal are left out.
         """
-        skip, samples = self.config.skip, np.arange(batch.facts.num_samples)
-        mini_batches = split_mini_batches(
-            samples,
+        skip = self.config.skip
+        merge = skip.steps == "merge" and drops and skip.mode != "off"
+        return split_mini_batches(
+            np.arange(batch.facts.num_samples),
             self.config.train.samples_per_mini_batch,
+            merge=merge,
             groups=batch.facts.groups,
             group_size=self.config.rollout.unequal_group_size,
         )
-        merge = skip.steps == "merge" and drops and skip.mode != "off"
-        return [np.concatenate(mini_batches)] if merge and mini_batches else mini_batches
 
     def plan_pass(self, batch: Batch, chosen: np.ndarray, *, drops: bool = True) -> BatchPlan:
         """Return the plan of one forward pass over the samples ``chosen`` (bool [S]). Not a collective.

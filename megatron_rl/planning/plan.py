@@ -197,6 +197,7 @@ def split_mini_batches(
     samples: np.ndarray,
     samples_per_mini_batch: int | None,
     *,
+    merge: bool = False,
     groups: np.ndarray | None = None,
     group_size: int | None = None,
 ) -> list[np.ndarray]:
@@ -204,11 +205,14 @@ def split_mini_batches(
 
     samples: int64, indices of samples.
     samples_per_mini_batch: None for one mini-batch of all samples.
+    merge: whether all samples are one mini-batch, as under ``skip.steps=merge``.
     groups: int64 [S], the group of each sample, ascending. Read under ``group_size`` alone.
     group_size: the mean number of samples of a group where groups may be unequal. Then each
         mini-batch has ``samples_per_mini_batch`` / ``group_size`` whole groups, so that their number
         does not depend on the groups' sizes. None: groups are equal.
     """
+    if merge:
+        samples_per_mini_batch = None
     if group_size is not None and groups is not None and samples_per_mini_batch is not None and len(samples):
         number = np.unique(groups[samples], return_inverse=True)[1].reshape(-1)  # 0, 0, 1, 1, 1, 2, ...
         mini_batch = number // (samples_per_mini_batch // group_size)
@@ -225,10 +229,9 @@ def plan_steps(
     rules: PlanRules,
     *,
     drops: bool,
-    merge: bool = False,
     sample_ids: Sequence[str] = (),
 ) -> BatchPlan:
-    """Return the plan of one optimizer step per mini-batch, or under ``merge`` of one step over all of them.
+    """Return the plan of one optimizer step per mini-batch.
 
     purpose: "train" or "logprob", part of the plan's fingerprint.
     mini_batches: int64 arrays of sample indices.
@@ -243,8 +246,6 @@ def plan_steps(
     Example: two mini-batches [0, 1] and [2, 3], signal only in sample 1. The first step runs [1]
     (``StepKind.REAL``). The second runs no sample (``StepKind.GHOST``): a step on a zero gradient.
     """
-    if merge and mini_batches:
-        mini_batches = [np.concatenate(mini_batches)]
     padded = (tokens if isinstance(tokens, SampleTokens) else SampleTokens.alone(tokens)).padded(rules.pad_multiple)
     _refuse_long_samples(mini_batches, padded.whole, rules, sample_ids)
     costs = SampleCosts.of(padded, rules.cost)

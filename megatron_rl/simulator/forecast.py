@@ -201,10 +201,8 @@ class Job:
         drops: whether samples without signal are dropped.
         """
         config = self.config
-        members = self.workload.mini_batches(config.train)
-        merge = config.skip.steps == "merge" and drops
-        tokens = self._tokens(rules)
-        return plan_steps("train", members, tokens, signal, rules, drops=drops, merge=merge)
+        members = self.workload.mini_batches(config.train, merge=config.skip.steps == "merge" and drops)
+        return plan_steps("train", members, self._tokens(rules), signal, rules, drops=drops)
 
     def padded(self, rules: PlanRules) -> SampleTokens:
         """Return the number of tokens of each sample, padded as ``rules`` demand."""

@@ -98,10 +98,13 @@ class Workload:
             own=self.read_response_tokens, prompt=self.prompt_tokens, group=self.groups, windows=windows
         )
 
-    def mini_batches(self, train: TrainConfig) -> list[np.ndarray]:
-        """Return one array for each optimizer step, the indices of its samples; supervised samples form one step."""
+    def mini_batches(self, train: TrainConfig, *, merge: bool) -> list[np.ndarray]:
+        """Return one array for each optimizer step, the indices of its samples; supervised samples form one step.
+
+        merge: whether all samples form one step.
+        """
         size = None if self.supervised else train.samples_per_mini_batch
-        return split_mini_batches(np.arange(len(self.rewards)), size)
+        return split_mini_batches(np.arange(len(self.rewards)), size, merge=merge)
 
     def epochs(self, train: TrainConfig) -> int:
         """Return the number of times that each sample is trained on."""

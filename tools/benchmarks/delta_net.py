@@ -209,8 +209,9 @@ def measure(given: argparse.Namespace) -> dict[str, object]:
     for row in rows:
         row["times_as_fast"] = row["seconds"] / rows[0]["seconds"]
         row["times_kept"] = row["kept_bytes_per_token"] / rows[0]["kept_bytes_per_token"]
-    return dict(tokens=tokens, lengths=lengths, largest_output=float(outputs[1].abs().max()), difference=difference,
-                rows=rows)
+    return dict(
+        tokens=tokens, lengths=lengths, largest_output=float(outputs[1].abs().max()), difference=difference, rows=rows
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -168,6 +168,14 @@ PREFIXES = (
         fault="where samples part, a row has the pads of another prompt",
         tests=("tests/unit/rollout/test_prefix_rows.py",),
     ),
+    Mutant(
+        name="grouped-queries-take-anothers-mask",
+        file="megatron_rl/rollout/engines/grouped_queries.py",
+        line="attention_mask = attention_mask.repeat(1, 1, heads // groups, 1)",
+        becomes="attention_mask = attention_mask.repeat_interleave(heads // groups, 2)",
+        fault="a query of a grouped head sees the keys of the row's other queries",
+        tests=("tests/unit/rollout/test_grouped_queries.py",),
+    ),
 )
 
 NEWER_ROLLOUTS = (*CHANGES, *SESSIONS, *BUFFERS, *SERVED, *SIZES, *DRAFTS, *PREFIXES)

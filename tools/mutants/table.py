@@ -52,7 +52,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "weights": ("weights/", "rollout/weight_sync/"),
     "sessions": ("rollout/endpoint/",),
     "drafts": ("rollout/speculation/",),
-    "prefixes": ("rollout/engines/prefix_rows.py",),
+    "prefixes": ("rollout/engines/prefix_rows.py", "rollout/engines/grouped_queries.py"),
     "server": ("serve/",),
     "doors": ("rollout/http_",),
     "files of others": ("commands/convert/",),

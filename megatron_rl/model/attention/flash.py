@@ -15,11 +15,12 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.model.attention.spans import SpanBatch
+from megatron_rl.model.attention.spans import Span, SpanBatch
 
 aten = torch.ops.aten
 Rows = slice | torch.Tensor
 EVERYTHING = slice(None)
+SMALL_SPAN = 256  # tokens
 _LSE_MULTIPLE = 32  # the memory-efficient kernel pads log-sum-exps to it (pytorch, attention.cu: kAlignLSE)
 
 
@@ -155,8 +156,8 @@ def _turned(x: torch.Tensor, mirrored: bool, dim: int = 0) -> torch.Tensor:
 class _CpuFlash:
     """Calls torch's flash kernel for CPUs once for each span: a range of queries with the keys that they see.
 
-    Fewer key heads than query heads need torch 2.9 or later. Backward computes in float32 at least: over spans of
-    some tens of tokens torch 2.13's kernel takes several times as long in bfloat16 (docs/evidence/performance.md).
+    Fewer key heads than query heads need torch 2.9 or later. Backward computes small spans in float32 at least: there
+    torch 2.13's kernel takes several times as long in bfloat16 (docs/evidence/performance.md).
     """
 
     @staticmethod
@@ -174,20 +175,26 @@ class _CpuFlash:
 
     @staticmethod
     def backward(gradient, query, key, value, out, lse, batch, scale) -> Iterator[tuple]:
-        gradient, query, key, value, out = (x.to(_wide(x.dtype)) for x in (gradient, query, key, value, out))
+        given = (gradient, query, key, value, out)
+        wide = tuple(x.to(_wide(x.dtype)) for x in given) if any(map(_is_small, batch.spans)) else given
         for span in batch.spans:
+            at_out, own_query, own_key, own_value, own_out = wide if _is_small(span) else given
             gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _heads_first(gradient, span.queries, span.mirrored),
-                _heads_first(query, span.queries, span.mirrored),
-                _heads_first(key, span.keys, span.mirrored),
-                _heads_first(value, span.keys, span.mirrored),
-                _heads_first(out, span.queries, span.mirrored),
+                _heads_first(at_out, span.queries, span.mirrored),
+                _heads_first(own_query, span.queries, span.mirrored),
+                _heads_first(own_key, span.keys, span.mirrored),
+                _heads_first(own_value, span.keys, span.mirrored),
+                _heads_first(own_out, span.queries, span.mirrored),
                 _turned(lse[:, span.queries], span.mirrored, 1)[None].contiguous(),
                 0.0,
                 span.causal,
                 scale=scale,
             )
             yield span.queries, span.keys, *(_turned(x[0].transpose(0, 1), span.mirrored) for x in gradients)
+
+
+def _is_small(span: Span) -> bool:
+    return max(span.num_queries, span.num_keys) < SMALL_SPAN
 
 
 class _CudaFlash:

@@ -46,9 +46,9 @@ class Case:
         """Plan as the backend does: nothing is merged where nothing is dropped."""
         facts = self.facts
         signal = has_signal(self.advantages if advantages is None else advantages, facts.loss_tokens)
-        mini_batches = split_mini_batches(np.arange(facts.num_samples), self.samples_per_mini_batch)
-        return plan_steps("train", mini_batches, facts.total_tokens, signal, self.rules, drops=drops,
-                          merge=drops and steps == "merge")
+        merge = drops and steps == "merge"
+        mini_batches = split_mini_batches(np.arange(facts.num_samples), self.samples_per_mini_batch, merge=merge)
+        return plan_steps("train", mini_batches, facts.total_tokens, signal, self.rules, drops=drops)
 
 
 @st.composite

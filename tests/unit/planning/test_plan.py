@@ -31,7 +31,6 @@ class Case:
     signal: np.ndarray
     rules: PlanRules
     drops: bool
-    merge: bool
 
     @property
     def tokens(self) -> SampleTokens:
@@ -43,8 +42,7 @@ class Case:
 
     def plan(self, **changed) -> BatchPlan:
         case = dataclasses.replace(self, **changed)
-        return plan_steps("train", case.mini_batches, case.tokens, case.signal, case.rules, drops=case.drops,
-                          merge=case.merge)
+        return plan_steps("train", case.mini_batches, case.tokens, case.signal, case.rules, drops=case.drops)
 
 
 @st.composite
@@ -76,14 +74,12 @@ def cases(draw, *, repack: bool | None = None, static: bool | None = None) -> Ca
     samples = random.permutation(count) if draw(st.booleans()) else np.arange(count)
     return Case(mini_batches=split_mini_batches(samples, draw(st.sampled_from([None, 1, 4, 7, 16]))), lengths=lengths,
                 prompt=prompt, group=group, signal=signal, rules=rules,
-                drops=draw(st.sampled_from([True, True, False])), merge=draw(st.booleans()))
+                drops=draw(st.sampled_from([True, True, False])))
 
 
 def assert_invariants(plan: BatchPlan, case: Case) -> None:
     """Assert every numbered invariant of planning/plan.py on one plan."""
     mini_batches, rules = case.mini_batches, case.rules
-    if case.merge and mini_batches:
-        mini_batches = [np.concatenate(mini_batches)]
     assert len(plan.mini_batches) == len(mini_batches)
     dense = case.plan(drops=False)
     assert case.plan(signal=np.ones_like(case.signal)).to_json() == dense.to_json()  # signal everywhere: no drop
@@ -184,7 +180,8 @@ def test_invariants(repack: bool, static: bool, data: st.DataObject) -> None:
 )
 def test_split_mini_batches_leaves_the_rest_in_the_last(size: int | None, wanted: list[list[int]]) -> None:
     assert [x.tolist() for x in split_mini_batches(np.arange(5), size)] == wanted
-    assert split_mini_batches(np.arange(0), size) == []
+    assert split_mini_batches(np.arange(0), size) == [] == split_mini_batches(np.arange(0), size, merge=True)
+    assert [x.tolist() for x in split_mini_batches(np.arange(5), size, merge=True)] == [[0, 1, 2, 3, 4]]
 
 
 def test_pads_count_against_the_cap() -> None:
