@@ -125,7 +125,6 @@ class TrainableModel:
         self.shape = settled_shape(settings, hf_config, self.topology, value_head=value_head)
         reader = self._reader(weights)  # raises if config and files differ, before the model takes memory
         models, _ = build_model(settings, hf_config, self.topology, value_head=value_head)
-        load_weights(models, self.shape, self.topology, reader)
         if lora is not None and lora.rank is not None:
             from megatron_rl.model.lora.adapters import put_adapters
 
@@ -138,6 +137,7 @@ class TrainableModel:
         fields = dict(shape=self.shape, megatron=config.megatron, dtype=config.model.dtype, ghost=config.skip.ghost)
         self._make_optimizer = partial(Optimizer, self.chunks, topology=self.topology, **fields)
         self.optimizer = self._make_optimizer(config.optimizer, total_steps=total_steps)
+        load_weights(models, self.shape, self.topology, reader, also=self.optimizer.set_master)
         self.rules = plan_rules(
             config.plan,
             self.topology,
@@ -176,12 +176,16 @@ class TrainableModel:
     def reset_optimizer(self, *, total_steps: int, settings: OptimizerConfig | None = None) -> None:
         """Replace the optimizer by a fresh AdamW over the same weights, with moments and schedule at the start.
 
+        The float32 masters of bfloat16 weights stay as they are.
+
         settings: an optimizer section, such as the supervised start's; None takes
             ``config.optimizer``.
         """
         self.optimizer.refuse_offloaded("reset_optimizer()")
-        self.optimizer = self._make_optimizer(settings or self.config.optimizer, total_steps=total_steps)
-        self.optimizer.zero_grad()
+        optimizer = self._make_optimizer(settings or self.config.optimizer, total_steps=total_steps)
+        optimizer.take_masters(self.optimizer)
+        self.optimizer = optimizer
+        optimizer.zero_grad()
 
     # ---- the batch -------------------------------------------------------------------------------------------------
 

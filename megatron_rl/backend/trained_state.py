@@ -89,6 +89,21 @@ def put_weights(backend: TrainableModel, weights: Sequence[torch.Tensor], scale:
     set_scale(backend, scale)
 
 
+def take_masters(backend: TrainableModel) -> list[torch.Tensor]:
+    """Return host copies of the float32 masters of this rank's bfloat16 weights; [] if the weights are float32."""
+    copies = _on_host([master for master, _ in backend.optimizer.masters.values()])
+    HOST.synchronize()
+    return copies
+
+
+def put_masters(backend: TrainableModel, masters: Sequence[torch.Tensor]) -> None:
+    """Overwrite the float32 masters of this rank's bfloat16 weights.
+
+    masters: the new values, in the order of ``take_masters``.
+    """
+    overwrite([master for master, _ in backend.optimizer.masters.values()], masters)
+
+
 def take(backend: TrainableModel) -> TrainedState:
     """Return a host copy of everything that training changes."""
     weights = take_weights(backend)

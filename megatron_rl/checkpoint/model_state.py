@@ -57,6 +57,7 @@ def numbers(backend: TrainableModel) -> dict[str, object]:
         "weight_version": backend.weight_version,
         # AdamW's own step count is equal: both increase with every applied step.
         "optimizer_steps": int(backend.optimizer.scheduler.num_steps),
+        "has_masters": any(p.dtype != torch.float32 for p in trained(backend.parameters())),
         "has_reference": _reference(backend) is not None,
         "cost_sums": backend.fit.sums.tolist(),
         "stage_layers": list(backend.shape.stage_layers),
@@ -91,7 +92,7 @@ def save(
     checkpoint.
 
     texts, own_files, prefixes: further files of the checkpoint, as PendingSave takes them.
-    with_adam: whether AdamW's states are saved.
+    with_adam: whether AdamW's states are saved, and the float32 masters of bfloat16 weights.
     """
     backend.schedule.gather_parameters()
     entries = _entries(backend)
@@ -99,8 +100,9 @@ def save(
     if (reference := _reference(backend)) is not None:
         values = {id(p): kept for p, kept in zip(trained(backend.parameters()), reference, strict=True)}
         saved += weights_to_save([x for x in entries if id(x.data) in values], prefix=REFERENCE, values=values)
-    if with_adam and backend.optimizer.scheduler.num_steps:
-        saved += adam_to_save(entries, AdamStates(backend.optimizer.megatron))
+    if with_adam:
+        has_moments = backend.optimizer.scheduler.num_steps > 0
+        saved += adam_to_save(entries, AdamStates(backend.optimizer.megatron, moments=has_moments))
     is_main = backend.topology.is_main
     return PendingSave(*(root, iteration, saved, dict(texts)), is_main=is_main, own_files=own_files, prefixes=prefixes)
 
@@ -127,9 +129,9 @@ def load(
         # AdamW makes its tensors in its first step; everything that this step changes is overwritten.
         optimizer.ghost_step()
     _put(backend, load_weights(entries, folder))
-    optimizer.megatron.reload_model_params()  # float32 masters of half-precision weights, if no AdamW state was saved
-    if saved["optimizer_steps"]:
-        load_adam(entries, AdamStates(optimizer.megatron), folder)
+    optimizer.megatron.reload_model_params()  # float32 masters of bfloat16 weights, if none were saved
+    if saved["optimizer_steps"] or saved.get("has_masters", False):  # checkpoints of earlier releases lack the field
+        load_adam(entries, AdamStates(optimizer.megatron, moments=saved["optimizer_steps"] > 0), folder)
     set_adam_steps(backend, saved["optimizer_steps"])
     optimizer.scheduler.step(0)
     backend.step_index, backend.weight_version = saved["step_index"], saved["weight_version"]

@@ -68,6 +68,8 @@ def read_model_state(folder: pathlib.Path) -> dict:
         _count(numbers, name, where)
     for name in ("has_reference", "distributed_optimizer"):
         field(numbers, name, bool, where)
+    if "has_masters" in numbers:  # older checkpoints lack it
+        field(numbers, "has_masters", bool, where)
     for number, count in enumerate(field(numbers, "stage_layers", list, where) if "stage_layers" in numbers else ()):
         check(count, f"{where}: stage_layers[{number}]", int, least=0, most=MOST_COUNT)
     rows = field(numbers, "cost_sums", list, where)

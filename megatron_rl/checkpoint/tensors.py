@@ -104,13 +104,17 @@ class AdamStates:
     of: parameter → its ParameterState.
     """
 
-    def __init__(self, optimizer) -> None:
+    def __init__(self, optimizer, *, moments: bool = True) -> None:
+        """Find the states of Megatron-Core's optimizer.
+
+        moments: whether AdamW has its moments, which its first step makes. False leaves the masters alone.
+        """
         self.of: dict[torch.nn.Parameter, ParameterState] = {}
         for part in optimizer.chained_optimizers:
             if part.is_stub_optimizer:
                 continue
-            states = _distributed_states(part) if isinstance(part, DistributedOptimizer) else _whole_states(part)
-            self.of.update(states)
+            states_of = _distributed_states if isinstance(part, DistributedOptimizer) else _whole_states
+            self.of.update(states_of(part, moments))
 
     def kinds(self, parameter: torch.nn.Parameter) -> tuple[str, ...]:
         """Return the kinds of a parameter's states: its moments, and "fp32_param" unless it is float32 itself.
@@ -121,34 +125,36 @@ class AdamStates:
         return (*moments, MASTER) if parameter.dtype != torch.float32 else moments
 
 
-def _moments_of(optimizer, parameter: torch.nn.Parameter) -> tuple[str, ...]:
+def _moments_of(optimizer, parameter: torch.nn.Parameter, moments: bool) -> tuple[str, ...]:
     """Return the kinds of moments that a part of Megatron-Core's optimizer keeps of a parameter of the model."""
+    if not moments:
+        return ()
     inner = optimizer.optimizer
     return MOMENTS if isinstance(inner, torch.optim.Optimizer) else inner.moments_of(parameter) or MOMENTS  # Muon
 
 
-def _whole_states(optimizer) -> Iterator[tuple[torch.nn.Parameter, ParameterState]]:
+def _whole_states(optimizer, moments: bool) -> Iterator[tuple[torch.nn.Parameter, ParameterState]]:
     halves = isinstance(optimizer, Float16OptimizerWithFloat16Params)
     for parameter in [p for group in optimizer.float16_groups for p in group] if halves else []:
-        yield parameter, _state(optimizer, parameter, parameter.main_param)
+        yield parameter, _state(optimizer, parameter, parameter.main_param, moments)
     for parameter in (
         [p for group in optimizer.fp32_from_fp32_groups for p in group] if halves else optimizer.get_parameters()
     ):
-        yield parameter, _state(optimizer, parameter, parameter)
+        yield parameter, _state(optimizer, parameter, parameter, moments)
 
 
-def _state(optimizer, parameter: torch.nn.Parameter, main: torch.Tensor) -> ParameterState:
-    kinds = _moments_of(optimizer, parameter)
-    moments = {kind: optimizer.optimizer.state[main][kind] for kind in kinds}
-    return ParameterState(tensors=moments if main is parameter else {**moments, MASTER: main}, moments=kinds)
+def _state(optimizer, parameter: torch.nn.Parameter, main: torch.Tensor, moments: bool) -> ParameterState:
+    kinds = _moments_of(optimizer, parameter, moments)
+    tensors = {kind: optimizer.optimizer.state[main][kind] for kind in kinds}
+    return ParameterState(tensors=tensors if main is parameter else {**tensors, MASTER: main}, moments=kinds)
 
 
-def _distributed_states(optimizer) -> Iterator[tuple[torch.nn.Parameter, ParameterState]]:
+def _distributed_states(optimizer, moments: bool) -> Iterator[tuple[torch.nn.Parameter, ParameterState]]:
     group = optimizer.data_parallel_group
     local = set(optimizer.model_param_group_index_map)
     for buffer in optimizer.buffers:
         for parameter in buffer.param_index_map:
-            kinds = _moments_of(optimizer, parameter)
+            kinds = _moments_of(optimizer, parameter, moments)
             if parameter not in local:
                 yield parameter, ParameterState(tensors={}, local=slice(0, 0), group=group, moments=kinds)
                 continue
@@ -251,7 +257,7 @@ def load_weights(entries: Sequence[ShardedBase], folder: pathlib.Path, *, prefix
 def load_adam(entries: Sequence[ShardedBase], states: AdamStates, folder: pathlib.Path) -> None:
     """Overwrite AdamW's tensors with the states in a checkpoint. A collective.
 
-    AdamW makes its tensors in its first step, so a step must have been taken before.
+    AdamW makes its moments in its first step: if ``states`` has them, a step must have been taken before.
 
     entries: the sharded tensors of the model's parameters.
     """

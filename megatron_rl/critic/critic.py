@@ -91,8 +91,8 @@ class Critic(TrainableModel):
         kept = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
         with self._here():
             reader = FreshHead(MemoryReader(kept), self.shape.hidden_size)
-            load_weights([chunk.module for chunk in self.chunks], self.shape, self.topology, reader)
-            self.optimizer.megatron.reload_model_params()
+            chunks = [chunk.module for chunk in self.chunks]
+            load_weights(chunks, self.shape, self.topology, reader, also=self.optimizer.set_master)
 
     # ---- a rollout -------------------------------------------------------------------------------------------------
 

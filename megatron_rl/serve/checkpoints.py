@@ -33,7 +33,7 @@ def save(backend: MegatronBackend, folder: pathlib.Path, spec: AdapterSpec | Non
     """
     state = {
         "model": model_state.identity(backend),
-        "backend": model_state.numbers(backend),
+        "backend": model_state.numbers(backend) | ({} if with_adam else {"has_masters": False}),
         "serve": None if spec is None else dataclasses.asdict(spec),
         "with_adam": with_adam,
     }

@@ -29,10 +29,12 @@ class Weights:
 
     tensors: this rank's trained parameters, in the backend's order.
     scale: alpha / rank of the adapters; None without adapters.
+    masters: AdamW's float32 copies of bfloat16 weights on this rank; () if none were kept.
     """
 
     tensors: Sequence[torch.Tensor]
     scale: float | None
+    masters: Sequence[torch.Tensor] = ()
 
 
 class Models:
@@ -42,7 +44,11 @@ class Models:
         """Copy the backend's current weights as the base model. A collective."""
         self.backend = backend
         trained_state.begin_adam(backend)
-        self.base = Weights(tensors=trained_state.take_weights(backend), scale=trained_state.scale_of(backend))
+        self.base = Weights(
+            tensors=trained_state.take_weights(backend),
+            scale=trained_state.scale_of(backend),
+            masters=trained_state.take_masters(backend),
+        )
         self._waiting: dict[str, TrainedState | None] = {}  # a model's name → its state; None: it is in the backend
         self._active: str | None = None
 
@@ -60,12 +66,17 @@ class Models:
         backend = self.backend
         if spec is None:
             trained_state.put_weights(backend, self.base.tensors, self.base.scale)
+            trained_state.put_masters(backend, self.base.masters)
         else:
             chunks = [chunk.module for chunk in backend.chunks]
             start_adapters(
                 chunks, backend.shape, backend.topology, seed=spec.seed, rank=spec.rank, targets=spec.targets
             )
-        self._begin(name)
+            backend.optimizer.megatron.reload_model_params()  # the float32 masters of bfloat16 adapters
+        backend.zero_grad()
+        trained_state.reset_adam(backend)
+        backend.weight_version = 0
+        self._waiting[name], self._active = None, name
 
     def load(self, name: str, folder: pathlib.Path, *, with_adam: bool) -> AdapterSpec | None:
         """Load a checkpoint as the model ``name``, new or in place of its state; return its adapters. A collective.
@@ -89,14 +100,6 @@ class Models:
         self._put_away()
         checkpoints.load(self.backend, folder, with_adam=False)
         return Weights(tensors=trained_state.take_weights(self.backend), scale=trained_state.scale_of(self.backend))
-
-    def _begin(self, name: str) -> None:
-        backend = self.backend
-        backend.zero_grad()
-        backend.optimizer.megatron.reload_model_params()  # set the float32 masters of half-precision weights
-        trained_state.reset_adam(backend)
-        backend.weight_version = 0
-        self._waiting[name], self._active = None, name
 
     def activate(self, name: str) -> MegatronBackend:
         """Bring a model into the backend, unless it is there already; return the backend."""

@@ -15,6 +15,7 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.entry import ROUTER_BIAS, Entry, Layout
 from megatron_rl.weights.mapping import (
+    ADAPTER,
     TIED_HEAD,
     hf_parts,
     hf_size,
@@ -30,26 +31,41 @@ from megatron_rl.weights.reader import WeightReader, check_finite, whole_tensors
 BUCKET_BYTES = 512 * 2**20
 StageEntries = Callable[[ModelShape, int, int], Iterator[Entry]]
 """Maps (shape, stage, number of expert-parallel ranks) to an iterator of the stage's entries, equal on all ranks."""
+TakesShard = Callable[[torch.Tensor, torch.Tensor], None]
+"""Takes (a parameter of this rank, its shard of the Hugging Face tensors); the shard may be in host memory."""
 
 
 @torch.no_grad()
 def load_weights(
-    chunks: Sequence[torch.nn.Module], shape: ModelShape, topology: Topology, reader: WeightReader
+    chunks: Sequence[torch.nn.Module],
+    shape: ModelShape,
+    topology: Topology,
+    reader: WeightReader,
+    *,
+    also: TakesShard | None = None,
 ) -> None:
     """Copy this rank's shards of the Hugging Face tensors into the parameters and frozen buffers of its model chunks.
+
+    Adapters (LoRA) are left as they are.
 
     Raises ConfigError if a tensor is missing, has another shape or holds a NaN. Raises RuntimeError
     if a parameter has no tensor, or a tensor no parameter.
 
     chunks: this rank's model chunks, in order.
     reader: gives slices of the Hugging Face tensors.
+    also: takes each shard in the dtype of its file, which may be finer than the parameter's.
     """
     for number, chunk in enumerate(chunks):
-        _load_chunk(chunk, number * topology.pipeline_size + topology.pipeline_rank, shape, topology, reader)
+        _load_chunk(chunk, number * topology.pipeline_size + topology.pipeline_rank, shape, topology, reader, also)
 
 
 def _load_chunk(
-    chunk: torch.nn.Module, stage: int, shape: ModelShape, topology: Topology, reader: WeightReader
+    chunk: torch.nn.Module,
+    stage: int,
+    shape: ModelShape,
+    topology: Topology,
+    reader: WeightReader,
+    also: TakesShard | None,
 ) -> None:
     parameters = named_weights(chunk)
     for stage_entry in stage_entries(shape, stage, topology.expert_size):
@@ -67,11 +83,14 @@ def _load_chunk(
         if entry.expert is not None:
             rank, ranks = topology.expert_tensor_rank, topology.expert_tensor_size
         parameter = parameters.pop(entry.megatron)
-        parameter.copy_(load_shard(entry, shape, reader.read, rank, ranks))
+        shard = load_shard(entry, shape, reader.read, rank, ranks)
+        parameter.copy_(shard)
+        if also is not None:
+            also(parameter, shard)
         check_finite(parameter, functools.partial(whole_tensors, entry, shape, reader), "set model.dtype=float32")
-    if parameters:
+    if unfilled := sorted(name for name in parameters if f"{ADAPTER}." not in name):
         raise RuntimeError(
-            f"parameters that no Hugging Face tensor fills: {sorted(parameters)}; weights/mapping.py lacks them"
+            f"parameters that no Hugging Face tensor fills: {unfilled}; weights/mapping.py lacks them"
         )
 
 
