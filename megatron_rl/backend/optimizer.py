@@ -32,10 +32,10 @@ import megatron.core.optimizer as megatron_optimizer  # isort: skip
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads  # isort: skip
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer  # isort: skip
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # isort: skip
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
-if TYPE_CHECKING:  # only a run whose engine shares the device imports it
+if TYPE_CHECKING:  # only a run in bfloat16, or whose engine shares the device, imports them
+    from megatron_rl.backend.masters import Masters
     from megatron_rl.backend.offload import Offload, OffloadedBytes
     from megatron_rl.weights.model_shape import ModelShape
 
@@ -147,8 +147,10 @@ def _adam_class(name: str) -> type | None:
 class Optimizer:
     """Runs AdamW over this rank's model chunks, with a learning-rate schedule.
 
-    masters: the float32 copy of each bfloat16 parameter that AdamW steps (``_masters_of``).
+    masters: the float32 masters of bfloat16 weights; None if the weights are float32.
     """
+
+    masters: Masters | None = None
 
     def __init__(
         self,
@@ -194,6 +196,10 @@ class Optimizer:
                 use_muon(self._megatron, self.chunks, shape, topology, momentum=settings.momentum)
             case other:
                 raise AssertionError(other)
+        if dtype == "bfloat16":
+            from megatron_rl.backend.masters import Masters
+
+            self.masters = Masters(self._megatron.chained_optimizers)
         self.scheduler = OptimizerParamScheduler(
             self._megatron,
             init_lr=settings.lr / (settings.warmup_steps + 1),
@@ -207,26 +213,6 @@ class Optimizer:
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
-        parts = (x for x in self._megatron.chained_optimizers if not x.is_stub_optimizer)
-        self.masters = {parameter: held for part in parts for parameter, held in _masters_of(part).items()}
-
-    @torch.no_grad()
-    def set_master(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
-        """Set a parameter's float32 master to ``values``; do nothing where this rank holds no master of it.
-
-        values: of the parameter's shape and of any dtype; rounded to the parameter's dtype they must
-            be the parameter. A distributed optimizer's rank takes its own range of them.
-        """
-        self.refuse_offloaded("set_master()")
-        if parameter in self.masters:
-            master, held = self.masters[parameter]
-            master.copy_(values.reshape(-1)[held].view_as(master))
-
-    @torch.no_grad()
-    def take_masters(self, other: Optimizer) -> None:
-        """Copy every master of ``other``, an optimizer over the same chunks and ranks. Not a collective."""
-        for parameter, (master, _) in self.masters.items():
-            master.copy_(other.masters[parameter][0])
 
     def _fuse_adam(self) -> None:
         """Make torch's AdamW step by its fused kernel; Megatron-Core (0.16.1, 0.19.2) does not ask for it.
@@ -410,23 +396,6 @@ class Optimizer:
 
     def _any_rank(self, flag: bool) -> bool:
         return bool(reduce_on_host(torch.tensor([float(flag)]), dist.ReduceOp.MAX).item())
-
-
-def _masters_of(part) -> dict[torch.Tensor, tuple[torch.Tensor, slice]]:
-    """Return {parameter: (its float32 master on this rank, the range of the flattened parameter that it covers)}.
-
-    Float32 parameters have no entry: AdamW steps them themselves. Nor have parameters of which a
-    distributed optimizer gave this rank no range.
-
-    part: one of the optimizers in Megatron-Core's chained optimizer.
-    """
-    if isinstance(part, distrib_optimizer.DistributedOptimizer):
-        halves = [p for p in part.model_param_group_index_map if p.dtype != torch.float32]
-        spans = {p: part._get_model_param_range_map(p)["param"] for p in halves}
-        return {p: (p.main_param, slice(span.start, span.end)) for p, span in spans.items()}
-    if isinstance(part, Float16OptimizerWithFloat16Params):
-        return {p: (p.main_param, slice(0, p.numel())) for group in part.float16_groups for p in group}
-    return {}
 
 
 def megatron_config(settings: OptimizerSettings, megatron: MegatronConfig, dtype: str) -> OptimizerConfig:

@@ -137,7 +137,7 @@ class TrainableModel:
         fields = dict(shape=self.shape, megatron=config.megatron, dtype=config.model.dtype, ghost=config.skip.ghost)
         self._make_optimizer = partial(Optimizer, self.chunks, topology=self.topology, **fields)
         self.optimizer = self._make_optimizer(config.optimizer, total_steps=total_steps)
-        load_weights(models, self.shape, self.topology, reader, also=self.optimizer.set_master)
+        self._load(reader)
         self.rules = plan_rules(
             config.plan,
             self.topology,
@@ -173,6 +173,17 @@ class TrainableModel:
         state = random_state(self.hf_config, self.shape, model.hf_path, seed=seed, device=HOST.device)
         return MemoryReader(file_tensors(state, self.hf_config.model_type))
 
+    def _load(self, reader: WeightReader) -> None:
+        """Load the weights, and the float32 masters of bfloat16 weights, from a reader of their tensors."""
+        self.optimizer.refuse_offloaded("loading weights")
+        halves, masters = None, self.optimizer.masters
+        if self.config.optimizer.spread_masters:
+            from megatron_rl.weights.spread import SpreadReader
+
+            halves = SpreadReader(reader, self.config.run.seed)
+        chunks, also = [chunk.module for chunk in self.chunks], masters and masters.set
+        load_weights(chunks, self.shape, self.topology, reader, halves=halves, also=also)
+
     def reset_optimizer(self, *, total_steps: int, settings: OptimizerConfig | None = None) -> None:
         """Replace the optimizer by a fresh AdamW over the same weights, with moments and schedule at the start.
 
@@ -183,7 +194,8 @@ class TrainableModel:
         """
         self.optimizer.refuse_offloaded("reset_optimizer()")
         optimizer = self._make_optimizer(settings or self.config.optimizer, total_steps=total_steps)
-        optimizer.take_masters(self.optimizer)
+        if optimizer.masters is not None:
+            optimizer.masters.take(self.optimizer.masters)
         self.optimizer = optimizer
         optimizer.zero_grad()
 

@@ -91,7 +91,7 @@ def put_weights(backend: TrainableModel, weights: Sequence[torch.Tensor], scale:
 
 def take_masters(backend: TrainableModel) -> list[torch.Tensor]:
     """Return host copies of the float32 masters of this rank's bfloat16 weights; [] if the weights are float32."""
-    copies = _on_host([master for master, _ in backend.optimizer.masters.values()])
+    copies = _on_host(_masters(backend))
     HOST.synchronize()
     return copies
 
@@ -101,7 +101,7 @@ def put_masters(backend: TrainableModel, masters: Sequence[torch.Tensor]) -> Non
 
     masters: the new values, in the order of ``take_masters``.
     """
-    overwrite([master for master, _ in backend.optimizer.masters.values()], masters)
+    overwrite(_masters(backend), masters)
 
 
 def take(backend: TrainableModel) -> TrainedState:
@@ -187,6 +187,11 @@ def _adam(backend: TrainableModel) -> list[torch.Tensor]:
     """
     masters = [p for adam in _adams(backend) for group in adam.param_groups for p in group["params"]]
     return [*masters, *_moments(backend)]
+
+
+def _masters(backend: TrainableModel) -> list[torch.Tensor]:
+    masters = backend.optimizer.masters
+    return [] if masters is None else masters.tensors
 
 
 def _gradients(backend: TrainableModel) -> list[torch.Tensor]:

@@ -130,7 +130,8 @@ def load(
         optimizer.ghost_step()
     _put(backend, load_weights(entries, folder))
     optimizer.megatron.reload_model_params()  # float32 masters of bfloat16 weights, if none were saved
-    if saved["optimizer_steps"] or saved.get("has_masters", False):  # checkpoints of earlier releases lack the field
+    # checkpoints of earlier releases lack has_masters
+    if saved["optimizer_steps"] or saved.get("has_masters", False):
         load_adam(entries, AdamStates(optimizer.megatron, moments=saved["optimizer_steps"] > 0), folder)
     set_adam_steps(backend, saved["optimizer_steps"])
     optimizer.scheduler.step(0)

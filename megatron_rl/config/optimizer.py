@@ -40,6 +40,8 @@ class OptimizerConfig:
     """Adam of `transformer_engine`, `apex` or `torch`; `auto`: the first that can be imported, which the log names."""
     distributed: bool = True
     """Whether Megatron's distributed optimizer shards the optimizer state over data-parallel ranks."""
+    spread_masters: bool = False
+    """Whether masters of bfloat16 files begin at random places that round to their weights (docs/tuning.md)."""
     on_nonfinite: str = "fail"
     """If a step's gradient is not finite: `fail`: end the run; `skip`: change no weight, on any rank."""
 

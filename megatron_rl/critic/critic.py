@@ -33,7 +33,6 @@ from megatron_rl.distributed import topology
 from megatron_rl.model.head import values_of
 from megatron_rl.types import StepPlan, StepResult, ValueInputs
 from megatron_rl.validate.critic import critic_config
-from megatron_rl.weights.export import load_weights
 from megatron_rl.weights.reader import MemoryReader, WeightReader
 
 
@@ -90,9 +89,7 @@ class Critic(TrainableModel):
         """
         kept = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
         with self._here():
-            reader = FreshHead(MemoryReader(kept), self.shape.hidden_size)
-            chunks = [chunk.module for chunk in self.chunks]
-            load_weights(chunks, self.shape, self.topology, reader, also=self.optimizer.set_master)
+            self._load(FreshHead(MemoryReader(kept), self.shape.hidden_size))
 
     # ---- a rollout -------------------------------------------------------------------------------------------------
 

@@ -90,6 +90,19 @@ def muon(algorithm: str, lora_rank: int | None, provider: str) -> str | None:
     return None
 
 
+def spread_masters(spread: bool, lora_rank: int | None) -> str | None:
+    """Return an error message if ``optimizer.spread_masters`` is set for adapters, which are in no bfloat16 file.
+
+    lora_rank: ``lora.rank``; None: no adapters.
+    """
+    if not spread or lora_rank is None:
+        return None
+    return (
+        f"optimizer.spread_masters=true spreads the masters of weights in bfloat16 files, and lora.rank={lora_rank} "
+        "trains adapters alone, which begin at drawn values; set optimizer.spread_masters=false, or lora.rank=null"
+    )
+
+
 def teacher(
     teacher: TeacherConfig,
     estimator: str,

@@ -42,6 +42,7 @@ def load_weights(
     topology: Topology,
     reader: WeightReader,
     *,
+    halves: WeightReader | None = None,
     also: TakesShard | None = None,
 ) -> None:
     """Copy this rank's shards of the Hugging Face tensors into the parameters and frozen buffers of its model chunks.
@@ -53,10 +54,13 @@ def load_weights(
 
     chunks: this rank's model chunks, in order.
     reader: gives slices of the Hugging Face tensors.
-    also: takes each shard in the dtype of its file, which may be finer than the parameter's.
+    halves: gives the slices of bfloat16 parameters in place of ``reader``; its numbers round to those
+        of ``reader``.
+    also: takes each shard as it was read, which may be finer than the parameter.
     """
     for number, chunk in enumerate(chunks):
-        _load_chunk(chunk, number * topology.pipeline_size + topology.pipeline_rank, shape, topology, reader, also)
+        stage = number * topology.pipeline_size + topology.pipeline_rank
+        _load_chunk(chunk, stage, shape, topology, reader, halves or reader, also)
 
 
 def _load_chunk(
@@ -65,6 +69,7 @@ def _load_chunk(
     shape: ModelShape,
     topology: Topology,
     reader: WeightReader,
+    halves: WeightReader,
     also: TakesShard | None,
 ) -> None:
     parameters = named_weights(chunk)
@@ -83,15 +88,14 @@ def _load_chunk(
         if entry.expert is not None:
             rank, ranks = topology.expert_tensor_rank, topology.expert_tensor_size
         parameter = parameters.pop(entry.megatron)
-        shard = load_shard(entry, shape, reader.read, rank, ranks)
+        given = reader if parameter.dtype == torch.float32 else halves
+        shard = load_shard(entry, shape, given.read, rank, ranks)
         parameter.copy_(shard)
         if also is not None:
             also(parameter, shard)
         check_finite(parameter, functools.partial(whole_tensors, entry, shape, reader), "set model.dtype=float32")
     if unfilled := sorted(name for name in parameters if f"{ADAPTER}." not in name):
-        raise RuntimeError(
-            f"parameters that no Hugging Face tensor fills: {unfilled}; weights/mapping.py lacks them"
-        )
+        raise RuntimeError(f"parameters that no Hugging Face tensor fills: {unfilled}; weights/mapping.py lacks them")
 
 
 def named_weights(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:

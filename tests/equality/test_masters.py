@@ -6,17 +6,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_rl.backend import MegatronBackend
 from megatron_rl.checkpoint import model_state
 from megatron_rl.checkpoint.tensors import MASTER, AdamStates
+from megatron_rl.distributed import topology
 from megatron_rl.weights.export import export_weights
 from megatron_rl.weights.mapping import trained_entries
+from megatron_rl.weights.reader import MemoryReader
+from megatron_rl.weights.spread import SpreadReader
 from tests.equality.layouts import BF16, SHARDED
-from tests.equality.rig import Rig, equal, equal_by_name, open_rig, ragged_advantages
+from tests.equality.rig import Rig, config_of, equal, equal_by_name, layers_of, open_rig, ragged_advantages
 from tests.equality.rows import row
 from tests.equality.saved_steps import PLAIN, open_like
 from tests.equality.served_rig import open_served
 from tests.pairwise import quick
-from tests.reference import file_weights, relative_error
+from tests.reference import file_weights, relative_error, tiny_model
 
 # tied embeddings on two stages, chunks, experts, matrices laid out otherwise than in files, Muon's own groups
 LAYOUTS = (
@@ -85,6 +89,31 @@ def test_masters_begin_at_the_files_numbers(pool, name):
         assert all(found.values()), found
 
 
+def spread(rank: int, world: int, family: str, layout: tuple[str, ...]) -> dict[str, bool]:
+    """Build a policy of bfloat16 files with spread masters; compare with their numbers, read whole."""
+    config = config_of(*layout, *BF16, "optimizer.spread_masters=true", "run.seed=3")
+    hf_config, model = tiny_model(family, layers=layers_of(config))
+    files = {name: x.bfloat16() for name, x in file_weights(model).items()}
+    try:
+        backend = MegatronBackend(config, hf_config=hf_config, weights=files)
+        rig = Rig(backend=backend, model=model)
+        masters, weights, reader = masters_of(rig), rig.weights(), SpreadReader(MemoryReader(files), 3)
+        return {
+            "masters": equal_by_name(masters, {k: reader.read(k, 0, 0, len(files[k])) for k in masters}),
+            "weights": equal_by_name(weights, {k: files[k].to(weights[k].dtype) for k in weights}),
+            "spread": not any(torch.equal(x, files[k].float()) for k, x in masters.items() if files[k].any()),
+        }
+    finally:
+        topology.destroy()
+
+
+@pytest.mark.parametrize("name", quick(LAYOUTS, *QUICK[1:4], "EP2-sharded glm4_moe"))
+def test_spread_masters_are_the_same_in_every_layout(pool, name):
+    world, family, layout = row(name)
+    for found in pool.run(world, spread, family, layout, timeout_s=120):
+        assert all(found.values()), found
+
+
 def steps_of_torch(rank: int, world: int, layout: tuple[str, ...]) -> dict[str, float]:
     """Compare masters after three steps with torch's AdamW over the files' numbers and the policy's gradients."""
     with open_rig("qwen2_tied", *layout, *BF16, *SPEED, samples=8, total_steps=10**6) as rig:
@@ -143,12 +172,12 @@ def test_a_checkpoint_before_the_first_step_has_the_masters(pool, tmp_path, firs
 
 
 def served(rank: int, world: int, path: str, folder: str) -> dict[str, bool]:
-    """Begin a model after another has trained; load the other again with AdamW's state, without it, and weights alone."""
+    """Begin a model after another has trained; load the other again with and without AdamW."""
     with open_served(path, folder, *SHARDED, *BF16) as server:
         models, backend, found = server.worker.models, server.backend, {}
 
         def masters() -> list[torch.Tensor]:
-            return [x.clone() for x, _ in backend.optimizer.masters.values()]
+            return [x.clone() for x in backend.optimizer.masters.tensors]
 
         base = masters()
         server.create("a")

@@ -27,6 +27,8 @@ DEFAULTS = (f"plan.max_tokens_per_microbatch={sum(LENGTHS)}", "rollout.max_respo
 class NoOptimizer:
     """Stands for the optimizer, whose step is not run here."""
 
+    masters = None
+
     def __init__(self, chunks, *_, **__):
         self.chunks = chunks
 
@@ -35,8 +37,6 @@ class NoOptimizer:
             chunk.zero_grad_buffer()
 
     def refuse_offloaded(self, _): ...
-
-    def set_master(self, *_): ...
 
 
 trainable_model.Optimizer = NoOptimizer

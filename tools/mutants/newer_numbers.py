@@ -12,9 +12,7 @@ SHARED_PROMPTS = (
         line="responses[slot] = lay(int(response_tokens[slot]), tokens)",
         becomes="responses[slot] = lay(int(response_tokens[slot]), -(-tokens // pad_multiple) * pad_multiple)",
         fault="a response's positions go on from its shared prompt's pads",
-        tests=(
-            "tests/unit/model/test_window_spans.py::test_spans_are_the_mask",
-        ),
+        tests=("tests/unit/model/test_window_spans.py::test_spans_are_the_mask",),
     ),
     Mutant(
         name="prompt-once-in-all-micro-batches",
@@ -66,9 +64,7 @@ SKIP = (
         line="running += [[samples for row, samples in enumerate(rank) if row in live] for rank in block]",
         becomes="running += [[samples for samples in rank if signal[samples].any()] for rank in block]",
         fault="without `plan.repack` ranks that share experts run other micro-batches side by side than the dense run",
-        tests=(
-            "tests/unit/planning/test_plan_lockstep.py::test_survivors_on_one_rank_only[1]",
-        ),
+        tests=("tests/unit/planning/test_plan_lockstep.py::test_survivors_on_one_rank_only[1]",),
     ),
     Mutant(
         name="dense-without-its-fillers",
@@ -143,4 +139,49 @@ REPEATS = (
     ),
 )
 
-NEWER_NUMBERS = (*SHARED_PROMPTS, *REPLAYED_EXPERTS, *SKIP, *CORRECTIONS, *ROW_INVARIANT, *REPEATS)
+MASTERS = (
+    Mutant(
+        name="masters-begin-rounded",
+        file="megatron_rl/backend/masters.py",
+        line="master.copy_(values.reshape(-1)[held].view_as(master))",
+        becomes="master.copy_(parameter.reshape(-1)[held].view_as(master))",
+        fault="masters begin at the bfloat16 weights, whatever the files hold",
+        tests=("tests/equality/test_masters.py::test_masters_begin_at_the_files_numbers[EP2-sharded qwen3_moe]",),
+    ),
+    Mutant(
+        name="masters-rounded-at-a-reset",
+        file="megatron_rl/backend/trainable_model.py",
+        line="optimizer.masters.take(self.optimizer.masters)",
+        becomes="optimizer.masters.take(optimizer.masters)",
+        fault="the supervised start loses what its steps moved below bfloat16's places",
+        tests=("tests/equality/test_masters.py::test_masters_begin_at_the_files_numbers[EP2-sharded qwen3_moe]",),
+    ),
+    Mutant(
+        name="no-masters-before-a-step",
+        file="megatron_rl/checkpoint/model_state.py",
+        line='if saved["optimizer_steps"] or saved.get("has_masters", False):',
+        becomes='if saved["optimizer_steps"]:',
+        fault="a run that goes on from before its first step begins with rounded masters",
+        tests=("tests/equality/test_masters.py::test_a_checkpoint_before_the_first_step_has_the_masters",),
+    ),
+    Mutant(
+        name="spread-where-there-is-no-master",
+        file="megatron_rl/weights/export.py",
+        line="given = reader if parameter.dtype == torch.float32 else halves",
+        becomes="given = halves",
+        fault="optimizer.spread_masters moves a mixture's float32 router biases",
+        tests=(
+            "tests/equality/test_masters.py::test_spread_masters_are_the_same_in_every_layout[EP2-sharded glm4_moe]",
+        ),
+    ),
+    Mutant(
+        name="spread-by-the-place-in-the-slice",
+        file="megatron_rl/weights/spread.py",
+        line="first_row = start if dimension == 0 else 0",
+        becomes="first_row = 0",
+        fault="spread masters depend on the number of tensor ranks",
+        tests=("tests/unit/weights/test_spread.py::test_a_slice_is_that_of_the_whole",),
+    ),
+)
+
+NEWER_NUMBERS = (*SHARED_PROMPTS, *REPLAYED_EXPERTS, *SKIP, *CORRECTIONS, *ROW_INVARIANT, *REPEATS, *MASTERS)

@@ -190,8 +190,8 @@ WEIGHTS = (
     Mutant(
         name="chunks-in-rank-order",
         file="megatron_rl/weights/export.py",
-        line="_load_chunk(chunk, number * topology.pipeline_size + topology.pipeline_rank, shape, topology, reader)",
-        becomes="_load_chunk(chunk, topology.pipeline_rank * len(chunks) + number, shape, topology, reader)",
+        line="stage = number * topology.pipeline_size + topology.pipeline_rank",
+        becomes="stage = topology.pipeline_rank * len(chunks) + number",
         fault="interleaved stages load layers as if each rank held neighbours",
         tests=("tests/equality/test_weights.py::test_logprobs_under_interleaved_stages_equal_hugging_face",),
     ),

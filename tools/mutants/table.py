@@ -26,7 +26,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "cost": ("planning/cost.py",),
     "pipeline layout": ("planning/pipeline_layout.py",),
     "schedule": ("backend/schedule.py",),
-    "optimizer": ("backend/optimizer.py",),
+    "optimizer": ("backend/optimizer.py", "backend/masters.py"),
     "packing": ("backend/packing.py", "model/attention/layout.py", "model/attention/packed.py"),
     "adapters": ("model/lora/adapters.py", "model/lora/layer.py"),
     "layers": ("model/post_norm.py",),
