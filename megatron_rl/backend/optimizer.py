@@ -150,8 +150,6 @@ class Optimizer:
     masters: the float32 masters of bfloat16 weights; None if the weights are float32.
     """
 
-    masters: Masters | None = None
-
     def __init__(
         self,
         chunks: Sequence[DistributedDataParallel],
@@ -196,10 +194,7 @@ class Optimizer:
                 use_muon(self._megatron, self.chunks, shape, topology, momentum=settings.momentum)
             case other:
                 raise AssertionError(other)
-        if dtype == "bfloat16":
-            from megatron_rl.backend.masters import Masters
-
-            self.masters = Masters(self._megatron.chained_optimizers)
+        self.masters = self._find_masters() if dtype == "bfloat16" else None
         self.scheduler = OptimizerParamScheduler(
             self._megatron,
             init_lr=settings.lr / (settings.warmup_steps + 1),
@@ -213,6 +208,11 @@ class Optimizer:
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
+
+    def _find_masters(self) -> Masters:
+        from megatron_rl.backend.masters import Masters
+
+        return Masters(self._megatron.chained_optimizers)
 
     def _fuse_adam(self) -> None:
         """Make torch's AdamW step by its fused kernel; Megatron-Core (0.16.1, 0.19.2) does not ask for it.
