@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +55,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 if TYPE_CHECKING:
     from megatron_rl.backend.offload import OffloadedBytes
+
+log = logging.getLogger(__name__)
 
 REMEMBERED_STEPS = 50  # optimizer steps with a gradient (StepKind.REAL) whose seconds are kept
 
@@ -183,6 +186,9 @@ class TrainableModel:
             halves = SpreadReader(reader, self.config.run.seed)
         chunks, also = [chunk.module for chunk in self.chunks], masters and masters.set
         load_weights(chunks, self.shape, self.topology, reader, halves=halves, also=also)
+        if halves is not None and not halves.found and self.topology.is_main:
+            why = "the files are finer than bfloat16" if masters else "float32 weights have no masters"
+            log.warning("optimizer.spread_masters=true changes nothing: %s", why)
 
     def reset_optimizer(self, *, total_steps: int, settings: OptimizerConfig | None = None) -> None:
         """Replace the optimizer by a fresh AdamW over the same weights, with moments and schedule at the start.

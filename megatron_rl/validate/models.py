@@ -90,17 +90,26 @@ def muon(algorithm: str, lora_rank: int | None, provider: str) -> str | None:
     return None
 
 
-def spread_masters(spread: bool, lora_rank: int | None) -> str | None:
-    """Return an error message if ``optimizer.spread_masters`` is set for adapters, which are in no bfloat16 file.
+def spread_masters(spread: bool, lora_rank: int | None, dtype: str) -> str | None:
+    """Return an error message if ``optimizer.spread_masters`` is set for weights whose masters no bfloat16 file holds.
 
     lora_rank: ``lora.rank``; None: no adapters.
+    dtype: ``model.dtype``; float32 weights have no masters.
     """
-    if not spread or lora_rank is None:
+    if not spread:
         return None
-    return (
-        f"optimizer.spread_masters=true spreads the masters of weights in bfloat16 files, and lora.rank={lora_rank} "
-        "trains adapters alone, which begin at drawn values; set optimizer.spread_masters=false, or lora.rank=null"
-    )
+    if lora_rank is not None:
+        return (
+            "optimizer.spread_masters=true spreads the masters of weights in bfloat16 files, and "
+            f"lora.rank={lora_rank} trains adapters alone, which begin at drawn values; "
+            "set optimizer.spread_masters=false, or lora.rank=null"
+        )
+    if dtype == "float32":
+        return (
+            "optimizer.spread_masters=true spreads the float32 masters of bfloat16 weights, and weights of "
+            "model.dtype=float32 have none; set optimizer.spread_masters=false, or model.dtype=bfloat16"
+        )
+    return None
 
 
 def teacher(

@@ -63,7 +63,11 @@ TABLE = (
         models.provider,
     ),
     Row("Muon for what are no whole matrices", ("optimizer.algorithm", "lora.rank", "model.provider"), models.muon),
-    Row("adapters whose masters would be spread", ("optimizer.spread_masters", "lora.rank"), models.spread_masters),
+    Row(
+        "spread masters of weights that have none, or none in files",
+        ("optimizer.spread_masters", "lora.rank", "model.dtype"),
+        models.spread_masters,
+    ),
     Row(
         "replayed experts of a pass that is not run",
         ("rollout.routing_replay", "correction", "replay"),

@@ -27,10 +27,12 @@ class SpreadReader:
 
     A number depends on ``seed``, the tensor's name and the element's place in the whole tensor, so
     that every parallel layout reads the same.
+
+    found: whether a tensor was in bfloat16, among those read so far.
     """
 
     def __init__(self, reader: WeightReader, seed: int) -> None:
-        self.reader, self.seed = reader, seed
+        self.reader, self.seed, self.found = reader, seed, False
 
     def has(self, name: str) -> bool:
         return self.reader.has(name)
@@ -42,6 +44,7 @@ class SpreadReader:
         part = self.reader.read(name, dimension, start, stop)
         if part.dtype != torch.bfloat16:
             return part
+        self.found = True
         size = self.size(name)
         inner = int(np.prod(size[1:], dtype=np.int64))
         key = int.from_bytes(hashlib.sha256(f"{self.seed}/{name}".encode()).digest()[:16])

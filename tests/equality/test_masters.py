@@ -1,5 +1,6 @@
 """The float32 masters of a bfloat16 policy begin at the files' own numbers, and nothing but a step moves them."""
 
+import logging
 import pathlib
 
 import pytest
@@ -9,7 +10,10 @@ import torch.distributed as dist
 from megatron_rl.backend import MegatronBackend
 from megatron_rl.checkpoint import model_state
 from megatron_rl.checkpoint.tensors import MASTER, AdamStates
+from megatron_rl.config import load_config
 from megatron_rl.distributed import topology
+from megatron_rl.errors import ConfigError
+from megatron_rl.validate import models, validate_config
 from megatron_rl.weights.export import export_weights
 from megatron_rl.weights.mapping import trained_entries
 from megatron_rl.weights.reader import MemoryReader
@@ -112,6 +116,35 @@ def test_spread_masters_are_the_same_in_every_layout(pool, name):
     world, family, layout = row(name)
     for found in pool.run(world, spread, family, layout, timeout_s=120):
         assert all(found.values()), found
+
+
+def said(rank: int, world: int, *settings: str) -> list[str]:
+    """Return what is logged while a policy of float32 files is built whose masters are to be spread."""
+    words: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: words.append(record.getMessage())
+    logger = logging.getLogger("megatron_rl.backend.trainable_model")
+    logger.addHandler(handler)
+    try:
+        with open_rig("qwen2_tied", "optimizer.spread_masters=true", *settings, samples=8, total_steps=3):
+            return words
+    finally:
+        logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"), [(BF16, "the files are finer than bfloat16"), ((), "float32 weights have no masters")]
+)
+def test_a_spread_that_changes_nothing_is_logged(pool, settings, why):
+    (words,) = pool.run(1, said, *settings, timeout_s=60)
+    assert words == [f"optimizer.spread_masters=true changes nothing: {why}"]
+
+
+@pytest.mark.parametrize("beside", ("lora.rank=4", "model.dtype=float32"))
+def test_a_spread_of_what_has_no_master_in_files_is_refused_by_name(beside):
+    validate_config(load_config(None, [beside]), models.spread_masters)
+    with pytest.raises(ConfigError, match=f"optimizer.spread_masters=true .*{beside}"):
+        validate_config(load_config(None, [beside, "optimizer.spread_masters=true"]), models.spread_masters)
 
 
 def steps_of_torch(rank: int, world: int, layout: tuple[str, ...]) -> dict[str, float]:
