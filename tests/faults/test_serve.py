@@ -19,6 +19,7 @@ from tests.patience import patient
 pytestmark = pytest.mark.process
 SERVE = "megatron_rl.serve.__main__:command_line"
 END_S = 60.0
+ROUNDING = 1e-5  # float32; batches of other sizes sum in another order
 TEXTS = [[3, 4, 5, 6], [7, 8, 9], [3, 5, 7, 9, 11]]
 
 
@@ -141,17 +142,20 @@ def test_many_sampling_requests_at_once_are_all_answered(client: Client) -> None
     session = client.session()
     sampler = sampler_of(client, session, base_model="model")
 
-    def ask(number: int) -> tuple[int, bytes]:
+    def ask(number: int) -> tuple[np.ndarray, np.ndarray]:
         prompt = [3 + number % 5, 4, 5][: 1 + number % 3]
-        return number, client.result(client.sample(sampler, number, prompt, seed=number % 7))
+        body = client.result(client.sample(sampler, number, prompt, seed=number % 7))
+        (sequence,) = messages.SampleResponse.FromString(body).sequences
+        return np.frombuffer(sequence.tokens, np.int32), np.frombuffer(sequence.logprobs, np.float32)
 
     with concurrent.futures.ThreadPoolExecutor(max_workers=64) as threads:
-        answers = dict(threads.map(ask, range(256)))
+        answers = list(threads.map(ask, range(256)))
     assert len(answers) == 256
-    for number in range(0, 256, 105):  # the same prompt and seed, among others: the same draws
-        assert answers[number] == answers[number % 105]
-    result = messages.SampleResponse.FromString(answers[0])
-    assert len(result.sequences) == 1 and 1 <= len(result.sequences[0].tokens) // 4 <= 4
+    for number, (tokens, logprobs) in enumerate(answers):
+        assert 1 <= len(tokens) <= 4
+        same_tokens, same_logprobs = answers[number % 105]  # of the same prompt and seed, in another batch
+        assert np.array_equal(tokens, same_tokens)
+        assert np.allclose(logprobs, same_logprobs, atol=ROUNDING)
 
 
 def test_a_client_that_goes_away_in_mid_step_leaves_the_others_as_they_are(client: Client, server: str) -> None:
