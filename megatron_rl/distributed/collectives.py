@@ -46,6 +46,15 @@ def reduce_on_host(values: torch.Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) 
     return values
 
 
+def await_all_ranks() -> None:
+    """Return once every rank is here. A collective.
+
+    A rank's part of a new group is done while others still connect to each other. If it ended then,
+    theirs would fail with a lost connection, in place of its own error.
+    """
+    reduce_on_host(torch.zeros(1))
+
+
 def num_gathers() -> int:
     """Return how often this process has called ``gather_json``.
 

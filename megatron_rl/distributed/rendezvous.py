@@ -11,7 +11,7 @@ import time
 
 import torch.distributed as dist
 
-from megatron_rl.distributed.collectives import open_host_group
+from megatron_rl.distributed.collectives import await_all_ranks, open_host_group
 from megatron_rl.distributed.lost_rank import ADVICE, GRACE_S, UNNAMED, gone, group_timeout, joining, note_process
 from megatron_rl.errors import PeerError
 
@@ -90,6 +90,7 @@ def join_world(backend: str, store: dist.Store, rank: int, world_size: int, dead
                 timeout=group_timeout(backend, deadline_s),
             )
             open_host_group(deadline_s)
+            await_all_ranks()
     except RuntimeError as error:  # torch's DistError, or a plain RuntimeError of gloo
         raise _failure(error, deadline_s) from error
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import ParallelConfig
-from megatron_rl.distributed.collectives import open_host_group
+from megatron_rl.distributed.collectives import await_all_ranks, open_host_group
 from megatron_rl.distributed.lost_rank import group_timeout, joining
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.errors import ConfigError
@@ -160,6 +160,7 @@ def initialize(
             expert_tensor_parallel_size=expert_tensor,
             distributed_timeout_minutes=group_timeout(HOST.backend, deadline_s).total_seconds() / 60,
         )
+        await_all_ranks()
     # A CPU has no CUDA generators, so its tracker's forks do nothing. model/seam_fields.py refuses dropout there.
     if HOST.is_cuda:
         tensor_parallel_random.model_parallel_cuda_manual_seed(seed)

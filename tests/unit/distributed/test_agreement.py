@@ -7,13 +7,15 @@ import pathlib
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
-from megatron_rl.distributed import agreement, rendezvous
+from megatron_rl.config import ParallelConfig
+from megatron_rl.distributed import agreement, rendezvous, topology
 from megatron_rl.distributed.agreement import Job
 from megatron_rl.distributed.rendezvous import meet
 from megatron_rl.errors import ConfigError, PeerError
@@ -160,6 +162,31 @@ def builds_again(rank: int, world: int, folder: str, has_world: bool, part: str)
 def test_a_backend_that_failed_leaves_no_groups_and_another_is_built(pool, arithmetic, has_world, part, named) -> None:
     ((said, stays, groups, stages),) = pool.run(1, builds_again, str(arithmetic), has_world, part, timeout_s=60)
     assert named in said and (stays, groups, stages) == (has_world, int(has_world), 1)
+
+
+def joined(rank: int, world: int, folder: str) -> tuple[int, int]:
+    """Join a grid in which the last rank is slow; return how many groups it had made then, and in the end."""
+    made, c10d = pathlib.Path(folder), dist.distributed_c10d
+
+    class Slow(c10d.ProcessGroupGloo):
+        def __init__(self, *given, **named) -> None:
+            super().__init__(*given, **named)
+            time.sleep(0.1)
+            (made / str(len(list(made.iterdir())))).touch()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == world - 1:
+            patch.setattr(c10d, "ProcessGroupGloo", Slow)
+        topology.initialize(ParallelConfig(tensor=world), deadline_s=30)
+    found = len(list(made.iterdir()))
+    dist.barrier()
+    return found, len(list(made.iterdir()))
+
+
+def test_no_rank_goes_on_before_the_last_has_connected(pool, tmp_path) -> None:
+    """A rank that refused its settings and ended sooner would break the others' connecting."""
+    for found, whole in pool.run(3, joined, str(tmp_path), timeout_s=60):
+        assert found == whole > 1
 
 
 @pytest.mark.long(seconds=20)
